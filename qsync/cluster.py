@@ -1,0 +1,123 @@
+"""Device classes, how many ranks of each, and the link between them. Read from cluster.toml or from a running job."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.files import field
+from qsync.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceClass:
+    """What one kind of card can do.
+
+    `emulated_share` is set when the class is emulated: the share of its core that such a rank is given.
+    """
+
+    name: str
+    device: str  # "cpu" or "cuda"
+    count: int
+    memory_bytes: int
+    precisions: tuple[Precision, ...]
+    emulated_share: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have arrived.
+
+    On a CPU communication takes time from compute: while an all-reduce runs, a rank computes at `compute_rate` of its
+    speed and the all-reduce itself at `overlap_rate` of its own. Both are 1 where a copy engine does the work.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    compute_rate: float = 1.0
+    overlap_rate: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The device classes of one synchronous job and the link between its ranks."""
+
+    classes: tuple[DeviceClass, ...]
+    link: Link
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(device_class.count for device_class in self.classes)
+
+    def __getitem__(self, name: str) -> DeviceClass:
+        for device_class in self.classes:
+            if device_class.name == name:
+                return device_class
+        known = ", ".join(device_class.name for device_class in self.classes)
+        raise FormatError(f"no device class {name!r} in this cluster; it has {known}")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:
+        """Read a cluster; FormatError names the field that is missing or wrong."""
+        entries = field(value, "classes", list, where)
+        if not entries:
+            raise FormatError(f"{where} has no device class; add a [[classes]] table")
+        classes = tuple(_device_class(entry, f"{where}, class {i + 1}") for i, entry in enumerate(entries))
+        names = [device_class.name for device_class in classes]
+        for name in names:
+            if names.count(name) > 1:
+                raise FormatError(f"{where} names the device class {name!r} twice; give each class one table")
+        return cls(classes, _link(field(value, "link", dict, where), f"{where}, link"))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Cluster:
+        """Read cluster.toml. The format is the record's own fields; see README, Cluster files."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except OSError as error:
+            raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
+        try:
+            return cls.from_json(tomllib.loads(text), where=str(path))
+        except tomllib.TOMLDecodeError as error:
+            raise FormatError(f"{path}: not valid TOML, {error}; mend that line") from error
+
+
+def _device_class(entry: Any, where: str) -> DeviceClass:
+    if not isinstance(entry, dict):
+        raise FormatError(f"{where} must be a table with name, device, count, memory_bytes and precisions")
+    count = field(entry, "count", int, where)
+    memory = field(entry, "memory_bytes", int, where)
+    share = entry.get("emulated_share")
+    if count < 1:
+        raise FormatError(f"{where}: count must be at least 1, found {count}; remove the class or give it ranks")
+    if memory < 1:
+        raise FormatError(f"{where}: memory_bytes must be positive, found {memory}")
+    if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+        raise FormatError(f"{where}: emulated_share must lie in (0, 1], found {share!r}")
+    precisions = tuple(Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where))
+    if Precision.FP32 not in precisions:
+        raise FormatError(f"{where}: precisions must include 'fp32'; add it")
+    device = field(entry, "device", str, where)
+    if device not in ("cpu", "cuda"):
+        raise FormatError(f"{where}: device must be 'cpu' or 'cuda', found {device!r}")
+    return DeviceClass(field(entry, "name", str, where), device, count, memory, precisions, share)
+
+
+def _link(entry: Mapping[str, Any], where: str) -> Link:
+    values = {"latency_s": field(entry, "latency_s", (int, float), where)}
+    values["bytes_per_s"] = field(entry, "bytes_per_s", (int, float), where)
+    for name in ("compute_rate", "overlap_rate"):
+        values[name] = entry.get(name, 1.0)
+    if values["latency_s"] < 0:
+        raise FormatError(f"{where}: latency_s must not be negative, found {values['latency_s']}")
+    for name in ("bytes_per_s", "compute_rate", "overlap_rate"):
+        if not isinstance(values[name], (int, float)) or not values[name] > 0:
+            raise FormatError(f"{where}: {name} must be positive, found {values[name]!r}")
+    return Link(**{name: float(number) for name, number in values.items()})

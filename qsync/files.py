@@ -1,0 +1,72 @@
+"""Reading and writing qsync's JSON files: whole or not at all, and malformed ones named with their line."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def write_json(path: str | Path, value: Mapping[str, Any]) -> Path:
+    """Write a JSON object, indented and diffable."""
+    return write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a JSON object; FormatError names the file, and the line where it is malformed."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path} is not a text file; give a JSON file that qsync wrote") from error
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise FormatError(
+            f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file anew"
+        ) from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote")
+    return value
+
+
+def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
+    """Refuse a record of another kind or of a version this code does not read."""
+    if value.get("kind") != kind:
+        raise FormatError(f"expected a {kind} file, found {value.get('kind', 'no kind')!r}; give a {kind} file")
+    if value.get("version") != version:
+        raise FormatError(
+            f"this {kind} file has version {value.get('version')!r}, this qsync reads version {version}; write it anew"
+        )
+
+
+def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...], where: str) -> Any:
+    """`value[name]`, checked to be there and of the expected type."""
+    if name not in value:
+        raise FormatError(f"{where} lacks the field {name!r}; write the file anew or add the field")
+    found = value[name]
+    if not isinstance(found, expected) or (isinstance(found, bool) and expected in (int, float, (int, float))):
+        names = " or ".join(t.__name__ for t in (expected if isinstance(expected, tuple) else (expected,)))
+        raise FormatError(f"{where}: field {name!r} must be {names}, found {found!r}")
+    return found

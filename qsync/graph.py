@@ -1,0 +1,141 @@
+"""OpGraph: the operators of a captured model, in the order they run. A record: no torch, JSON in and out.
+
+An operator's *inputs* are the values it computes on, which lowering brings to the operator's type. What it reads as it
+is (parameters of a norm, running statistics, indices, boolean masks) stands in *kept*. Values are named by what makes
+them: an operator's name, or a graph input's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.files import check_header, field, read_json, write_json
+
+VERSION = 1
+
+
+class Role(StrEnum):
+    """Who chooses an operator's precision."""
+
+    ADJUSTABLE = "adjustable"  # the plan
+    FOLLOWING = "following"  # its inputs: it runs in the widest type among them
+    FIXED = "fixed"  # nobody: it runs in the type it was traced in
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
+
+    name: str
+    kind: str  # "parameter", "buffer" or "batch"
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return num_elements(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator.
+
+    `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result may hold by
+    construction (masks); a type whose range ends below it is not used. `depth` counts the adjustable operators on the
+    longest path up to and including this one.
+    """
+
+    name: str
+    kind: str
+    role: Role
+    inputs: tuple[str, ...]
+    kept: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    flops: int = 0
+    requires_grad: bool = True
+    magnitude: float = 0.0
+    depth: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return num_elements(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class OpGraph:
+    """A model's operators in execution order, with what enters the graph. Graph breaks are joined in order."""
+
+    model: str
+    inputs: tuple[Input, ...]
+    ops: tuple[Op, ...]
+    num_segments: int = 1
+
+    @property
+    def adjustable(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.role is Role.ADJUSTABLE)
+
+    @property
+    def parameters(self) -> tuple[Input, ...]:
+        return tuple(value for value in self.inputs if value.kind == "parameter")
+
+    @property
+    def hash(self) -> str:
+        """Identity of the model as a plan sees it: adjustable operators and parameter shapes, whatever the batch."""
+        shapes = {value.name: value.shape for value in self.inputs if value.kind == "parameter"}
+        ops = sorted(
+            [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]] for op in self.adjustable
+        )
+        return digest(ops)
+
+    @property
+    def shapes_hash(self) -> str:
+        """Identity of one batch shape of that model: what a profile was measured for."""
+        return digest([[op.name, op.shape] for op in self.ops])
+
+    def to_json(self) -> dict[str, Any]:
+        body = {"model": self.model, "num_segments": self.num_segments}
+        inputs = [asdict(value) for value in self.inputs]
+        return {"kind": "graph", "version": VERSION, **body, "inputs": inputs, "ops": [asdict(op) for op in self.ops]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
+        check_header(value, "graph", VERSION)
+        try:
+            inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
+            ops = tuple(
+                Op(**{**_tuples(entry), "role": Role(entry["role"])}) for entry in field(value, "ops", list, "graph")
+            )
+        except (TypeError, ValueError, KeyError) as error:
+            raise FormatError(f"the graph file has an operator or input that cannot be read ({error})") from error
+        return cls(field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph"))
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> OpGraph:
+        return cls.from_json(read_json(path))
+
+
+def num_elements(shape: Iterable[int]) -> int:
+    """Product of the sizes; 1 for a scalar."""
+    return reduce(lambda total, size: total * size, shape, 1)
+
+
+def digest(value: Any) -> str:
+    """A short, stable hash of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()}

@@ -1,0 +1,291 @@
+"""Where casts go: the one place that decides it. Pure.
+
+    lower(graph, assignment) -> LoweredGraph
+
+The FX pass executes the lowered graph, the replayer prices it and the memory model reads it, node for node. The rule, in
+full:
+
+- every operator takes each of its inputs in one type: an adjustable operator in its precision's operand type, a
+  following operator in the widest type among its inputs, a fixed operator in the type that was traced (FP32);
+- a value that is not carried in a type some consumer takes is cast to it once, however many consumers there are;
+- a cast of an operator's result stands right after the operator; a cast of what enters the graph (a weight) stands right
+  before its first adjustable consumer, so that its gradient is ready as early as the operator's;
+- an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else FP32.
+
+`Lowering` keeps the lowered graph of a changing assignment: `assign` re-lowers only the neighbourhood of one operator and
+`undo` restores the state exactly.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError
+from qsync.graph import OpGraph, Role
+from qsync.precision import CARRIED_FLOATS, LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+
+_WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
+_EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """A value brought to another type: a conversion, or an encoding (INT8, FP8, FP16 operands)."""
+
+    value: str
+    source: str
+    target: str
+    num_elements: int
+    of_parameter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in."""
+
+    op: str
+    mode: str
+    operands: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredGraph:
+    """Operators and casts in execution order."""
+
+    graph: OpGraph
+    nodes: tuple[Cast | Run, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one `Lowering.assign` did: the positions of operators whose node or casts changed, and how to undo it."""
+
+    touched: tuple[int, ...]
+    journal: tuple[tuple[list[Any], int, Any], ...]
+
+
+def lower(graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16") -> LoweredGraph:
+    """The graph with the casts that this assignment needs.
+
+    `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32. `narrow` is the
+    16-bit float that the device can carry along edges, None if it has none. Raises MismatchError for names that are not
+    adjustable operators of the graph and FormatError for a precision its kind of operator does not have.
+
+    >>> lower(graph, {"encoder.0.fc1": Precision.BF16}).nodes
+    """
+    return Lowering(graph, assignment, narrow).lowered()
+
+
+class Lowering:
+    """The lowered graph of an assignment that changes one operator at a time."""
+
+    def __init__(self, graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16") -> None:
+        self.graph = graph
+        self.narrow = narrow
+        self.position = {op.name: i for i, op in enumerate(graph.ops)}
+        self._inputs = {value.name: i for i, value in enumerate(graph.inputs)}
+        for name in assignment:
+            self._check(name, assignment[name])
+        self.precision = [assignment.get(op.name, Precision.FP32) for op in graph.ops]
+        # Values are numbered: graph inputs first, then one per operator.
+        names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
+        number = {name: i for i, name in enumerate(names)}
+        self._offset = len(graph.inputs)
+        self._traced = [value.dtype for value in graph.inputs] + [op.dtype for op in graph.ops]
+        self._operands = [[number[name] for name in op.inputs] for op in graph.ops]
+        self._consumers: list[list[int]] = [[] for _ in names]
+        for i, operands in enumerate(self._operands):
+            for value in dict.fromkeys(operands):
+                self._consumers[value].append(i)
+        # The operator before which casts of each graph input stand, and the inputs that stand before each operator.
+        self.anchored: list[list[int]] = [[] for _ in graph.ops]
+        self._anchor: list[int | None] = []
+        for value in range(self._offset):
+            users = [i for i in self._consumers[value] if graph.ops[i].role is Role.ADJUSTABLE]
+            self._anchor.append((users or self._consumers[value] or [None])[0])
+            if self._anchor[-1] is not None:
+                self.anchored[self._anchor[-1]].append(value)
+        self._wanted_narrow = [False] * len(names)
+        self._mode = ["fp32"] * len(graph.ops)
+        self._carried = list(self._traced)
+        self.casts: list[tuple[str, ...]] = [()] * len(names)
+        self._lower_everything()
+
+    def mode(self, i: int) -> str:
+        """The precision or type in which operator `i` runs."""
+        return self._mode[i]
+
+    def output_casts(self, i: int) -> list[Cast]:
+        """The casts that stand right after operator `i`."""
+        return self._casts_of(self._offset + i)
+
+    def anchored_casts(self, i: int) -> list[Cast]:
+        """The casts of graph inputs that stand right before operator `i`."""
+        return [cast for value in self.anchored[i] for cast in self._casts_of(value)]
+
+    def assignment(self) -> dict[str, Precision]:
+        """The assignment as it is now: every adjustable operator with its precision."""
+        return {
+            op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
+        }
+
+    def lowered(self) -> LoweredGraph:
+        """The lowered graph as it is now."""
+        nodes: list[Cast | Run] = []
+        for i, op in enumerate(self.graph.ops):
+            nodes += self.anchored_casts(i)
+            operands = tuple(
+                self._carried[value] if (taken := self._taken(i, j)) is None else taken
+                for j, value in enumerate(self._operands[i])
+            )
+            nodes.append(Run(op.name, self._mode[i], operands, self._carried[self._offset + i]))
+            nodes += self.output_casts(i)
+        return LoweredGraph(self.graph, tuple(nodes))
+
+    def assign(self, name: str, precision: Precision) -> Change:
+        """Give one operator another precision and re-lower its neighbourhood only."""
+        self._check(name, precision)
+        i = self.position[name]
+        journal: list[tuple[list[Any], int, Any]] = []
+        touched = {i}
+        self._write(self.precision, i, precision, journal)
+        changed_outputs = self._propagate_wants(self._operands[i], journal)
+        changed_values = self._propagate_types([i, *changed_outputs], journal, touched)
+        stale = set(self._operands[i]) | changed_values
+        for j in list(touched):
+            stale |= {self._offset + j, *self._operands[j]}
+        for value in sorted(stale):
+            if self._write(self.casts, value, self._needed_casts(value), journal) or value in changed_values:
+                owner = self._anchor[value] if value < self._offset else value - self._offset
+                if owner is not None:
+                    touched.add(owner)
+        return Change(tuple(sorted(touched)), tuple(journal))
+
+    def undo(self, change: Change) -> None:
+        """Restore the state before `change`, which must be the last one not yet undone."""
+        for target, index, old in reversed(change.journal):
+            target[index] = old
+
+    def _check(self, name: str, precision: Precision) -> None:
+        i = self.position.get(name)
+        if i is None or self.graph.ops[i].role is not Role.ADJUSTABLE:
+            raise MismatchError(f"the graph of {self.graph.model} has no adjustable operator {name!r}")
+        kind = self.graph.ops[i].kind
+        if precision not in PRECISIONS_BY_KIND[kind]:
+            known = ", ".join(PRECISIONS_BY_KIND[kind])
+            raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
+
+    def _casts_of(self, value: int) -> list[Cast]:
+        if not self.casts[value]:
+            return []
+        entry = self.graph.inputs[value] if value < self._offset else self.graph.ops[value - self._offset]
+        source, parameter = self._carried[value], entry.kind == "parameter"
+        return [Cast(entry.name, source, target, entry.num_elements, parameter) for target in self.casts[value]]
+
+    def _lower_everything(self) -> None:
+        for value in reversed(range(len(self._traced))):
+            self._wanted_narrow[value] = self._wants_narrow(value)
+        for i in range(len(self.graph.ops)):
+            self._mode[i] = self._mode_of(i)
+            self._carried[self._offset + i] = self._output_of(i)
+        for value in range(len(self._traced)):
+            self.casts[value] = self._needed_casts(value)
+
+    def _taken(self, i: int, j: int) -> str | None:
+        """The type in which operator `i` takes its `j`-th input; None if that is no float."""
+        op, traced = self.graph.ops[i], self._traced[self._operands[i][j]]
+        if traced not in LARGEST:
+            return None
+        if op.role is Role.ADJUSTABLE:
+            return operand_type(op.kind, j, self.precision[i])
+        return self._mode[i] if op.role is Role.FOLLOWING else traced
+
+    def _mode_of(self, i: int) -> str:
+        op = self.graph.ops[i]
+        if op.role is Role.ADJUSTABLE:
+            return str(self.precision[i])
+        if op.role is Role.FIXED:
+            return op.dtype
+        floats = [self._carried[value] for value in self._operands[i] if self._traced[value] in LARGEST]
+        widest = max(floats, key=_WIDTH.__getitem__, default=op.dtype)
+        return "fp32" if op.magnitude > LARGEST.get(widest, float("inf")) else widest
+
+    def _output_of(self, i: int) -> str:
+        op = self.graph.ops[i]
+        if op.role is Role.ADJUSTABLE:
+            precision = self.precision[i]
+            if precision is Precision.BF16:
+                return "bf16"
+            narrowed = precision in _EIGHT_BIT and self.narrow and self._wanted_narrow[self._offset + i]
+            return self.narrow if narrowed and self.narrow else "fp32"
+        return self._mode[i] if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
+
+    def _wants_narrow(self, value: int) -> bool:
+        """Whether every consumer of this value would narrow it to 16 bits or fewer anyway."""
+        consumers = self._consumers[value]
+        return bool(consumers) and all(self._consumer_narrows(i, value) for i in consumers)
+
+    def _consumer_narrows(self, i: int, value: int) -> bool:
+        op = self.graph.ops[i]
+        if op.role is Role.ADJUSTABLE:
+            taken = {self._taken(i, j) for j, operand in enumerate(self._operands[i]) if operand == value}
+            return all(t is not None and (t == "bf16" or is_encoded(t)) for t in taken)
+        floats = [operand for operand in self._operands[i] if self._traced[operand] in LARGEST]
+        lone = op.role is Role.FOLLOWING and len(set(floats)) == 1 and op.magnitude <= LARGEST["bf16"]
+        return lone and self._wanted_narrow[self._offset + i]
+
+    def _needed_casts(self, value: int) -> tuple[str, ...]:
+        carried = self._carried[value]
+        taken = {
+            self._taken(i, j)
+            for i in self._consumers[value]
+            for j, operand in enumerate(self._operands[i])
+            if operand == value
+        }
+        return tuple(sorted(t for t in taken if t is not None and t != carried))
+
+    def _propagate_wants(self, values: list[int], journal: list[tuple[list[Any], int, Any]]) -> list[int]:
+        """Recompute who wants 16 bits, upstream from these values; the operators whose output may change."""
+        affected, pending = [], list(values)
+        while pending:
+            value = pending.pop()
+            if self._write(self._wanted_narrow, value, self._wants_narrow(value), journal) and value >= self._offset:
+                affected.append(value - self._offset)
+                pending += self._operands[value - self._offset]
+        return affected
+
+    def _propagate_types(
+        self, start: list[int], journal: list[tuple[list[Any], int, Any]], touched: set[int]
+    ) -> set[int]:
+        """Recompute types downstream from these operators, in execution order; the values whose type changed."""
+        changed: set[int] = set()
+        heap = sorted(set(start))
+        queued = set(heap)
+        while heap:
+            i = heapq.heappop(heap)
+            value = self._offset + i
+            moved = self._write(self._mode, i, self._mode_of(i), journal)
+            widened = self._write(self._carried, value, self._output_of(i), journal)
+            if moved:
+                touched.add(i)
+            if widened:
+                changed.add(value)
+                touched.add(i)
+                for consumer in self._consumers[value]:
+                    if consumer not in queued:
+                        queued.add(consumer)
+                        heapq.heappush(heap, consumer)
+        return changed
+
+    @staticmethod
+    def _write(target: list[Any], index: int, new: Any, journal: list[tuple[list[Any], int, Any]]) -> bool:
+        old = target[index]
+        if old == new:
+            return False
+        journal.append((target, index, old))
+        target[index] = new
+        return True

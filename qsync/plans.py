@@ -1,0 +1,168 @@
+"""Plan: for each device class an assignment of precisions, with what was predicted for it and what it was made from."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError
+from qsync.files import check_header, field, read_json, write_json
+from qsync.graph import OpGraph
+from qsync.precision import PRECISIONS_BY_KIND, Precision
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What replay predicted for one class under the plan. Variance is in squared gradient norm, weighted n_c / N^2."""
+
+    compute_s: float
+    wait_s: float
+    memory_bytes: int
+    added_variance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPlan:
+    """The assignment of one device class: every adjustable operator, in model order, with its precision."""
+
+    assignment: Mapping[str, Precision]
+    predicted: Predicted | None = None
+    profile_hash: str | None = None
+
+    @property
+    def lowered(self) -> tuple[str, ...]:
+        """The operators that do not run in FP32."""
+        return tuple(op for op, precision in self.assignment.items() if precision is not Precision.FP32)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Precisions per device class. Keyed by class, never by rank.
+
+    >>> plan = qsync.Plan.load("plan.json").pin("encoder.layer.0.*", "fp32")
+    >>> plan.save("pinned.json")
+    """
+
+    model: str
+    graph_hash: str
+    classes: Mapping[str, ClassPlan]
+    step_s: float | None = None
+    target_s: float | None = None
+
+    def __getitem__(self, device_class: str) -> ClassPlan:
+        if device_class not in self.classes:
+            known = ", ".join(self.classes)
+            raise MismatchError(
+                f"the plan has no device class {device_class!r}, it was made for {known}; name one of these, or plan again"
+            )
+        return self.classes[device_class]
+
+    def check_graph(self, graph: OpGraph) -> None:
+        """MismatchError unless this plan was made for `graph`; both sides are named."""
+        names = {op.name: op.kind for op in graph.adjustable}
+        for class_name, class_plan in self.classes.items():
+            for op, precision in class_plan.assignment.items():
+                if op not in names:
+                    raise MismatchError(
+                        f"the plan for {class_name} assigns {op!r}, which {graph.model} does not have{_nearest(op, names)}; "
+                        "plan again for this model"
+                    )
+                if precision not in PRECISIONS_BY_KIND[names[op]]:
+                    raise FormatError(f"the plan gives {op} ({names[op]}) {precision}, which has no kernel; choose another")
+            missing = [op for op in names if op not in class_plan.assignment]
+            if missing:
+                raise MismatchError(
+                    f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more operators of "
+                    f"{graph.model}; plan again for this model"
+                )
+        if self.graph_hash != graph.hash:
+            raise MismatchError(
+                f"the plan was made for {self.model} with graph {self.graph_hash}, this model is {graph.model} with graph "
+                f"{graph.hash}; plan again for this model"
+            )
+
+    def pin(self, pattern: str, precision: str | Precision) -> Plan:
+        """A plan in which every operator that matches `pattern` has this precision in every class.
+
+        Predictions are dropped: they were made for another assignment. Replay the result to have them again.
+        """
+        chosen = Precision.parse(precision)
+        known = next(iter(self.classes.values())).assignment
+        if not fnmatch.filter(known, pattern):
+            raise MismatchError(f"no operator matches {pattern!r}{_nearest(pattern, known)}")
+        classes = {
+            name: ClassPlan(
+                {op: chosen if fnmatch.fnmatchcase(op, pattern) else p for op, p in class_plan.assignment.items()},
+                None,
+                class_plan.profile_hash,
+            )
+            for name, class_plan in self.classes.items()
+        }
+        return replace(self, classes=classes, step_s=None)
+
+    def diff(self, other: Plan) -> str:
+        """One line per operator and class whose precision differs; empty if none does."""
+        lines = []
+        for name in dict.fromkeys([*self.classes, *other.classes]):
+            mine = self.classes[name].assignment if name in self.classes else {}
+            theirs = other.classes[name].assignment if name in other.classes else {}
+            for op in dict.fromkeys([*mine, *theirs]):
+                if mine.get(op) != theirs.get(op):
+                    lines.append(f"{name}  {op}: {mine.get(op, 'absent')} -> {theirs.get(op, 'absent')}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        classes = {
+            name: {
+                "profile_hash": class_plan.profile_hash,
+                "predicted": asdict(class_plan.predicted) if class_plan.predicted else None,
+                "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
+            }
+            for name, class_plan in sorted(self.classes.items())
+        }
+        body = {"model": self.model, "graph_hash": self.graph_hash, "step_s": self.step_s, "target_s": self.target_s}
+        return {"kind": "plan", "version": VERSION, **body, "classes": classes}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        check_header(value, "plan", VERSION)
+        classes = {}
+        for name, entry in field(value, "classes", dict, "plan").items():
+            where = f"plan, class {name!r}"
+            if not isinstance(entry, dict):
+                raise FormatError(f"{where} must be an object with an assignment")
+            assignment = {}
+            for op, text in field(entry, "assignment", dict, where).items():
+                try:
+                    assignment[op] = Precision.parse(str(text))
+                except FormatError as error:
+                    raise FormatError(f"{where}, operator {op!r}: {error}") from error
+            try:
+                predicted = Predicted(**entry["predicted"]) if entry.get("predicted") else None
+            except TypeError as error:
+                raise FormatError(f"{where}: the prediction cannot be read ({error}); replay the plan again") from error
+            classes[name] = ClassPlan(assignment, predicted, entry.get("profile_hash"))
+        if not classes:
+            raise FormatError("the plan has no device class; plan again")
+        header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
+        return cls(*header, classes, value.get("step_s"), value.get("target_s"))
+
+    def save(self, path: str | Path) -> Path:
+        """Write plan.json, whole or not at all."""
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
+        return cls.from_json(read_json(path))
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f" (nearest: {close[0]!r})" if close else ""

@@ -1,0 +1,92 @@
+"""Precisions: what an operator may be computed in, and which types its operands and its result then have.
+
+Two vocabularies meet here. A *precision* is what a plan assigns to an operator (`int8` means INT8 forward and 16-bit
+backward). A *type* is what a tensor is stored in on an edge of the lowered graph (`fp32`, `bf16`, `int8_row` ...).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from qsync.errors import FormatError
+
+
+class Precision(StrEnum):
+    """What a plan may assign to an adjustable operator."""
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    FP8 = "fp8"
+    INT8 = "int8"
+    INT8_ALL = "int8_all"
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """The precision called `text`; FormatError with the known names if there is none."""
+        try:
+            return cls(text)
+        except ValueError:
+            names = ", ".join(cls)
+            raise FormatError(f"unknown precision {text!r}: choose one of {names}") from None
+
+
+# Explicit mantissa bits of the floating formats. Rounding x to m bits has step 2^(floor(log2|x|) - m).
+MANTISSA_BITS = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "fp8": 3}
+
+# Largest finite magnitude of each carried float: a constant beyond it would become infinite in that type.
+LARGEST = {"fp64": 1.8e308, "fp32": 3.4028234663852886e38, "bf16": 3.3895313892515355e38, "fp16": 65504.0}
+
+# Types in which a value can be *carried* along an edge and differentiated through, widest first.
+CARRIED_FLOATS = ("fp64", "fp32", "bf16")
+
+TYPE_BYTES = {
+    "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1,
+    "complex64": 8, "fp8_row": 1, "fp8_col": 1, "int8": 1,
+    "int8_row": 1, "int8_col": 1, "int8_sample": 1,
+}  # fmt: skip
+
+# How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one scale per
+# row of the last dimension, per column (a weight stored transposed), or per sample (per output channel of a
+# convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
+ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
+    "linear": ("row", "row", None),
+    "addmm": (None, "row", "col"),
+    "conv2d": ("sample", "sample", None),
+}
+
+# The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
+PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
+    "linear": tuple(Precision),
+    "addmm": tuple(Precision),
+    "conv2d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
+    "conv1d": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+}
+
+_ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_ALL: "int8"}
+
+
+def operand_type(kind: str, index: int, precision: Precision) -> str:
+    """The type in which an operator of this kind takes its `index`-th input at this precision."""
+    if precision in (Precision.FP32, Precision.TF32):
+        return "fp32"
+    if precision in (Precision.BF16, Precision.FP16):
+        return str(precision)
+    layout = ENCODED_OPERANDS[kind][index]
+    return "fp32" if layout is None else f"{_ENCODED_PREFIX[precision]}_{layout}"
+
+
+def is_encoded(type_name: str) -> bool:
+    """Whether a tensor of this type is data for one product only, not a value that is differentiated through.
+
+    FP16 belongs here: gradients leave an FP16 operator in true scale, so its inputs and its output are carried wider.
+    """
+    return type_name == "fp16" or type_name.startswith(("int8_", "fp8_"))
+
+
+def type_bytes(type_name: str, num_elements: int) -> int:
+    """Bytes that `num_elements` elements take in this type, scales not counted."""
+    return TYPE_BYTES.get(type_name, 4) * num_elements

@@ -1,0 +1,160 @@
+"""Profile: what one device class was measured to take for one graph. Sensitivity: what a precision costs in accuracy.
+
+Both are records: measured once, saved, and read by replay and allocation without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError
+from qsync.files import check_header, field, read_json, write_json
+from qsync.graph import OpGraph, digest
+from qsync.precision import Precision
+
+PROFILE_VERSION = 1
+SENSITIVITY_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that one node of the lowered graph takes, forward and backward, measured inside a running step."""
+
+    forward_s: float
+    backward_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Measured costs of one device class for one graph and batch shape.
+
+    `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type it runs in
+    for the others. `casts` maps (value, source type, target type) -> cost, as measured. `cast_fit` maps (source, target)
+    -> (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is what runs
+    before and after the graph (the loss). `host_s` is the rest of a step: batches, zero_grad, Python.
+    `optimizer_s` is one optimizer step; `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets
+    adds to backward; `kernels` names the kernel that ran each (kind, precision).
+    """
+
+    device_class: str
+    graph_hash: str
+    shapes_hash: str
+    ops: Mapping[str, Mapping[str, Cost]]
+    casts: Mapping[tuple[str, str, str], Cost]
+    cast_fit: Mapping[tuple[str, str], tuple[Cost, Cost]]
+    outside: Cost
+    host_s: float
+    optimizer_s: float
+    optimizer_bytes: int
+    step_s: Mapping[str, float]
+    machine: Mapping[str, Any]
+    emulated_share: float | None = None
+    bucket_s_per_byte: float = 0.0
+
+    @property
+    def hash(self) -> str:
+        return digest(self.to_json())
+
+    def precisions_of(self, op: str) -> tuple[Precision, ...]:
+        """The precisions that were measured for an adjustable operator."""
+        return tuple(Precision(mode) for mode in self.ops.get(op, {}))
+
+    def check_graph(self, graph: OpGraph) -> None:
+        """MismatchError unless this profile was measured for `graph` at its batch shape."""
+        if self.graph_hash != graph.hash:
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured for another model (graph {self.graph_hash}, "
+                f"this one is {graph.hash}); measure it again with qsync.profile"
+            )
+        if self.shapes_hash != graph.shapes_hash:
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured for another batch shape; capture and profile with the "
+                "same example batch"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        body = asdict(self)
+        body["casts"] = [[*key, cost.forward_s, cost.backward_s] for key, cost in self.casts.items()]
+        body["cast_fit"] = [
+            [*key, base.forward_s, base.backward_s, slope.forward_s, slope.backward_s]
+            for key, (base, slope) in self.cast_fit.items()
+        ]
+        body["ops"] = {
+            op: {mode: [cost.forward_s, cost.backward_s] for mode, cost in modes.items()} for op, modes in self.ops.items()
+        }
+        body["outside"] = [self.outside.forward_s, self.outside.backward_s]
+        return {"kind": "profile", "version": PROFILE_VERSION, **body}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        check_header(value, "profile", PROFILE_VERSION)
+        body = {key: item for key, item in value.items() if key not in ("kind", "version")}
+        try:
+            body["ops"] = {
+                op: {mode: Cost(*cost) for mode, cost in modes.items()} for op, modes in value["ops"].items()
+            }
+            body["casts"] = {(v, s, t): Cost(f, b) for v, s, t, f, b in value["casts"]}
+            body["cast_fit"] = {
+                (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
+            }
+            body["outside"] = Cost(*value["outside"])
+            return cls(**body)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise FormatError(f"the profile file cannot be read ({error}); measure it again") from error
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        return cls.from_json(read_json(path))
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Added gradient variance of each adjustable operator at each precision (unit: squared gradient norm)."""
+
+    graph_hash: str
+    indicator: str
+    omega: Mapping[str, Mapping[str, float]]
+    num_batches: int = 1
+
+    def __getitem__(self, key: tuple[str, Precision]) -> float:
+        op, precision = key
+        if precision is Precision.FP32:
+            return 0.0
+        try:
+            return self.omega[op][precision]
+        except KeyError:
+            raise MismatchError(
+                f"no sensitivity of {op} at {precision}; gather it again with qsync.sensitivity"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "sensitivity", "version": SENSITIVITY_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Sensitivity:
+        check_header(value, "sensitivity", SENSITIVITY_VERSION)
+        where = "sensitivity"
+        omega = field(value, "omega", dict, where)
+        return cls(
+            field(value, "graph_hash", str, where),
+            field(value, "indicator", str, where),
+            omega,
+            field(value, "num_batches", int, where),
+        )
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        return cls.from_json(read_json(path))
