@@ -1,0 +1,127 @@
+"""Text to train on, as bytes: the source of the running Python's standard library, or the user's own.
+
+Nothing is downloaded. Whole files are held out where there are enough of them: windows of one file resemble
+each other, so a split inside files would flatter the held-out loss.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from qsync.errors import QSyncError
+
+MAX_BYTES = 50_000_000  # beyond this a short run would never see the rest
+HELDOUT_EVERY = 20  # one file in twenty, or the last twentieth of the bytes
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Train and held-out text, one byte per element (uint8), with where it came from."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+    source: str
+
+
+def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
+    """Train and held-out text: of the standard library's source, or of `data` (a file or a folder).
+
+    The split depends on relative file names only, so every rank and every run has the same one. A single file
+    gives its last 5 % to the held-out part; so does a folder with too few files to hold some out whole. At
+    most 50 MB are read. Raises QSyncError if `data` is missing, unreadable, empty, or too small for one
+    window of `context` + 1 bytes in each part.
+
+    >>> load_text("notes.txt").train.shape
+    """
+    if data is None:
+        root = Path(sysconfig.get_path("stdlib"))
+        return _split_files(root, _library_files(root), f"Python standard library ({root})", context)
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return _split_files(path, _text_files(path), str(path), context)
+    if not path.exists():
+        raise QSyncError(f"there is no file or folder {path}; give --data a path that exists")
+    return _split_tail(_read(path, MAX_BYTES), str(path), context)
+
+
+def windows(text: np.ndarray, starts: Iterable[int], context: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs and targets (int64, len(starts) x context): the target of each byte is the byte after it."""
+    rows = torch.from_numpy(
+        np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
+    )
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _library_files(root: Path) -> list[Path]:
+    return [path for path in _walk(root) if path.suffix == ".py"]
+
+
+def _text_files(root: Path) -> list[Path]:
+    return [
+        path
+        for path in _walk(root, skipped=frozenset())
+        if not any(part.startswith(".") for part in path.parts)
+    ]
+
+
+def _walk(root: Path, skipped: frozenset[str] | set[str] = _SKIPPED_FOLDERS) -> list[Path]:
+    """Files below `root`, relative to it, in an order that no file system decides."""
+    found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
+    return sorted(
+        (path for path in found if skipped.isdisjoint(path.parts)), key=lambda path: path.as_posix()
+    )
+
+
+def _split_files(root: Path, names: list[Path], source: str, context: int) -> Text:
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    room = MAX_BYTES
+    for name in names:
+        content = _read(root / name, room)
+        if b"\0" in content[:8192]:
+            continue  # pictures, archives, bytecode: not text
+        is_heldout = zlib.crc32(name.as_posix().encode()) % HELDOUT_EVERY == 0
+        parts[is_heldout].append(content)
+        room -= len(content)
+        if room <= 0:
+            break
+    train, heldout = (b"\n".join(part) for part in parts)
+    # Few files, or one that outweighs the others: whole files would make a part far too large or too small.
+    balanced = 0.01 * len(train) < len(heldout) < 0.2 * len(train)
+    if not balanced or min(len(train), len(heldout)) <= context:
+        return _split_tail(b"\n".join(parts[0] + parts[1]), source, context)
+    return Text(_array(train), _array(heldout), source)
+
+
+def _split_tail(content: bytes, source: str, context: int) -> Text:
+    needed = (context + 1) * HELDOUT_EVERY
+    if not content.strip():
+        raise QSyncError(f"{source} holds no text; give --data at least {needed:,} bytes of it")
+    if len(content) < needed:
+        raise QSyncError(
+            f"{source} holds {len(content):,} bytes of text, training needs at least {needed:,}; "
+            "give --data more text"
+        )
+    cut = len(content) - len(content) // HELDOUT_EVERY
+    return Text(_array(content[:cut]), _array(content[cut:]), source)
+
+
+def _read(path: Path, limit: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(limit)
+    except OSError as error:
+        raise QSyncError(
+            f"cannot read {path}: {error.strerror or error}; give --data text you may read"
+        ) from error
+
+
+def _array(content: bytes) -> np.ndarray:
+    return np.frombuffer(content, dtype=np.uint8)
