@@ -1,0 +1,183 @@
+"""Linear layers in INT8: the forward product in INT8, the two backward products in 16 bits or in INT8 too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qsync.backend.encoding import Encoded, Operand, rounding_noise, stochastic_codes
+from qsync.backend.products import int8_product, to_narrow
+from qsync.errors import UnsupportedError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def linear_int8(
+    target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
+) -> Tensor:
+    """y = x W' + b with x and W in INT8, gradients through 16-bit products.
+
+        y  = s_x s_w (X W') + b          X, W the INT8 codes; s_x per row, s_w per output                      (ours)
+        dx = narrow(g s_w) W,   dW = narrow(g s_x)' X,   db = sum g
+
+    x (..., K) encoded "row", W (N, K) encoded "row", b (N) in FP32; the result (..., N) is of type `out_type`. The codes
+    are exact in BF16, so g is the only thing that a backward product rounds. Saves the codes and scales only.
+
+    >>> linear_int8(F.linear, "fp32", Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_row")), b)
+    """
+    return _apply(input, weight, bias, out_type, False)
+
+
+def linear_int8_all(
+    target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
+) -> Tensor:
+    """`linear_int8` with INT8 gradient products as well, their gradient rounded stochastically.
+
+        dx = s_h (H W),    H = stochastic INT8 of g s_w, one scale s_h per row                                 (ours)
+        dW = s_k (K' X),   K = stochastic INT8 of g s_x, one scale s_k per output
+
+    >>> linear_int8_all(F.linear, "fp32", Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_row")))
+    """
+    return _apply(input, weight, bias, out_type, True)
+
+
+def addmm_int8(
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Tensor,
+    mat1: Operand,
+    mat2: Operand,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """`linear_int8` for addmm(b, x, W) with W stored (K, N) and encoded "col".
+
+    Raises UnsupportedError for alpha other than 1, or beta other than 0 and 1.
+
+    >>> addmm_int8(torch.addmm, "fp32", b, Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_col")))
+    """
+    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, False)
+
+
+def addmm_int8_all(
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Tensor,
+    mat1: Operand,
+    mat2: Operand,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """`linear_int8_all` for addmm(b, x, W) with W stored (K, N) and encoded "col".
+
+    >>> addmm_int8_all(torch.addmm, "fp32", b, Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_col")))
+    """
+    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, True)
+
+
+def _addmm_bias(bias: Tensor, beta: float, alpha: float) -> Tensor | None:
+    if alpha != 1 or beta not in (0, 1):
+        raise UnsupportedError(f"addmm with alpha={alpha} and beta={beta} has no INT8 kernel: keep it in FP32")
+    return bias if beta else None
+
+
+def _apply(x: Operand, weight: Operand, bias: Tensor | None, out_type: str, integer_gradients: bool) -> Tensor:
+    return _Int8Product.apply(
+        x.value, weight.value, bias, x.encoded, weight.encoded, DTYPES[out_type], integer_gradients
+    )
+
+
+class _Int8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_encoded: Encoded,
+        w_encoded: Encoded,
+        dtype: torch.dtype,
+        integer_gradients: bool,
+    ) -> Tensor:
+        x_codes = x_encoded.data.reshape(-1, x_encoded.data.shape[-1])
+        x_scale, w_scale = x_encoded.scale.reshape(-1, 1), w_encoded.scale.reshape(-1)
+        out = int8_product(x_codes, w_encoded.data.t()).mul_(x_scale).mul_(w_scale)
+        if bias is not None:
+            out.add_(bias)
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *((x_codes, x_scale) if need_w else (None, None)), *((w_encoded.data, w_scale) if need_x else (None, None))
+        )
+        ctx.x = (x.shape, x.dtype)
+        ctx.weight_dtype, ctx.weight_is_transposed = weight.dtype, w_encoded.layout == "col"
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        ctx.integer_gradients = integer_gradients
+        return out.view(*x_encoded.data.shape[:-1], out.shape[-1]).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
+        g = gradient.reshape(-1, gradient.shape[-1]).float()
+        products = _integer_gradients if ctx.integer_gradients else _narrow_gradients
+        dx, dw = products(g, x_codes, x_scale, w_codes, w_scale, ctx.weight_is_transposed)
+        if dx is not None:
+            dx = dx.view(ctx.x[0]).to(ctx.x[1])
+        if dw is not None:
+            dw = dw.to(ctx.weight_dtype)
+        db = g.sum_to_size(ctx.bias[0]).to(ctx.bias[1]) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None, None, None, None
+
+
+def _narrow_gradients(
+    g: Tensor,
+    x_codes: Tensor | None,
+    x_scale: Tensor | None,
+    w_codes: Tensor | None,
+    w_scale: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx = narrow(g s_w) W and dW = narrow(g s_x)' X, the latter transposed if the weight is stored so.
+
+    Scales go into g because the codes then need no rounding. Decoding x and w to BF16 instead would share one narrow g,
+    but rounds both operands of both products, and costs passes over x and w in place of one over g.
+    """
+    dx = dw = None
+    if w_codes is not None:
+        h, back = to_narrow(g * w_scale, 127.0 * g.shape[1])
+        dx = _scaled_back(h @ w_codes.to(h.dtype), back)
+    if x_codes is not None:
+        h, back = to_narrow(g * x_scale, 127.0 * max(g.shape[0], 1))
+        codes = x_codes.to(h.dtype)
+        dw = _scaled_back(codes.t() @ h if transposed else h.t() @ codes, back)
+    return dx, dw
+
+
+def _scaled_back(product: Tensor, back: Tensor | None) -> Tensor:
+    return product if back is None else product.float().mul_(back)
+
+
+def _integer_gradients(
+    g: Tensor,
+    x_codes: Tensor | None,
+    x_scale: Tensor | None,
+    w_codes: Tensor | None,
+    w_scale: Tensor | None,
+    transposed: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same two products in INT8. Both roundings use the same noise: each gradient is unbiased by itself."""
+    noise = rounding_noise(g.shape, g.device)
+    dx = dw = None
+    if w_codes is not None:
+        codes, scale = stochastic_codes(g * w_scale, (1,), noise)
+        dx = int8_product(codes, w_codes).mul_(scale)
+    if x_codes is not None:
+        codes, scale = stochastic_codes(g * x_scale, (0,), noise)
+        dw = int8_product(x_codes.t(), codes).mul_(scale) if transposed else int8_product(codes.t(), x_codes).mul_(scale.t())
+    return dx, dw
