@@ -1,0 +1,162 @@
+"""Every precision in plain torch, as the equation reads. Slow, and what the fast kernels are tested against.
+
+    y = target(x~, w~, ...) + b        x~, w~: the operands as decoded, in FP32
+
+The gradient passes straight through the rounding of the operands: dx = J'(g~) at x~, w~, where g~ is the gradient as
+the precision rounds it before it is multiplied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
+
+from qsync.backend.encoding import LARGEST_CODE, Operand, decode
+from qsync.backend.linear import DTYPES
+from qsync.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
+
+Kernel = Callable[..., Tensor]
+
+# How the gradient is rounded before it is multiplied.
+_GRADIENT_BITS = {
+    Precision.FP32: None,
+    Precision.TF32: MANTISSA_BITS["tf32"],
+    Precision.BF16: MANTISSA_BITS["bf16"],
+    Precision.FP16: MANTISSA_BITS["fp16"],
+    Precision.INT8: MANTISSA_BITS["bf16"],
+}
+
+
+def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
+    """The plain kernel of this kind of product in this precision; None if the combination does not exist.
+
+    It is called like every kernel: kernel(target, out_type, *args, **kwargs) with `Operand`s for encoded operands.
+
+    >>> reference_kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
+    """
+    if precision not in PRECISIONS_BY_KIND.get(kind, ()):
+        return None
+    if precision in (Precision.FP8, Precision.INT8_ALL):
+        return _eight_bit_gradients(kind, precision)
+
+    def kernel(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+        args, kwargs = tree_map(
+            lambda leaf: _differentiable(leaf, precision),
+            (args, kwargs),
+            is_leaf=lambda leaf: isinstance(leaf, Operand),
+        )
+        y = target(*args, **kwargs)
+        return _RoundGradient.apply(y, _GRADIENT_BITS[precision]).to(DTYPES[out_type])
+
+    return kernel
+
+
+def round_mantissa(values: Tensor, bits: int) -> Tensor:
+    """FP32 values with `bits` explicit mantissa bits, the nearest (ties to even): step 2^(floor(log2 |x|) - bits).
+
+    >>> round_mantissa(torch.tensor([1.01, 1.49]), 1)
+    tensor([1.0000, 1.5000])
+    """
+    drop = 23 - bits
+    codes = values.contiguous().view(torch.int32)
+    odd = codes.bitwise_right_shift(drop).bitwise_and(1)
+    rounded = (codes + odd + ((1 << (drop - 1)) - 1)).bitwise_and(-(1 << drop)).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values)
+
+
+def _differentiable(leaf: Any, precision: Precision) -> Any:
+    """An argument as the target gets it: FP32, rounded, with the gradient going to the value behind it."""
+    if isinstance(leaf, Operand):
+        return _StraightThrough.apply(leaf.value, decode(leaf.encoded))
+    if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if precision in (Precision.TF32, Precision.BF16):
+            return _StraightThrough.apply(leaf, round_mantissa(leaf.detach().float(), _GRADIENT_BITS[precision]))
+        return leaf.float()
+    return leaf
+
+
+class _StraightThrough(torch.autograd.Function):
+    """value -> decoded; the gradient goes back to value as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, decoded: Tensor) -> Tensor:
+        ctx.dtype = value.dtype
+        return decoded.view_as(decoded)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
+
+
+class _RoundGradient(torch.autograd.Function):
+    """y -> y; g -> g with the precision's mantissa. FP16's exponent needs no model: its gradients are scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bits: int | None) -> Tensor:
+        ctx.bits = bits
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient if ctx.bits is None else round_mantissa(gradient, ctx.bits)), None
+
+
+def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
+    """A linear layer whose gradient products take 8-bit gradients, with one scale per row of the product."""
+    first = ENCODED_OPERANDS[kind].index("row")
+
+    def kernel(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+        x, weight = args[first], args[first + 1]
+        rest = args[:first] + args[first + 2 :]
+        bias = rest[0] if rest else kwargs.get("bias")
+        stored = decode(weight.encoded)
+        matrix = stored.t() if weight.encoded.layout == "col" else stored
+        product = _EightBitProduct.apply(
+            _StraightThrough.apply(x.value, decode(x.encoded)),
+            _StraightThrough.apply(
+                weight.value.t() if weight.encoded.layout == "col" else weight.value, matrix
+            ),
+            x.encoded.scale,
+            weight.encoded.scale,
+            precision,
+        )
+        return (product if bias is None else product + bias).to(DTYPES[out_type])
+
+    return kernel
+
+
+class _EightBitProduct(torch.autograd.Function):
+    """y = x W';  dx = q_row(g s_w) (W / s_w),  dW = q_column(g s_x)' (x / s_x). q: stochastic INT8, or E5M2."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, x_scale: Tensor, w_scale: Tensor, precision: Precision
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, x_scale, w_scale)
+        ctx.precision = precision
+        return x @ weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, x_scale, w_scale = ctx.saved_tensors
+        rounded = _stochastic_int8 if ctx.precision is Precision.INT8_ALL else _nearest_e5m2
+        dx = rounded(gradient * w_scale.t()[0], -1) @ (weight / w_scale)
+        g = (gradient * x_scale).flatten(0, -2)
+        dw = rounded(g, 0).t() @ (x / x_scale).flatten(0, -2)
+        return dx, dw, None, None, None
+
+
+def _stochastic_int8(values: Tensor, dim: int) -> Tensor:
+    scale = values.abs().amax(dim, keepdim=True).clamp(min=1e-35) / LARGEST_CODE["int8"]
+    return torch.floor(values / scale + torch.rand_like(values)) * scale
+
+
+def _nearest_e5m2(values: Tensor, dim: int) -> Tensor:
+    scale = values.abs().amax(dim, keepdim=True).clamp(min=1e-35) / LARGEST_CODE["fp8_gradient"]
+    return (values / scale).to(torch.float8_e5m2).float() * scale
