@@ -27,6 +27,14 @@ class DeviceClass:
     precisions: tuple[Precision, ...]
     emulated_share: float | None = None
 
+    @property
+    def narrow(self) -> str | None:
+        """The 16-bit float that this class carries along edges, None if it has none.
+
+        FP16 is never carried: gradients leave an FP16 operator in true scale, which FP16 may not hold.
+        """
+        return "bf16" if Precision.BF16 in self.precisions else None
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

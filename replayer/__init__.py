@@ -1,0 +1,25 @@
+"""From costs to a step: all ranks simulated from the profiles of their classes. Pure functions on records, no torch."""
+
+from qsync.replayer.communication import Bucket, all_reduce_s, buckets
+from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
+from qsync.replayer.simulate import Exchange, Work, replay, steady_step, step_time
+from qsync.replayer.timeline import ClassTimeline, Event, Timeline
+from qsync.replayer.trace import write_trace
+
+__all__ = [
+    "Bucket",
+    "ClassCosts",
+    "ClassTimeline",
+    "Event",
+    "Exchange",
+    "Timeline",
+    "Work",
+    "all_reduce_s",
+    "buckets",
+    "cast_cost",
+    "replay",
+    "run_cost",
+    "steady_step",
+    "step_time",
+    "write_trace",
+]

@@ -1,0 +1,80 @@
+"""Which gradients DDP reduces together, when each bucket is complete, and how long an all-reduce takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from qsync.cluster import Link
+from qsync.graph import OpGraph
+
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is given.
+FIRST_BUCKET_BYTES = 1024 * 1024
+BUCKET_CAP_BYTES = 25 * 1024 * 1024
+GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision made them
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients reduced together.
+
+    `ready` is the position of the operator whose backward completes the bucket (backward runs from the last operator to
+    the first), -1 if a parameter in it is used by no operator and so waits for the end of backward.
+    """
+
+    parameters: tuple[str, ...]
+    num_bytes: int
+    ready: int
+
+
+def ready_positions(graph: OpGraph) -> dict[str, int]:
+    """For every trained parameter the position of the operator whose backward completes its gradient.
+
+    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. In the order in
+    which gradients become ready.
+
+    >>> ready_positions(graph)
+    {'head.weight': 12, 'head.bias': 12, 'embedding.weight': 0}
+    """
+    first = {value.name: -1 for value in graph.parameters if value.requires_grad}
+    # A parameter inside a checkpointed graph may bear a second name there; its gradient is the same tensor's.
+    real = {v.name: v.name.partition("@checkpoint")[0] for v in graph.inputs if v.kind in ("parameter", "alias")}
+    for i in reversed(range(len(graph.ops))):
+        for name in graph.ops[i].inputs + graph.ops[i].kept:
+            if real.get(name) in first:
+                first[real[name]] = i
+    return dict(sorted(first.items(), key=lambda item: -item[1]))
+
+
+def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
+    """The buckets as DDP rebuilds them after its first step, in the order in which they are reduced.
+
+    Gradients are taken in the order they become ready; a bucket is closed once its size reaches the cap (torch,
+    compute_bucket_assignment_by_size). With the default cap the first bucket is 1 MiB and the others 25 MiB; a cap that
+    is given holds for all, as with `DistributedDataParallel(bucket_cap_mb=...)`.
+
+    >>> [bucket.num_bytes for bucket in buckets(graph)]
+    """
+    caps = [FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES] if bucket_cap_bytes is None else [bucket_cap_bytes]
+    parameters = {value.name: value for value in graph.parameters}
+    positions = ready_positions(graph)
+    closed: list[Bucket] = []
+    names: list[str] = []
+    num_bytes = 0
+    for name, ready in positions.items():
+        names.append(name)
+        num_bytes += GRADIENT_BYTES * parameters[name].num_elements
+        if num_bytes >= caps[min(len(closed), len(caps) - 1)]:
+            closed.append(Bucket(tuple(names), num_bytes, ready))
+            names, num_bytes = [], 0
+    if names:
+        closed.append(Bucket(tuple(names), num_bytes, ready))
+    return tuple(closed)
+
+
+def all_reduce_s(link: Link, num_bytes: int) -> float:
+    """Seconds that one all-reduce takes once every rank has arrived: t = latency + bytes / rate (ours).
+
+    >>> all_reduce_s(Link(1e-4, 1e9), 10**9)
+    1.0001
+    """
+    return link.latency_s + num_bytes / link.bytes_per_s

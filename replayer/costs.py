@@ -1,0 +1,138 @@
+"""What each node of the lowered graph costs on a device class, read off its profile.
+
+Nothing here decides which casts exist: that is lowering's. This module looks up the price of what lowering put there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync.errors import MismatchError
+from qsync.graph import Op, Role
+from qsync.lowering import Cast, Lowering, Run
+from qsync.precision import TYPE_BYTES
+from qsync.profiles import Cost, Profile
+
+# Kinds that move no data.
+_FREE = ("view", "input", "output")
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def cast_cost(profile: Profile, cast: Cast) -> Cost:
+    """Seconds that one cast takes: as measured for this very value, else from the line fitted to its kind.
+
+    t = base + slope * num_elements (ours), for casts that no measured step contained. Raises MismatchError if the profile
+    knows nothing of this pair of types.
+
+    >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
+    """
+    exact = profile.casts.get((cast.value, cast.source, cast.target))
+    if exact is not None:
+        return exact
+    fit = profile.cast_fit.get((cast.source, cast.target))
+    if fit is None:
+        raise MismatchError(
+            f"the profile of {profile.device_class} has no cast from {cast.source} to {cast.target} (needed for "
+            f"{cast.value}); profile this class again with that precision"
+        )
+    base, slope = fit
+    return Cost(
+        max(0.0, base.forward_s + slope.forward_s * cast.num_elements),
+        max(0.0, base.backward_s + slope.backward_s * cast.num_elements),
+    )
+
+
+def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
+    """Seconds that one operator takes in its mode.
+
+    An adjustable operator must have been measured in it. A following or fixed one that was not takes its nearest measured
+    mode, scaled by the bytes of the types (ours): these operators are bound by memory, not by arithmetic. What moves no
+    data (views, the graph's output) is free where it was not measured. Raises MismatchError naming the operator if the
+    profile cannot price it.
+
+    >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
+    """
+    measured = profile.ops.get(run.op, {})
+    if run.mode in measured:
+        return measured[run.mode]
+    if not measured and op.kind in _FREE:
+        return Cost(0.0)
+    if op.role is Role.ADJUSTABLE or not measured:
+        known = ", ".join(measured) or "nothing"
+        raise MismatchError(
+            f"the profile of {profile.device_class} has no time of {run.op} in {run.mode} (it has {known}); "
+            "profile this class again"
+        )
+    wanted = TYPE_BYTES.get(run.mode, 4)
+    # Nearest by width; of two equally near the wider, then by name, so that the answer does not depend on dict order.
+    nearest = min(measured, key=lambda mode: (abs(_width(mode) - wanted), -_width(mode), mode))
+    ratio, cost = wanted / _width(nearest), measured[nearest]
+    return Cost(cost.forward_s * ratio, cost.backward_s * ratio)
+
+
+class ClassCosts:
+    """Forward and backward seconds of every operator of a lowering, with its casts, on one device class.
+
+    `forward_s[i]` and `backward_s[i]` hold the casts of graph inputs that stand before operator i, the operator, and the
+    casts of its result. `update` prices positions again after `Lowering.assign`; since prices depend on the lowering
+    alone, updating the same positions after `Lowering.undo` restores the arrays exactly.
+
+    >>> costs = ClassCosts(lowering, profile)
+    >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)
+    >>> costs.update(change.touched)
+    """
+
+    def __init__(self, lowering: Lowering, profile: Profile) -> None:
+        self.lowering = lowering
+        self.profile = profile
+        num_ops = len(lowering.graph.ops)
+        self.forward_s: FloatArray = np.zeros(num_ops)
+        self.backward_s: FloatArray = np.zeros(num_ops)
+        self._casts: dict[tuple[str, str, str], Cost] = {}
+        self._runs: dict[tuple[int, str], Cost] = {}
+        self.update(range(num_ops))
+
+    def update(self, positions: Iterable[int]) -> None:
+        """Price the operators at these positions again."""
+        for i in positions:
+            forward_s, backward_s = self._run(i)
+            for cast in self.lowering.anchored_casts(i) + self.lowering.output_casts(i):
+                cost = self.cast(cast)
+                forward_s += cost.forward_s
+                backward_s += cost.backward_s
+            self.forward_s[i] = forward_s
+            self.backward_s[i] = backward_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole graph, forward and backward, were it alone."""
+        return float(self.forward_s.sum() + self.backward_s.sum())
+
+    def cast(self, cast: Cast) -> Cost:
+        """The price of one cast, looked up once."""
+        key = (cast.value, cast.source, cast.target)
+        cost = self._casts.get(key)
+        if cost is None:
+            cost = self._casts[key] = cast_cost(self.profile, cast)
+        return cost
+
+    def run(self, i: int) -> Cost:
+        """The price of operator `i` in the mode it has now, without its casts."""
+        op: Op = self.lowering.graph.ops[i]
+        key = (i, self.lowering.mode(i))
+        cost = self._runs.get(key)
+        if cost is None:
+            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), ""), op)
+        return cost
+
+    def _run(self, i: int) -> tuple[float, float]:
+        cost = self.run(i)
+        return cost.forward_s, cost.backward_s
+
+
+def _width(mode: str) -> int:
+    return TYPE_BYTES.get(mode, 4)

@@ -1,0 +1,119 @@
+"""The events of one class in one step: every node of its lowered graph, laid out in time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from qsync.lowering import Cast, LoweredGraph, Run
+from qsync.profiles import Cost
+from qsync.replayer.costs import ClassCosts, FloatArray
+from qsync.replayer.timeline import Event
+
+
+def class_events(
+    name: str,
+    costs: ClassCosts,
+    lowered: LoweredGraph,
+    copies_s: FloatArray,
+    times: tuple[float, float, float, float],
+    flights: Sequence[tuple[float, float]],
+    compute_rate: float,
+) -> list[Event]:
+    """Events of one class: one per lowered node forward, one per node that has a backward, and what stands between.
+
+    `times` are the start of the class's step, the end of its backward, the end of the last all-reduce and the seconds it
+    waits; `copies_s[i]` what copying gradients to buckets takes after operator i. Backward is stretched where an
+    all-reduce is in flight.
+    """
+    start, finished, reduced, wait = times
+    profile = costs.profile
+    line = _Line(name, start)
+    line.add("host", "host", profile.host_s)
+    for node in lowered.nodes:
+        line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", _cost(costs, node).forward_s)
+    line.add("loss", "loss", profile.outside.forward_s)
+    line.add("loss, backward", "loss", profile.outside.backward_s)
+    line.events += _backward(name, costs, lowered, copies_s, _Clock(line.now, flights, compute_rate))
+    for k, (begin, end) in enumerate(flights):
+        line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
+    if wait > 0.0:
+        line.events.append(Event(name, "wait", "wait", finished, wait))
+    line.events.append(Event(name, "optimizer", "optimizer", max(finished, reduced), profile.optimizer_s))
+    return line.events
+
+
+class _Line:
+    """Events that follow each other at full speed."""
+
+    def __init__(self, device_class: str, now: float) -> None:
+        self.device_class, self.now = device_class, now
+        self.events: list[Event] = []
+
+    def add(self, name: str, kind: str, duration_s: float) -> None:
+        self.events.append(Event(self.device_class, name, kind, self.now, duration_s))
+        self.now += duration_s
+
+
+class _Clock:
+    """When a given amount of backward work is done, with slower stretches where an all-reduce is in flight."""
+
+    def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rate: float) -> None:
+        times, work = [begin], [0.0]
+        for flight_start, flight_end in flights:
+            for until, speed in ((flight_start, 1.0), (flight_end, rate)):
+                if until > times[-1]:
+                    work.append(work[-1] + (until - times[-1]) * speed)
+                    times.append(until)
+        self._times, self._work = np.array(times), np.array(work)
+
+    def __call__(self, work: FloatArray) -> FloatArray:
+        beyond = np.maximum(0.0, work - self._work[-1])
+        inside: FloatArray = np.interp(work, self._work, self._times)
+        return inside + beyond
+
+
+def _backward(
+    name: str, costs: ClassCosts, lowered: LoweredGraph, copies_s: FloatArray, clock: _Clock
+) -> list[Event]:
+    entries: list[tuple[str, str, float]] = []
+    for position, nodes in reversed(list(enumerate(_by_operator(lowered)))):
+        for node in reversed(nodes):
+            backward_s = _cost(costs, node).backward_s
+            if backward_s > 0.0:
+                kind = "cast" if isinstance(node, Cast) else "backward"
+                entries.append((f"{_label(node)}, backward", kind, backward_s))
+        if copies_s[position] > 0.0:
+            op = lowered.graph.ops[position].name
+            entries.append((f"{op}, gradients to buckets", "backward", float(copies_s[position])))
+    edges = clock(np.concatenate(([0.0], np.cumsum([duration for _, _, duration in entries]))))
+    return [
+        Event(name, label, kind, float(edges[j]), float(edges[j + 1] - edges[j]))
+        for j, (label, kind, _) in enumerate(entries)
+    ]
+
+
+def _by_operator(lowered: LoweredGraph) -> list[list[Cast | Run]]:
+    """The nodes of each operator: casts of graph inputs before it, itself, casts of its result."""
+    groups: list[list[Cast | Run]] = []
+    before: list[Cast | Run] = []
+    for node in lowered.nodes:
+        if isinstance(node, Run):
+            groups.append([*before, node])
+            before = []
+        elif groups and node.value == lowered.graph.ops[len(groups) - 1].name:
+            groups[-1].append(node)
+        else:
+            before.append(node)
+    return groups
+
+
+def _cost(costs: ClassCosts, node: Cast | Run) -> Cost:
+    return costs.cast(node) if isinstance(node, Cast) else costs.run(costs.lowering.position[node.op])
+
+
+def _label(node: Cast | Run) -> str:
+    if isinstance(node, Cast):
+        return f"{node.value}: {node.source} -> {node.target}"
+    return f"{node.op} [{node.mode}]"

@@ -1,0 +1,238 @@
+"""One steady synchronous step of a cluster, from the costs of its device classes.
+
+All ranks of a class behave alike, so each class is simulated once, whatever its count. A step of one class is
+
+    host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
+
+and the classes meet in the all-reduces, which run one after the other: bucket k starts when the slowest class has made
+its gradients and bucket k-1 is done. Events are bucket by class, never operator by operator; operators are only summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync.cluster import Cluster, Link
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.graph import OpGraph
+from qsync.lowering import Lowering
+from qsync.plans import Plan
+from qsync.precision import Precision
+from qsync.predictor.memory import peak_memory
+from qsync.profiles import Profile
+from qsync.replayer.communication import GRADIENT_BYTES, Bucket, all_reduce_s, buckets, ready_positions
+from qsync.replayer.costs import ClassCosts, FloatArray
+from qsync.replayer.events import class_events
+from qsync.replayer.timeline import ClassTimeline, Event, Timeline
+
+# Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still computes
+# after the last all-reduce.
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One class's step at full speed: seconds before backward, of backward until each bucket is complete, in all, after."""
+
+    lead_s: float
+    ready_s: tuple[float, ...]
+    backward_s: float
+    optimizer_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.lead_s + self.backward_s + self.optimizer_s
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of all classes; seconds after the end of the last all-reduce of the step before.
+
+    `starts_s` and `finished_s` are per class: where its step starts and where its own backward ends. `flights` are the
+    all-reduces as (start, end), `reduced_s` the end of the last one: the period, once the drift repeats itself.
+    """
+
+    starts_s: tuple[float, ...]
+    finished_s: tuple[float, ...]
+    flights: tuple[tuple[float, float], ...]
+    reduced_s: float
+
+
+class Exchange:
+    """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied where.
+
+    With one rank there is nothing to exchange: no bucket, no copy.
+    """
+
+    def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
+        self.link: Link = cluster.link
+        self.buckets: tuple[Bucket, ...] = ()
+        self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
+        self.unused_bytes = 0
+        if cluster.num_ranks > 1:
+            self.buckets = buckets(graph, bucket_cap_bytes)
+            sizes = {value.name: GRADIENT_BYTES * value.num_elements for value in graph.parameters}
+            for name, position in ready_positions(graph).items():
+                if position >= 0:
+                    self.copied_bytes[position] += sizes[name]
+                else:
+                    self.unused_bytes += sizes[name]
+        self.durations_s = tuple(all_reduce_s(self.link, bucket.num_bytes) for bucket in self.buckets)
+        self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
+
+    def work(self, costs: ClassCosts) -> Work:
+        """The step of one class at full speed, with what filling the buckets adds to its backward."""
+        profile = costs.profile
+        backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
+        until = np.cumsum(backward[::-1])[::-1]  # until[i]: backward work done once operator i has run backward
+        total = float(until[0]) if len(until) else 0.0
+        total += self.unused_bytes * profile.bucket_s_per_byte
+        ready = tuple(total if i < 0 else float(until[i]) for i in self._ready)
+        lead = profile.host_s + float(costs.forward_s.sum()) + profile.outside.total_s
+        return Work(lead, ready, total, profile.optimizer_s)
+
+
+def steady_step(works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
+    """The step that repeats itself when nothing but the all-reduces holds the ranks together.
+
+    A class starts its next step as soon as its own optimizer is done, so a class with a fast optimizer gets ahead by
+    that much; the drift is the same after every step.
+    """
+    starts = tuple(work.optimizer_s for work in works)
+    step = _step(starts, works, durations_s, link)
+    for _ in range(NUM_STEPS - 1):
+        ahead = tuple(
+            max(0.0, finished - step.reduced_s) + work.optimizer_s
+            for finished, work in zip(step.finished_s, works, strict=True)
+        )
+        if ahead == starts:
+            break
+        starts = ahead
+        step = _step(starts, works, durations_s, link)
+    return step
+
+
+def step_time(works: Sequence[Work], exchange: Exchange) -> float:
+    """Seconds of a steady step: what the allocator asks for hundreds of times.
+
+    >>> step_time([exchange.work(costs) for costs in by_class], exchange)
+    """
+    return steady_step(works, exchange.durations_s, exchange.link).reduced_s
+
+
+def replay(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    *,
+    bucket_cap_bytes: int | None = None,
+) -> Timeline:
+    """What a step under this plan would take, on every class of the cluster. Simulated.
+
+    `plan` may also map class names to assignments. `bucket_cap_bytes` is DDP's cap in bytes (None: its defaults). The
+    model: backward of a class runs at `link.compute_rate` of its speed while an all-reduce is in flight, the all-reduce
+    at `link.overlap_rate` of its own while any class still computes (ours). Raises MismatchError if plan, graph, profiles
+    and cluster do not belong together, UnsupportedError if a class lacks a precision.
+
+    >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
+    """
+    lowerings = checked_lowerings(graph, plan, profiles, cluster)
+    exchange = Exchange(graph, cluster, bucket_cap_bytes)
+    costs = {name: ClassCosts(lowering, profiles[name]) for name, lowering in lowerings.items()}
+    works = [exchange.work(entry) for entry in costs.values()]
+    step = steady_step(works, exchange.durations_s, exchange.link)
+    blocked = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
+    exposed, zero = min(blocked), min(step.starts_s)
+    classes: dict[str, ClassTimeline] = {}
+    events: list[Event] = []
+    for c, (name, entry) in enumerate(costs.items()):
+        device_class, lowered = cluster[name], entry.lowering.lowered()
+        memory = peak_memory(
+            lowered,
+            optimizer_bytes=profiles[name].optimizer_bytes,
+            num_ranks=cluster.num_ranks,
+            device=device_class.device,
+        )
+        wait = blocked[c] - exposed
+        slowed = step.finished_s[c] - step.starts_s[c] - works[c].lead_s - works[c].backward_s
+        classes[name] = ClassTimeline(
+            works[c].total_s,
+            max(0.0, slowed),
+            exposed,
+            wait,
+            wait / step.reduced_s if step.reduced_s > 0 else 0.0,
+            memory.peak_bytes,
+            device_class.count,
+            lowered.nodes,
+        )
+        copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
+        times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)
+        flights = [(start - zero, end - zero) for start, end in step.flights]
+        events += class_events(name, entry, lowered, copies, times, flights, exchange.link.compute_rate)
+    return Timeline(step.reduced_s, classes, tuple(events))
+
+
+def checked_lowerings(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> dict[str, Lowering]:
+    """The lowering of every class of the cluster, once plan, graph, profiles and cluster are known to belong together."""
+    if isinstance(plan, Plan):
+        plan.check_graph(graph)
+    check_profiles(graph, profiles, cluster)
+    lowerings = {}
+    for device_class in cluster.classes:
+        name = device_class.name
+        if not isinstance(plan, Plan) and name not in plan:
+            raise MismatchError(f"no assignment for device class {name!r}; there is one for {', '.join(plan)}")
+        assignment = plan[name].assignment if isinstance(plan, Plan) else plan[name]
+        for op, precision in assignment.items():
+            if precision not in device_class.precisions:
+                known = ", ".join(device_class.precisions)
+                raise UnsupportedError(f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these")
+        lowerings[name] = Lowering(graph, assignment, device_class.narrow)
+    return lowerings
+
+
+def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> None:
+    """MismatchError unless every class of the cluster has a profile of this graph."""
+    for device_class in cluster.classes:
+        if device_class.name not in profiles:
+            known = ", ".join(profiles) or "none"
+            raise MismatchError(
+                f"no profile of device class {device_class.name!r} (there are: {known}); measure it with qsync.profile"
+            )
+        profiles[device_class.name].check_graph(graph)
+
+
+def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
+    """One step of all classes from where each starts. O(buckets x classes)."""
+    now = 0.0
+    done = [-start - work.lead_s for start, work in zip(starts, works, strict=True)]  # backward work done by `now`
+    total = [work.backward_s for work in works]
+    finished = [start + work.lead_s + work.backward_s for start, work in zip(starts, works, strict=True)]
+    flights = []
+    for k, duration in enumerate(durations_s):
+        gap = max(0.0, *(work.ready_s[k] - done[c] for c, work in enumerate(works)))
+        now += gap
+        done = [min(total[c], done[c] + gap) for c in range(len(works))]
+        left = [total[c] - done[c] for c in range(len(works))]
+        computing = max(left) / link.compute_rate
+        elapsed = duration / link.overlap_rate
+        if elapsed > computing:  # the last class stops computing on the way: from there the all-reduce has full speed
+            elapsed = computing + duration - computing * link.overlap_rate
+        for c in range(len(works)):
+            if left[c] > 0.0:
+                slow = min(elapsed, left[c] / link.compute_rate)
+                finished[c] += slow - slow * link.compute_rate
+                done[c] = min(total[c], done[c] + elapsed * link.compute_rate)
+        flights.append((now, now + elapsed))
+        now += elapsed
+    reduced = now if flights else max(finished)
+    return Step(starts, tuple(finished), tuple(flights), reduced)

@@ -1,0 +1,108 @@
+"""Timeline: what replay predicts of one steady step. A record: JSON in and out. Everything in it is simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError
+from qsync.files import check_header, field, read_json, write_json
+from qsync.lowering import Cast, Run
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a rank of a class does for a while. Seconds from the start of the step of the earliest class.
+
+    `kind` is host, forward, backward, cast, loss, optimizer, communication or wait.
+    """
+
+    device_class: str
+    name: str
+    kind: str
+    start_s: float
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTimeline:
+    """What every rank of one class does in one step.
+
+    step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication took from
+    it, communication with nothing left to compute, and waiting for slower classes. `nodes` is what was priced.
+    """
+
+    compute_s: float
+    slowed_s: float
+    exposed_s: float
+    wait_s: float
+    wait_fraction: float
+    memory_bytes: int
+    num_ranks: int
+    nodes: tuple[Cast | Run, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """One steady synchronous step of the whole cluster, simulated.
+
+    >>> timeline = qsync.replay(graph, plan, profiles, cluster)
+    >>> timeline.step_s, timeline.classes["infer"].wait_fraction
+    """
+
+    step_s: float
+    classes: Mapping[str, ClassTimeline]
+    events: tuple[Event, ...]
+    simulated: bool = True
+
+    def __getitem__(self, device_class: str) -> ClassTimeline:
+        if device_class not in self.classes:
+            known = ", ".join(self.classes)
+            raise MismatchError(f"this timeline has no device class {device_class!r}; it has {known}")
+        return self.classes[device_class]
+
+    def sequence(self, device_class: str) -> tuple[Cast | Run, ...]:
+        """The nodes that were priced for this class, in execution order: what its ranks must run."""
+        return self[device_class].nodes
+
+    def to_json(self) -> dict[str, Any]:
+        classes = {}
+        for name, entry in self.classes.items():
+            numbers = {key: getattr(entry, key) for key in ClassTimeline.__dataclass_fields__ if key != "nodes"}
+            classes[name] = {**numbers, "nodes": [_node_to_json(node) for node in entry.nodes]}
+        body = {"simulated": self.simulated, "step_s": self.step_s, "classes": classes}
+        return {"kind": "timeline", "version": VERSION, **body, "events": [asdict(event) for event in self.events]}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Timeline:
+        check_header(value, "timeline", VERSION)
+        step_s = field(value, "step_s", (int, float), "timeline")
+        try:
+            events = tuple(Event(**entry) for entry in field(value, "events", list, "timeline"))
+            classes = {
+                name: ClassTimeline(**{**entry, "nodes": tuple(_node_from_json(node) for node in entry["nodes"])})
+                for name, entry in field(value, "classes", dict, "timeline").items()
+            }
+        except (TypeError, ValueError, KeyError) as error:
+            raise FormatError(f"the timeline file cannot be read ({error}); replay the plan again") from error
+        return cls(float(step_s), classes, events, bool(value.get("simulated", True)))
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Timeline:
+        return cls.from_json(read_json(path))
+
+
+def _node_to_json(node: Cast | Run) -> dict[str, Any]:
+    return {"node": "cast" if isinstance(node, Cast) else "run", **asdict(node)}
+
+
+def _node_from_json(entry: Mapping[str, Any]) -> Cast | Run:
+    body = {key: item for key, item in entry.items() if key != "node"}
+    return Cast(**body) if entry["node"] == "cast" else Run(**{**body, "operands": tuple(body["operands"])})

@@ -1,0 +1,172 @@
+"""Lowering: every cast is necessary, every need is met, and changing one operator equals lowering from scratch."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from qsync.errors import FormatError, MismatchError
+from qsync.graph import OpGraph, Role
+from qsync.lowering import Cast, LoweredGraph, Lowering, Run, lower
+from qsync.precision import LARGEST, Precision
+
+NARROW = st.sampled_from(["bf16", None])
+BF16, FP16, INT8 = Precision.BF16, Precision.FP16, Precision.INT8
+
+
+def state(lowering: Lowering) -> list[object]:
+    """Everything a Lowering holds, copied."""
+    held = (value for name, value in sorted(vars(lowering).items()) if name != "graph")
+    return [list(value) if isinstance(value, list) else value for value in held]
+
+
+def casts(lowered: LoweredGraph) -> list[Cast]:
+    return [node for node in lowered.nodes if isinstance(node, Cast)]
+
+
+def runs(lowered: LoweredGraph) -> dict[str, Run]:
+    return {node.op: node for node in lowered.nodes if isinstance(node, Run)}
+
+
+def drawn_assignment(data: st.DataObject, graph: OpGraph) -> dict[str, Precision]:
+    assume(graph.adjustable)
+    return data.draw(assignments_for(graph))
+
+
+@given(graphs(), NARROW, st.data())
+def test_changing_one_operator_at_a_time_equals_lowering_from_scratch(graph, narrow, data):
+    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
+    for name, precision in data.draw(st.lists(precisions_for(graph), max_size=6)):
+        lowering.assign(name, precision)
+        assert state(lowering) == state(Lowering(graph, lowering.assignment(), narrow))
+        assert lowering.lowered() == lower(graph, lowering.assignment(), narrow)
+
+
+@given(graphs(), NARROW, st.data())
+def test_undo_restores_everything(graph, narrow, data):
+    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
+    states, changes = [], []
+    for name, precision in data.draw(st.lists(precisions_for(graph), max_size=6)):
+        states.append((state(lowering), lowering.lowered()))
+        changes.append(lowering.assign(name, precision))
+    for change, (before, lowered) in zip(reversed(changes), reversed(states), strict=True):
+        lowering.undo(change)
+        assert (state(lowering), lowering.lowered()) == (before, lowered)
+
+
+@given(graphs(), NARROW, st.data())
+def test_touched_covers_every_operator_whose_nodes_changed(graph, narrow, data):
+    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
+    name, precision = data.draw(precisions_for(graph))
+
+    def nodes(i):
+        return lowering.mode(i), lowering.anchored_casts(i), lowering.output_casts(i)
+
+    before = [nodes(i) for i in range(len(graph.ops))]
+    touched = lowering.assign(name, precision).touched
+    assert {i for i in range(len(graph.ops)) if nodes(i) != before[i]} <= set(touched)
+
+
+@given(graphs(), NARROW, st.data())
+def test_every_operand_is_there_when_it_is_taken_and_no_cast_is_for_nothing(graph, narrow, data):
+    lowered = lower(graph, drawn_assignment(data, graph), narrow)
+    provided = {value.name: {value.dtype} for value in graph.inputs}
+    needed: set[tuple[str, str]] = set()
+    ops = {op.name: op for op in graph.ops}
+    for node in lowered.nodes:
+        if isinstance(node, Cast):
+            assert node.source in provided[node.value]
+            assert node.target not in provided[node.value], "cast twice, or to the type it has"
+            provided[node.value].add(node.target)
+        else:
+            for value, taken in zip(ops[node.op].inputs, node.operands, strict=True):
+                assert taken in provided[value], f"{node.op} takes {value} in {taken}"
+                needed.add((value, taken))
+            provided[node.op] = {node.output}
+    assert {(cast.value, cast.target) for cast in casts(lowered)} <= needed
+
+
+@given(graphs(), NARROW, st.data())
+def test_operators_take_the_types_of_their_role(graph, narrow, data):
+    assignment = drawn_assignment(data, graph)
+    dtype = {entry.name: entry.dtype for entry in (*graph.inputs, *graph.ops)}
+    for op, run in zip(graph.ops, runs(lower(graph, assignment, narrow)).values(), strict=True):
+        floats = [t for v, t in zip(op.inputs, run.operands, strict=True) if dtype[v] in LARGEST]
+        if op.role is Role.ADJUSTABLE:
+            assert run.mode == assignment[op.name]
+        elif op.role is Role.FOLLOWING:
+            assert set(floats) <= {run.mode}
+            assert op.magnitude <= LARGEST[run.mode]
+        else:
+            assert floats == [dtype[v] for v in op.inputs if dtype[v] in LARGEST]
+
+
+@given(graphs(), st.data())
+def test_lowering_is_deterministic_and_leaves_the_graph_alone(graph, data):
+    assignment = drawn_assignment(data, graph)
+    text = graph.to_json()
+    backwards = dict(reversed(list(assignment.items())))
+    assert lower(graph, assignment).nodes == lower(graph, backwards).nodes
+    assert graph.to_json() == text
+
+
+@given(graphs(), NARROW)
+def test_all_fp32_needs_no_cast_unless_types_were_mixed_when_traced(graph, narrow):
+    assume(all(value.dtype in ("fp32", "bool") for value in graph.inputs))
+    lowered = lower(graph, {}, narrow)
+    assert not casts(lowered)
+    assert [run.mode for run in runs(lowered).values()] == ["fp32"] * len(graph.ops)
+
+
+def test_one_value_is_cast_once_for_three_consumers():
+    graph = encoder(1)
+    lowered = lower(graph, {f"layer.0.{name}": INT8 for name in ("query", "key", "value")})
+    quantized = [cast for cast in casts(lowered) if not cast.of_parameter]
+    assert [(cast.value, cast.target) for cast in quantized] == [("embedding", "int8_row")]
+    assert [cast.value for cast in casts(lowered) if cast.of_parameter] == [
+        "layer.0.query.weight", "layer.0.key.weight", "layer.0.value.weight",
+    ]  # fmt: skip
+
+
+def test_a_weight_is_cast_right_before_the_operator_that_needs_it():
+    lowered = lower(mlp(2), {"fc1": BF16})
+    names = [node.value if isinstance(node, Cast) else node.op for node in lowered.nodes]
+    assert names == ["fc0", "act0", "act0", "fc1.weight", "fc1.bias", "fc1", "act1", "act1", "loss"]
+
+
+def test_a_residual_add_runs_in_the_widest_type():
+    builder = Builder()
+    x = builder.enter("x", (4, 4))
+    y = builder.linear("fc", x, 4)
+    builder.follow("sum", "add", x, y)
+    builder.follow("twice", "add", y, y)
+    modes = {op: run.mode for op, run in runs(lower(builder.build(), {"fc": BF16})).items()}
+    assert modes == {"fc": "bf16", "sum": "fp32", "twice": "bf16"}
+
+
+@pytest.mark.parametrize(("second", "narrow", "output"), [(BF16, "bf16", "bf16"), (BF16, None, "fp32"),
+                                                         (INT8, "bf16", "bf16"), (Precision.FP32, "bf16", "fp32")])
+def test_int8_hands_on_16_bits_only_if_every_consumer_narrows(second, narrow, output):
+    graph = mlp(2)
+    lowered = lower(graph, {"fc0": INT8, "fc1": second}, narrow)
+    assert runs(lowered)["fc0"].output == output
+    assert runs(lowered)["act0"].mode == output
+
+
+def test_fp16_is_never_carried():
+    lowered = lower(mlp(2), {"fc0": FP16, "fc1": FP16})
+    assert {run.output for run in runs(lowered).values()} == {"fp32"}
+    assert [c.target for c in casts(lowered) if c.value == "act0"] == ["fp16"]
+
+
+def test_names_and_precisions_that_do_not_exist_are_refused():
+    with pytest.raises(MismatchError, match="no adjustable operator 'act0'"):
+        lower(mlp(), {"act0": BF16})
+    with pytest.raises(FormatError, match=r"layer\.0\.attention: there is no int8 kernel for attention"):
+        lower(encoder(1), {"layer.0.attention": INT8})
+
+
+settings.register_profile("qsync", deadline=None, max_examples=60)
+settings.load_profile("qsync")
