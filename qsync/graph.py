@@ -35,7 +35,7 @@ class Input:
     """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
 
     name: str
-    kind: str  # "parameter", "buffer" or "batch"
+    kind: str  # "parameter", "buffer", "batch", or "alias": a parameter once more, inside a checkpointed graph
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool = False
@@ -91,7 +91,7 @@ class OpGraph:
     @property
     def hash(self) -> str:
         """Identity of the model as a plan sees it: adjustable operators and parameter shapes, whatever the batch."""
-        shapes = {value.name: value.shape for value in self.inputs if value.kind == "parameter"}
+        shapes = {value.name: value.shape for value in self.inputs if value.kind in ("parameter", "alias")}
         ops = sorted(
             [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]] for op in self.adjustable
         )

@@ -1,0 +1,216 @@
+"""The FX pass: a traced segment and its lowered graph -> a GraphModule that runs the lowered graph, node for node.
+
+The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type; every other
+precision calls the backend's kernel for it. Nothing here decides where a cast goes: each Cast node of the lowered graph
+becomes one call, each Run node one call, in the lowered graph's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch.utils.checkpoint import checkpoint
+
+from qsync.backend.encoding import Operand
+from qsync.graph import OpGraph
+from qsync.lowering import Cast, LoweredGraph, Run
+from qsync.precision import Precision, is_encoded
+from qsync.tracing import Segment
+from qsync.weights import WeightCast
+
+_NATIVE = (Precision.FP32, Precision.BF16)
+
+
+class KernelTable(Protocol):
+    """What the pass needs of a backend: see qsync.backend.select."""
+
+    def cast(self, tensor: torch.Tensor, target: str) -> Any: ...
+
+    def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]: ...
+
+
+class Observer(Protocol):
+    """Called after each node of the lowered graph has run, with what it returned and what it was given."""
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None: ...
+
+
+def rewrite(
+    segment: Segment, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None = None
+) -> torch.fx.GraphModule:
+    """A GraphModule that computes the segment as the lowered graph says.
+
+    `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran; the
+    numbers are the same.
+    """
+    return _Rewriter(lowered, kernels, observer).module(segment)
+
+
+class CastCall(torch.nn.Module):
+    """One Cast node of an activation."""
+
+    def __init__(self, kernels: KernelTable, target: str) -> None:
+        super().__init__()
+        self._kernels, self._target = kernels, target
+
+    def forward(self, value: torch.Tensor) -> Any:
+        return self._kernels.cast(value, self._target)
+
+
+class KernelCall(torch.nn.Module):
+    """One Run node whose precision needs a kernel. Operands to be encoded come as (value, encoded) pairs."""
+
+    def __init__(self, kernel: Callable[..., torch.Tensor], target: Callable[..., Any], output: str) -> None:
+        super().__init__()
+        self._kernel, self._traced, self._output = kernel, target, output
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._kernel(self._traced, self._output, *args, **kwargs)
+
+
+class Report(torch.nn.Module):
+    """Tells the observer that a node has run."""
+
+    def __init__(self, observer: Observer, node: Cast | Run) -> None:
+        super().__init__()
+        self._observer, self._node = observer, node
+
+    def forward(self, result: Any, *operands: Any) -> Any:
+        self._observer.seen(self._node, result, operands)
+        return result
+
+
+class _Rewriter:
+    def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
+        self._graph: OpGraph = lowered.graph
+        self._kernels, self._observer = kernels, observer
+        self._ops = {op.name: op for op in lowered.graph.ops}
+        self._runs: dict[str, Run] = {}
+        self._before: dict[str, list[Cast]] = {}
+        self._after: dict[str, list[Cast]] = {}
+        self._carried = {value.name: value.dtype for value in lowered.graph.inputs}
+        inputs = set(self._carried)
+        pending: list[Cast] = []
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                self._runs[node.op], self._before[node.op], pending = node, pending, []
+                self._carried[node.op] = node.output
+            elif node.value in inputs:
+                pending.append(node)
+            else:
+                self._after.setdefault(node.value, []).append(node)
+        # Where each value stands in the new graph, as it is carried and as it was cast.
+        self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
+
+    def module(self, segment: Segment) -> torch.fx.GraphModule:
+        module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
+        graph = module.graph
+        new: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in segment.module.graph.nodes:
+            name = segment.op_of.get(node)
+            for cast in self._before.get(name, ()) if name else ():
+                self._emit_cast(module, cast)
+            if node.op == "output":
+                returned = torch.fx.map_arg(node.args[0], lambda n: self._operand(segment, name, n, new))
+                graph.output(returned)
+                continue
+            if node in segment.nested:
+                new[node] = self._emit_checkpoint(module, segment, node, new)
+            elif name is None or node.op == "placeholder":
+                new[node] = graph.node_copy(node, lambda n: new[n])
+            else:
+                new[node] = self._emit_run(module, segment, node, self._runs[name], new)
+            value = segment.value_of.get(node)
+            if value is not None:
+                self._node_of[value, self._carried[value]] = new[node]
+            if name is not None:
+                new[node] = self._report(module, self._runs[name], new[node], segment, node, new)
+                self._node_of[name, self._carried[name]] = new[node]
+                for cast in self._after.get(name, ()):
+                    self._emit_cast(module, cast)
+        graph.lint()
+        module.recompile()
+        return module
+
+    def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
+        source = self._node_of[cast.value, cast.source]
+        call: torch.nn.Module = (
+            WeightCast(self._kernels, cast.target) if cast.of_parameter else CastCall(self._kernels, cast.target)
+        )
+        node = _call(module, f"cast_{cast.target}", call, (source,), {})
+        if self._observer is not None:
+            node = _call(module, "report", Report(self._observer, cast), (node, source), {})
+        self._node_of[cast.value, cast.target] = node
+
+    def _emit_run(
+        self, module: torch.fx.GraphModule, segment: Segment, node: torch.fx.Node, run: Run, new: dict[Any, torch.fx.Node]
+    ) -> torch.fx.Node:
+        op = self._ops[run.op]
+        native = op.role != "adjustable" or run.mode in _NATIVE
+
+        def operand(source: torch.fx.Node) -> Any:
+            taken = self._operand(segment, run.op, source, new)
+            value = segment.value_of.get(source)
+            if native or value not in op.inputs:
+                return taken
+            encoded = is_encoded(run.operands[op.inputs.index(value)])
+            return Operand(self._node_of[value, self._carried[value]], taken) if encoded else taken
+
+        args = torch.fx.map_arg(node.args, operand)
+        kwargs = torch.fx.map_arg(node.kwargs, operand)
+        if native:
+            call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+            call.meta = dict(node.meta)
+            return call
+        target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        kernel = self._kernels.kernel(op.kind, Precision(run.mode))
+        return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
+
+    def _operand(
+        self, segment: Segment, name: str | None, source: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
+    ) -> torch.fx.Node:
+        """The node that stands for `source` in the type that operator `name` takes it in."""
+        value = segment.value_of.get(source)
+        if name is None or value is None or value not in self._ops[name].inputs:
+            return new[source]
+        taken = self._runs[name].operands[self._ops[name].inputs.index(value)]
+        return self._node_of[value, taken] if taken != self._carried[value] else new[source]
+
+    def _emit_checkpoint(
+        self, module: torch.fx.GraphModule, segment: Segment, node: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
+    ) -> torch.fx.Node:
+        inner = self.module(segment.nested[node])
+        name = _attach(module, "checkpointed", inner)
+        body = module.graph.get_attr(name)
+        args = torch.fx.map_arg(node.args[1:], lambda n: new[n])
+        return module.graph.call_function(checkpoint, (body, *args), dict(node.kwargs))
+
+    def _report(
+        self, module: torch.fx.GraphModule, run: Run, result: torch.fx.Node, segment: Segment, node: torch.fx.Node,
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> torch.fx.Node:  # fmt: skip
+        if self._observer is None:
+            return result
+        op = self._ops[run.op]
+        operands = [
+            self._node_of[value, taken] for value, taken in zip(op.inputs, run.operands, strict=True)
+            if (value, taken) in self._node_of
+        ]  # fmt: skip
+        return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+
+
+def _attach(module: torch.fx.GraphModule, stem: str, child: torch.nn.Module) -> str:
+    """Add a submodule under a free name."""
+    count = sum(name.startswith(stem) for name in module._modules)
+    name = f"{stem}_{count}"
+    module.add_submodule(name, child)
+    return name
+
+
+def _call(
+    module: torch.fx.GraphModule, stem: str, child: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.fx.Node:
+    return module.graph.call_module(_attach(module, stem, child), args, kwargs)

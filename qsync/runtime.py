@@ -1,0 +1,139 @@
+"""Running a model as a plan says: the backend that torch.compile calls, and the program it keeps for each model.
+
+`attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same state_dict keys). Each
+graph the tracer hands over is kept as a Segment, so that another assignment rewrites the segments without tracing again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+
+from qsync import backend
+from qsync.errors import MismatchError, TracingError, UnsupportedError
+from qsync.graph import OpGraph
+from qsync.lowering import LoweredGraph, lower
+from qsync.precision import PRECISIONS_BY_KIND, Precision
+from qsync.rewriting import Observer, rewrite
+from qsync.tracing import Segment, dynamo_settings, join, read_segment, tensor_names
+
+# Given a graph (of one segment), the precision of each of its adjustable operators.
+Chooser = Callable[[OpGraph], Mapping[str, Precision]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    segment: Segment
+    graph: OpGraph
+    lowered: LoweredGraph
+    run: torch.fx.GraphModule
+
+
+class Program:
+    """What runs in a model's place: its traced segments, rewritten for the assignment in force."""
+
+    def __init__(self, model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> None:
+        self._model = weakref.ref(model)
+        self._choose, self._check, self._observer = choose, check, None
+        self._entries: list[_Entry] = []
+        self._ran: list[_Entry] = []
+        parameter = next(model.parameters(), None)
+        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        self.kernels = backend.select(self.device)
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph of the last call: its segments joined in the order they ran."""
+        return join([entry.segment for entry in self._ran], type(self._model()).__name__)
+
+    @property
+    def lowered(self) -> tuple[LoweredGraph, ...]:
+        """What the last call ran: the lowered graph of each segment, in order."""
+        return tuple(entry.lowered for entry in self._ran)
+
+    def choose(self, choose: Chooser, observer: Observer | None = None) -> None:
+        """Run another assignment from the next call on; an observer is told of every node that runs."""
+        self._choose, self._observer = choose, observer
+        for entry in self._entries:
+            entry.lowered = self._lower(entry.graph)
+            entry.run = rewrite(entry.segment, entry.lowered, self.kernels, observer)
+
+    def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls for each traced graph."""
+        model = self._model()
+        assert model is not None, "a program outlived its model"
+        segment = read_segment(module, example_inputs, tensor_names(model))
+        graph = join([segment], type(model).__name__)
+        lowered = self._lower(graph)
+        entry = _Entry(segment, graph, lowered, rewrite(segment, lowered, self.kernels, self._observer))
+        self._entries.append(entry)
+
+        def run(*args: Any) -> Any:
+            self._ran.append(entry)
+            return entry.run.forward(*args)
+
+        return run
+
+    def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One call of the model."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise UnsupportedError("torch.autocast is on and would undo qsync's casts; call the model outside of autocast")
+        self._ran.clear()
+        try:
+            with dynamo_settings():
+                result = compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise TracingError(f"the model was traced too often to go on: {error}; keep its input shapes alike") from error
+        if self._check is not None and self._ran:
+            check, self._check = self._check, None
+            check(self.graph)
+        return result
+
+    def _lower(self, graph: OpGraph) -> LoweredGraph:
+        return lower(graph, self._choose(graph), self.kernels.narrow)
+
+
+_programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
+
+
+def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> Program:
+    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call."""
+    program = Program(model, choose, check)
+    model.compile(backend=program.compile)
+    compiled = model._compiled_call_impl
+    model._compiled_call_impl = lambda *args, **kwargs: program.call(compiled, *args, **kwargs)
+    _programs[model] = program
+    return program
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Make `model` run as torch would run it."""
+    _programs.pop(model, None)
+    model._compiled_call_impl = None
+
+
+def program_of(model: torch.nn.Module) -> Program:
+    """The program of a wrapped model; MismatchError if it was not wrapped."""
+    if model not in _programs:
+        raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
+    return _programs[model]
+
+
+def uniform(precision: Precision) -> Chooser:
+    """One precision wherever the operator's kind has it, FP32 elsewhere."""
+    return lambda graph: {
+        op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
+    }
+
+
+def following(assignment: Mapping[str, Precision]) -> Chooser:
+    """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for (evaluation)."""
+    return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}

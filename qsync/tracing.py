@@ -1,0 +1,401 @@
+"""model -> OpGraph and the torch.fx graphs it was read from, through torch.compile's tracer.
+
+A model is traced as one graph, or as several where Python code between operators cannot be traced (graph breaks); each is
+a `Segment`, and `join` makes one OpGraph of them in the order they ran. Activation checkpointing is a graph inside a graph;
+its operators are listed like any others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo.utils import counters
+
+from qsync.errors import CalibrationError, TracingError
+from qsync.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.inplace import make_out_of_place
+from qsync.operators import NORMS, PASSES_MAGNITUDE, classify, constants, flops, names_a_type, operands
+from qsync.precision import LARGEST
+
+DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "int64",
+    torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
+    torch.complex64: "complex64",
+}  # fmt: skip
+
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+@dataclass(slots=True)
+class Segment:
+    """One traced graph: a private copy of the module, and which operator or value each of its nodes is.
+
+    `nested` maps a node that calls a checkpointed graph to that graph's own Segment.
+    """
+
+    module: torch.fx.GraphModule
+    ops: list[Op] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
+    op_of: dict[torch.fx.Node, str] = field(default_factory=dict)
+    value_of: dict[torch.fx.Node, str] = field(default_factory=dict)
+    nested: dict[torch.fx.Node, Segment] = field(default_factory=dict)
+    output_values: list[str | None] = field(default_factory=list)
+
+
+def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
+    """The operators of `model` when it runs on these inputs.
+
+    Runs the model once (its buffers and the random state are restored), on any device; on the meta device nothing is
+    computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple (positional) or a dict
+    (keywords). Raises TracingError when torch.compile finds no operator to trace, and CalibrationError for an empty batch.
+
+    >>> graph = qsync.capture(torch.nn.Linear(4, 2), torch.randn(8, 4))
+    """
+    return join(trace(model, example_inputs), type(model).__name__)
+
+
+def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
+    """The segments of `model` on these inputs, in the order they run."""
+    args, kwargs = call_arguments(example_inputs)
+    check_batch(args, kwargs)
+    names = tensor_names(model)
+    segments: list[Segment] = []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        segments.append(read_segment(module, inputs, names))
+        return module.forward
+
+    breaks = dict(counters["graph_break"])
+    with undisturbed(model), dynamo_settings():
+        try:
+            # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
+            torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise TracingError(f"torch.compile cannot trace {type(model).__name__}: {_first_line(error)}") from error
+    if not any(op.role is not Role.FIXED for segment in segments for op in segment.ops):
+        new = [reason for reason in counters["graph_break"] if reason not in breaks]
+        reason = _first_line(new[0]) if new else "no tensor operator was reached"
+        raise TracingError(
+            f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without qsync.wrap, "
+            "or make its forward traceable"
+        )
+    return segments
+
+
+def join(segments: list[Segment], model: str) -> OpGraph:
+    """One OpGraph of several segments. An operator that occurs in two segments under one name cannot be told apart
+    when it runs, so both stay fixed."""
+    seen: dict[str, int] = {}
+    for segment in segments:
+        for name in {op.name for op in segment.ops}:
+            seen[name] = seen.get(name, 0) + 1
+    inputs: dict[str, Input] = {}
+    ops: list[Op] = []
+    for number, segment in enumerate(segments, start=1):
+        prefix = f"segment{number}:"
+        entering = {value.name for value in segment.inputs if value.kind == "batch"}
+        own = entering | {op.name for op in segment.ops if seen[op.name] > 1}
+        rename = {name: prefix + name if number > 1 and name in own else name for name in own}
+        for value in segment.inputs:
+            name = rename.get(value.name, value.name)
+            inputs.setdefault(name, replace(value, name=name))
+        for op in segment.ops:
+            role = Role.FIXED if seen[op.name] > 1 and op.role is Role.ADJUSTABLE else op.role
+            ops.append(
+                replace(
+                    op,
+                    name=rename.get(op.name, op.name),
+                    role=role,
+                    inputs=tuple(rename.get(name, name) for name in op.inputs),
+                    kept=tuple(rename.get(name, name) for name in op.kept),
+                )
+            )
+    return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
+
+
+def read_segment(module: torch.fx.GraphModule, example_inputs: list[Any], names: dict[int, str]) -> Segment:
+    """Read one traced graph. `names` maps the id of each parameter and buffer to its name."""
+    private = _copy(module)
+    reader = _Reader(names)
+    segment = Segment(private)
+    placeholders = [node for node in private.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            reader.enter(segment, node, value)
+    reader.read(segment)
+    segment.inputs = list(reader.inputs.values())
+    segment.ops = reader.ops
+    return segment
+
+
+def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from a tensor, a tuple or a dict."""
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    if hasattr(example_inputs, "keys"):  # Hugging Face's BatchEncoding and other mappings
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """CalibrationError unless the example batch holds at least one tensor and no tensor is empty."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if not tensors:
+        raise CalibrationError("the example batch holds no tensor; pass one real batch, as you would to the model")
+    for value in tensors:
+        if value.numel() == 0:
+            raise CalibrationError(f"the example batch has a tensor of shape {tuple(value.shape)}; pass a batch that is not empty")
+
+
+def tensor_names(model: torch.nn.Module) -> dict[int, str]:
+    """id -> name of each parameter and buffer; a tied one bears its first name."""
+    names: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        names.setdefault(id(tensor), name)
+    return names
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Run the model inside without a trace: buffers, gradients and random states are as before afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+def dynamo_settings() -> Any:
+    """The tracer's settings for qsync's graphs.
+
+    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph. The
+    recompile limit is lifted and made an error: past it torch runs the plain model without a word, that is, in FP32.
+    """
+    return torch._dynamo.config.patch(
+        optimize_ddp=False, recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
+    )
+
+
+class _Reader:
+    """Turns the nodes of a segment, and of the graphs nested in it, into operators and values."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self.names = names
+        self.inputs: dict[str, Input] = {}
+        self.ops: list[Op] = []
+        self._count: dict[str, int] = {}
+        self._dtype: dict[str, str] = {}
+        self._shape: dict[str, tuple[int, ...]] = {}
+        self._magnitude: dict[str, float] = {}
+        self._depth: dict[str, int] = {}
+
+    def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
+        """A tensor that enters the outermost graph."""
+        name = self.names.get(id(value))
+        if name is None:
+            kind, name = "batch", f"input:{_argument_name(node.name)}"
+        else:
+            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
+        self._declare(Input(name, kind, _dtype(value), _shape(value), value.requires_grad))
+        segment.value_of[node] = name
+
+    def read(self, segment: Segment, nested: bool = False) -> None:
+        written = make_out_of_place(segment.module.graph)
+        pinned = written | {user for node in written for user in node.users}
+        for node in segment.module.graph.nodes:
+            if node.op == "get_attr":
+                self._read_constant(segment, node)
+            elif node.op in ("call_function", "call_method"):
+                if str(node.target).endswith(_CHECKPOINT):
+                    self._read_nested(segment, node)
+                elif (value := _example(node)) is not None and node.args and node.args[0] in segment.nested:
+                    self._read_result(segment, node, value)
+                elif value is not None:
+                    self._read_call(segment, node, value, pinned)
+            elif node.op == "output":
+                self._read_output(segment, node, nested)
+        segment.module.recompile()
+
+    def _declare(self, value: Input) -> None:
+        self.inputs.setdefault(value.name, value)
+        self._dtype[value.name], self._shape[value.name] = value.dtype, value.shape
+
+    def _read_constant(self, segment: Segment, node: torch.fx.Node) -> None:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            name = f"constant:{node.name}"
+            self._declare(Input(name, "buffer", _dtype(value), _shape(value)))
+            segment.value_of[node] = name
+    
+    def _read_call(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]) -> None:
+        kind, role = classify(node)
+        read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
+        everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
+        kept = [name for name in dict.fromkeys(everything) if name not in read]
+        if kind in NORMS:
+            read, kept = read[:1], read[1:]
+        magnitude = max([self._magnitude.get(name, 0.0) for name in everything], default=0.0)
+        if role is not Role.ADJUSTABLE:
+            magnitude = max([magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])])
+        if node in pinned or names_a_type(node) or not self._may_change(read, value, kind, role, magnitude, node):
+            role = Role.FIXED
+        name = self._name(node, kind)
+        self._add(segment, node, name, kind, role, read, kept, value, magnitude)
+
+    def _may_change(
+        self, read: list[str], value: torch.Tensor, kind: str, role: Role, magnitude: float, node: torch.fx.Node
+    ) -> bool:
+        """Whether an operator's tensors let it leave FP32: those traced in another type are their author's choice."""
+        floats = [self._dtype[name] for name in read if self._dtype[name] in (*LARGEST, "complex64")]
+        if any(dtype != "fp32" for dtype in [*floats, _dtype(value)] if dtype in (*LARGEST, "complex64")):
+            return False
+        if role is Role.ADJUSTABLE:
+            scaled = kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1)
+            return bool(floats) and _dtype(value) == "fp32" and not magnitude and not scaled
+        return True
+
+    def _add(
+        self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str], kept: list[str],
+        value: torch.Tensor, magnitude: float = 0.0,
+    ) -> None:  # fmt: skip
+        shape = _shape(value)
+        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + (role is Role.ADJUSTABLE)
+        count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
+        op = Op(
+            name, kind, role, tuple(read), tuple(kept), _dtype(value), shape, count, value.requires_grad, magnitude, depth
+        )
+        self.ops.append(op)
+        self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
+        self._magnitude[name] = magnitude if kind in PASSES_MAGNITUDE else 0.0
+        segment.op_of[node] = name
+        segment.value_of[node] = name
+
+    def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
+        """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator each."""
+        body = node.args[0]
+        assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
+        inner = Segment(getattr(outer.module, body.target))
+        placeholders = [n for n in inner.module.graph.nodes if n.op == "placeholder"]
+        for placeholder, argument in zip(placeholders, node.args[1:], strict=True):
+            source = outer.value_of.get(argument) if isinstance(argument, torch.fx.Node) else None
+            value = _example(placeholder)
+            if source is None or value is None:
+                continue
+            if source in self.inputs and self.inputs[source].kind != "batch":
+                self._enter_parameter(inner, placeholder, source, shared=len(argument.users) > 1)
+            else:
+                self._add(inner, placeholder, self._name(placeholder, "input"), "input", Role.FOLLOWING, [source], [], value)
+        self.read(inner, nested=True)
+        outer.nested[node] = inner
+
+    def _read_result(self, outer: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
+        """One of the results of a checkpointed graph, taken out by index: a view of a value inside."""
+        nested, index = node.args
+        source = outer.nested[nested].output_values[index]  # type: ignore[index]
+        assert source is not None, f"{node} takes something out of a checkpointed graph that is no tensor"
+        self._add(outer, node, self._name(node, "view"), "view", Role.FOLLOWING, [source], [], value)
+
+    def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
+        """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its own."""
+        name = source
+        if shared:
+            name = self._unique(f"{source}@checkpoint")
+            self._declare(replace(self.inputs[source], name=name, kind="alias"))
+        inner.value_of[placeholder] = name
+
+    def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
+        """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the model."""
+        returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+        segment.output_values = [
+            segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
+        ]
+        values = dict.fromkeys(value for value in segment.output_values if value is not None)
+        if values and not nested:
+            name = self._unique("output")
+            self.ops.append(Op(name, "output", Role.FIXED, tuple(values), (), "none", (0,), 0, False))
+            segment.op_of[node] = name
+
+    def _name(self, node: torch.fx.Node, kind: str) -> str:
+        """Module path of an operator; its kind is added unless it is its module's own product."""
+        stack = node.meta.get("nn_module_stack")
+        path = _module_path(next(reversed(stack.values()))[0]) if stack else ""
+        own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
+        return self._unique(path if own and path else f"{path}.{kind}" if path else kind)
+
+    def _unique(self, name: str) -> str:
+        self._count[name] = self._count.get(name, 0) + 1
+        return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
+
+
+def _example(node: torch.fx.Node) -> torch.Tensor | None:
+    """The traced result of a call; for several tensors (split) one that stands for all of them."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
+        return max(value, key=lambda item: num_elements(_shape(item)))  # type: ignore[no-any-return]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on it."""
+    return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
+
+
+def _argument_name(text: str) -> str:
+    """`l_kwargs_input_ids_` -> `input_ids`."""
+    return re.sub(r"^l_(?:args|kwargs)?_?", "", text.lower()).strip("_") or text
+
+
+def _module_path(text: str) -> str:
+    """`L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
+    text = re.sub(r"^L\['[^']*'\]", "", text)
+    text = re.sub(r"\._(?:modules|orig_mod)\b", "", text)
+    text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
+    return text.strip(".").removesuffix("._call_impl")
+
+
+def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A private copy that shares the tensors: the tracer's graph stays untouched, metadata included."""
+    copied = torch.fx.GraphModule(module, _copy_graph(module))
+    for name, child in module.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    return copied
+
+
+def _copy_graph(module: torch.fx.GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(module.graph, mapping)
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    return graph
+
+
+def _first_line(error: object) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,68 @@
+"""Casts of weights, once per optimizer step: micro-batches that accumulate gradients share one copy.
+
+A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, and no optimizer
+has stepped since. It serves training only: evaluation may swap weights in ways that leave no mark (`p.data.copy_(ema)`),
+so outside of training each call casts anew and keeps nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Caster(Protocol):
+    """What makes the copy: see qsync.backend.select."""
+
+    def cast(self, tensor: torch.Tensor, target: str) -> Any: ...
+
+
+class WeightCast(torch.nn.Module):
+    """One Cast node of a parameter."""
+
+    def __init__(self, kernels: Caster, target: str) -> None:
+        super().__init__()
+        self._kernels, self._target = kernels, target
+        self._key: tuple[int, int, int] | None = None
+        self._copy: Any = None
+
+    def forward(self, weight: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self._kernels.cast(weight, self._target)
+        key = (weight.data_ptr(), weight._version, _steps.count)
+        if key != self._key:
+            with torch.no_grad():
+                self._copy = self._kernels.cast(weight, self._target)
+            self._key = key
+        if isinstance(self._copy, torch.Tensor):
+            return _Copied.apply(weight, self._copy)
+        return self._copy
+
+
+class _Copied(torch.autograd.Function):
+    """A copy of a weight in another type; its gradient is the weight's, in the weight's type."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return gradient.to(ctx.dtype), None
+
+
+class _Steps:
+    """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version behind."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_optimizer_step_post_hook(self._stepped)
+
+    def _stepped(self, *_: Any) -> None:
+        self.count += 1
+
+
+_steps = _Steps()
