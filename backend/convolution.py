@@ -15,7 +15,7 @@ from qsync.errors import UnsupportedError
 
 
 class _Geometry(NamedTuple):
-    """A convolution's hyperparameters; `extra` is what "same" padding adds at the end of (width, height) only."""
+    """A convolution's hyperparameters; `extra`: what "same" padding adds after (width, height)."""
 
     stride: list[int]
     padding: list[int]
@@ -37,16 +37,19 @@ def conv2d_int8(
 ) -> Tensor:
     """y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
 
-        y  = s_x[n] s_w[c] conv(X, W) + b[c]       X, W the INT8 codes, one scale per image and per output channel (ours)
-        dx = conv_t(narrow(g s_w), W),   dW = conv_w(narrow(g s_x), X),   db = sum g
+        y  = s_x[n] s_w[c] conv(X, W) + b[c]       X, W the INT8 codes, one scale per image and output channel
+        dx = conv_t(narrow(g s_w), W),   dW = conv_w(narrow(g s_x), X),   db = sum g          (ours)
 
-    x (n, C, h, w) and W (c, C / groups, kh, kw), both encoded "sample"; the result has the memory format of an FP32
-    convolution's. Saves the codes and scales only. Raises UnsupportedError for an input without a batch dimension.
+    x (n, C, h, w) and W (c, C / groups, kh, kw), both encoded "sample"; the result has the memory format of
+    an FP32 convolution's. Saves the codes and scales only. Raises UnsupportedError for an input without a
+    batch dimension.
 
-    >>> conv2d_int8(F.conv2d, "fp32", Operand(x, encode(x, "int8_sample")), Operand(w, encode(w, "int8_sample")), b)
+    >>> conv2d_int8(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
     """
     if input.value.ndim != 4:
-        raise UnsupportedError("conv2d in INT8 needs a batched input (n, C, h, w): add a batch dimension of 1")
+        raise UnsupportedError(
+            "conv2d in INT8 needs a batched input (n, C, h, w): add a batch dimension of 1"
+        )
     geometry = _geometry(weight.value, stride, padding, dilation, groups)
     return _Int8Convolution.apply(
         input.value, weight.value, bias, input.encoded, weight.encoded, DTYPES[out_type], geometry
@@ -80,8 +83,9 @@ class _Int8Convolution(torch.autograd.Function):
         dtype: torch.dtype,
         geometry: _Geometry,
     ) -> Tensor:
-        # oneDNN convolves channels-last whatever it is given. Bringing the codes into that order here costs 0.7 ms
-        # (16x64x32x32), the product then takes 1.4 in place of 2.3 ms and backward finds its operand in order.
+        # oneDNN convolves channels-last whatever it is given. Bringing the codes into that order here costs
+        # 0.7 ms (16x64x32x32), the product then takes 1.4 in place of 2.3 ms and backward finds its operand
+        # in order.
         channels_last = _is_channels_last(x_encoded.data, w_encoded.data)
         x_codes = x_encoded.data.contiguous(memory_format=torch.channels_last)
         if any(geometry.extra):
@@ -119,7 +123,8 @@ class _Int8Convolution(torch.autograd.Function):
         if x_codes is not None:
             narrow = (g * x_scale).bfloat16()
             placeholder = narrow.new_empty(()).expand(ctx.weight[0])
-            dw = _convolution_backward(narrow, x_codes.bfloat16(), placeholder, ctx.geometry, 1).to(ctx.weight[1])
+            dw = _convolution_backward(narrow, x_codes.bfloat16(), placeholder, ctx.geometry, 1)
+            dw = dw.to(ctx.weight[1])
         if ctx.needs_input_grad[2]:
             db = g.sum((0, 2, 3)).to(ctx.bias_dtype)
         return dx, dw, db, None, None, None, None
@@ -133,7 +138,7 @@ def _is_channels_last(x: Tensor, weight: Tensor) -> bool:
 
 
 def _integer_convolution(x_codes: Tensor, weight: Encoded, geometry: _Geometry) -> Tensor:
-    """s_w conv(X, W) in FP32, channels-last. oneDNN takes unsigned activations, so X goes in with zero point 128."""
+    """s_w conv(X, W) in FP32, channels-last. oneDNN takes unsigned activations: X has zero point 128."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
     place = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)

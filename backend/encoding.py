@@ -1,7 +1,7 @@
 """What a low-precision operand is: 8-bit data with scales, or FP16 data; how tensors get there and back.
 
-Encoding is not differentiable. A product receives each operand as the pair `Operand(value, encoded)`: the kernel
-computes with `encoded`, and returns the gradient to `value`, which it does not save.
+Encoding is not differentiable. A product receives each operand as the pair `Operand(value, encoded)`: the
+kernel computes with `encoded`, and returns the gradient to `value`, which it does not save.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from qsync.errors import UnsupportedError
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
 _CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": torch.float8_e5m2}
-# A row of zeros gets this magnitude: its codes are zero, and its scale and the inverse of it are normal FP32 numbers.
+# A row of zeros gets this magnitude: its codes are zero, and its scale and the inverse of it are normal FP32
+# numbers.
 _SMALLEST_AMAX = 1e-35
 
 
 class Encoded:
     """Data of an operand in low precision: `data * scale` is what it stands for.
 
-    `data` is INT8, FP8 or FP16; `scale` is FP32 and broadcasts against `data` (None for FP16). In layout "col" the
-    data is that of the transposed operand. `packed` belongs to kernels: what they make of the data once and reuse as
-    long as the encoding lives (a weight is encoded once per optimizer step).
+    `data` is INT8, FP8 or FP16; `scale` is FP32 and broadcasts against `data` (None for FP16). In layout
+    "col" the data is that of the transposed operand. `packed` belongs to kernels: what they make of the data
+    once and reuse as long as the encoding lives (a weight is encoded once per optimizer step).
     """
 
     __slots__ = ("data", "layout", "packed", "scale")
@@ -53,11 +54,13 @@ class Operand(NamedTuple):
 def encode(tensor: Tensor, type_name: str) -> Encoded:
     """The tensor in an encoded type; every code is the nearest one.
 
-        scale = max |x| / c,  code = round(x / scale),  c = 127 (INT8), 448 (E4M3)          (ours; symmetric absmax)
+        scale = max |x| / c,  code = round(x / scale),  c = 127 (INT8), 448 (E4M3)          (ours; symmetric
+        absmax)
 
-    One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of a stored (K, N)
-    matrix ("col": data (N, K), scale (N, 1)), or per first index ("sample": (n, 1, 1, 1)). A row that holds NaN or Inf
-    gets the scale NaN, so whatever is computed from it is NaN. Raises UnsupportedError for a type that is no encoding.
+    One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of a stored
+    (K, N) matrix ("col": data (N, K), scale (N, 1)), or per first index ("sample": (n, 1, 1, 1)). A row that
+    holds NaN or Inf gets the scale NaN, so whatever is computed from it is NaN. Raises UnsupportedError for a
+    type that is no encoding.
 
     >>> decode(encode(torch.tensor([[-127.0, 3.2]]), "int8_row"))
     tensor([[-127.,    3.]])
@@ -67,9 +70,11 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
             return Encoded(tensor.detach().to(torch.float16), None, "plain")
         form, _, layout = type_name.partition("_")
         if form not in _CODE_DTYPE or layout not in ("row", "col", "sample"):
-            raise UnsupportedError(f"{type_name!r} is no encoding: choose int8_* or fp8_* (row, col, sample), or fp16")
-        # BF16 goes through FP32: operations that mix the two are not vectorized (1.37 against 0.08 ms for the product of
-        # 1024x384 BF16 with an FP32 column; Zen 5, one thread, torch 2.13).
+            raise UnsupportedError(
+                f"{type_name!r} is no encoding: choose int8_* or fp8_* (row, col, sample), or fp16"
+            )
+        # BF16 goes through FP32: operations that mix the two are not vectorized (1.37 against 0.08 ms for the
+        # product of 1024x384 BF16 with an FP32 column; Zen 5, one thread, torch 2.13).
         values = tensor.detach().float()
         if layout == "col":
             values = values.t()
@@ -86,10 +91,10 @@ def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Ten
 
 
 def stochastic_codes(values: Tensor, dims: tuple[int, ...], noise: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8 codes and scales of FP32 values, rounded up with the probability of what lies above the lower code.
+    """INT8 codes and scales of FP32 values, rounded up with the probability of how far the lower code is.
 
-    E[code * scale] = values to within scale / 512; E[(code * scale - values)^2] is s^2 / 6 on average over the place
-    between two codes, twice that of the nearest code. `noise` is from `rounding_noise`.
+    E[code * scale] = values to within scale / 512; E[(code * scale - values)^2] is s^2 / 6 on average over
+    the place between two codes, twice that of the nearest code. `noise` is from `rounding_noise`.
     """
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
     return (values * inverse).add_(noise).round_().to(torch.int8), scale
@@ -98,9 +103,9 @@ def stochastic_codes(values: Tensor, dims: tuple[int, ...], noise: Tensor) -> tu
 def rounding_noise(shape: torch.Size, device: torch.device) -> Tensor:
     """Uniform noise in (-1/2, 1/2) on the 256 points (k + 1/2) / 256 - 1/2, from the default generator.
 
-    `torch.rand` draws one number after the other: 5.4 ms for 1024x1536, more than the INT8 product that it serves
-    (1.4 ms). Eight bytes from each 64-bit draw take 0.84 ms (Zen 5, one thread, torch 2.13); eight bits of noise leave
-    a bias of at most 1/512 of a step, of either sign.
+    `torch.rand` draws one number after the other: 5.4 ms for 1024x1536, more than the INT8 product that it
+    serves (1.4 ms). Eight bytes from each 64-bit draw take 0.84 ms (Zen 5, one thread, torch 2.13); eight
+    bits of noise leave a bias of at most 1/512 of a step, of either sign.
     """
     num_elements = shape.numel()
     draws = torch.empty((num_elements + 7) // 8, dtype=torch.int64, device=device).random_(-(2**63), None)
@@ -112,11 +117,12 @@ def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tenso
     if values.numel() == 0:
         shape = [1 if d in dims or d - values.ndim in dims else n for d, n in enumerate(values.shape)]
         return values.new_ones(shape), values.new_ones(shape)
-    # abs().amax() is 20 times as fast as vector_norm(inf) and aminmax, which do not vectorize (0.055 against 1.1 ms for
-    # 1024x384; Zen 5, one thread, torch 2.13).
+    # abs().amax() is 20 times as fast as vector_norm(inf) and aminmax, which do not vectorize (0.055 against
+    # 1.1 ms for 1024x384; Zen 5, one thread, torch 2.13).
     amax = values.abs().amax(dims, keepdim=True).clamp_(min=_SMALLEST_AMAX)
     inverse = largest / amax
-    # amax - amax is 0 for finite rows and NaN for the others; without it a row with Inf could decode to zeros.
+    # amax - amax is 0 for finite rows and NaN for the others; without it a row with Inf could decode to
+    # zeros.
     return amax.mul(1 / largest).add_(amax - amax), inverse
 
 

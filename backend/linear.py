@@ -21,13 +21,14 @@ def linear_int8(
 ) -> Tensor:
     """y = x W' + b with x and W in INT8, gradients through 16-bit products.
 
-        y  = s_x s_w (X W') + b          X, W the INT8 codes; s_x per row, s_w per output                      (ours)
-        dx = narrow(g s_w) W,   dW = narrow(g s_x)' X,   db = sum g
+        y  = s_x s_w (X W') + b          X, W the INT8 codes; s_x per row, s_w per output
+        (ours) dx = narrow(g s_w) W,   dW = narrow(g s_x)' X,   db = sum g
 
-    x (..., K) encoded "row", W (N, K) encoded "row", b (N) in FP32; the result (..., N) is of type `out_type`. The codes
-    are exact in BF16, so g is the only thing that a backward product rounds. Saves the codes and scales only.
+    x (..., K) encoded "row", W (N, K) encoded "row", b (N) in FP32; the result (..., N) is of type
+    `out_type`. The codes are exact in BF16, so g is the only thing that a backward product rounds. Saves the
+    codes and scales only.
 
-    >>> linear_int8(F.linear, "fp32", Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_row")), b)
+    >>> linear_int8(F.linear, "fp32", Operand(x, x8), Operand(w, w8), b)
     """
     return _apply(input, weight, bias, out_type, False)
 
@@ -37,10 +38,10 @@ def linear_int8_all(
 ) -> Tensor:
     """`linear_int8` with INT8 gradient products as well, their gradient rounded stochastically.
 
-        dx = s_h (H W),    H = stochastic INT8 of g s_w, one scale s_h per row                                 (ours)
-        dW = s_k (K' X),   K = stochastic INT8 of g s_x, one scale s_k per output
+        dx = s_h (H W),    H = stochastic INT8 of g s_w, one scale s_h per row
+        (ours) dW = s_k (K' X),   K = stochastic INT8 of g s_x, one scale s_k per output
 
-    >>> linear_int8_all(F.linear, "fp32", Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_row")))
+    >>> linear_int8_all(F.linear, "fp32", Operand(x, x8), Operand(w, w8))
     """
     return _apply(input, weight, bias, out_type, True)
 
@@ -59,7 +60,7 @@ def addmm_int8(
 
     Raises UnsupportedError for alpha other than 1, or beta other than 0 and 1.
 
-    >>> addmm_int8(torch.addmm, "fp32", b, Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_col")))
+    >>> addmm_int8(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
     return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, False)
 
@@ -76,18 +77,22 @@ def addmm_int8_all(
 ) -> Tensor:
     """`linear_int8_all` for addmm(b, x, W) with W stored (K, N) and encoded "col".
 
-    >>> addmm_int8_all(torch.addmm, "fp32", b, Operand(x, encode(x, "int8_row")), Operand(w, encode(w, "int8_col")))
+    >>> addmm_int8_all(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
     return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, True)
 
 
 def _addmm_bias(bias: Tensor, beta: float, alpha: float) -> Tensor | None:
     if alpha != 1 or beta not in (0, 1):
-        raise UnsupportedError(f"addmm with alpha={alpha} and beta={beta} has no INT8 kernel: keep it in FP32")
+        raise UnsupportedError(
+            f"addmm with alpha={alpha} and beta={beta} has no INT8 kernel: keep it in FP32"
+        )
     return bias if beta else None
 
 
-def _apply(x: Operand, weight: Operand, bias: Tensor | None, out_type: str, integer_gradients: bool) -> Tensor:
+def _apply(
+    x: Operand, weight: Operand, bias: Tensor | None, out_type: str, integer_gradients: bool
+) -> Tensor:
     return _Int8Product.apply(
         x.value, weight.value, bias, x.encoded, weight.encoded, DTYPES[out_type], integer_gradients
     )
@@ -112,7 +117,8 @@ class _Int8Product(torch.autograd.Function):
             out.add_(bias)
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
-            *((x_codes, x_scale) if need_w else (None, None)), *((w_encoded.data, w_scale) if need_x else (None, None))
+            *((x_codes, x_scale) if need_w else (None, None)),
+            *((w_encoded.data, w_scale) if need_x else (None, None)),
         )
         ctx.x = (x.shape, x.dtype)
         ctx.weight_dtype, ctx.weight_is_transposed = weight.dtype, w_encoded.layout == "col"
@@ -145,8 +151,8 @@ def _narrow_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """dx = narrow(g s_w) W and dW = narrow(g s_x)' X, the latter transposed if the weight is stored so.
 
-    Scales go into g because the codes then need no rounding. Decoding x and w to BF16 instead would share one narrow g,
-    but rounds both operands of both products, and costs passes over x and w in place of one over g.
+    Scales go into g because the codes then need no rounding. Decoding x and w to BF16 instead would share one
+    narrow g, but rounds both operands of both products, and costs passes over x and w in place of one over g.
     """
     dx = dw = None
     if w_codes is not None:
@@ -171,7 +177,7 @@ def _integer_gradients(
     w_scale: Tensor | None,
     transposed: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same two products in INT8. Both roundings use the same noise: each gradient is unbiased by itself."""
+    """The same two products in INT8. Both roundings use the same noise; each gradient is unbiased."""
     noise = rounding_noise(g.shape, g.device)
     dx = dw = None
     if w_codes is not None:
@@ -179,5 +185,8 @@ def _integer_gradients(
         dx = int8_product(codes, w_codes).mul_(scale)
     if x_codes is not None:
         codes, scale = stochastic_codes(g * x_scale, (0,), noise)
-        dw = int8_product(x_codes.t(), codes).mul_(scale) if transposed else int8_product(codes.t(), x_codes).mul_(scale.t())
+        if transposed:
+            dw = int8_product(x_codes.t(), codes).mul_(scale)
+        else:
+            dw = int8_product(codes.t(), x_codes).mul_(scale.t())
     return dx, dw

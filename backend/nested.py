@@ -19,11 +19,13 @@ from qsync.backend.products import power_of_two
 def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
     """The target on FP16 operands; every gradient leaves in true scale.
 
-        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k such that 1/4 < max |2^k g| <= 1             (ours)
+        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k such that 1/4 < max |2^k g| <= 1
+        (ours)
 
-    J is the target's Jacobian at the FP16 operands. k comes from the gradient itself and never visits the host, so a
-    gradient of 1e-7 survives, and no rank needs a loss scale that others would have to share (pytorch#136009). Operands
-    are `Operand`s; other FP32 tensors (a bias, a mask) are converted here. Anything differentiable in FP16 will do.
+    J is the target's Jacobian at the FP16 operands. k comes from the gradient itself and never visits the
+    host, so a gradient of 1e-7 survives, and no rank needs a loss scale that others would have to share
+    (pytorch#136009). Operands are `Operand`s; other FP32 tensors (a bias, a mask) are converted here.
+    Anything differentiable in FP16 will do.
 
     >>> product_fp16(torch.matmul, "fp32", Operand(a, encode(a, "fp16")), Operand(b, encode(b, "fp16")))
     """
@@ -31,7 +33,7 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
 
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The target on FP32 operands with TF32 multiplication, forward and backward, whatever the global switches say.
+    """The target on FP32 operands with TF32 multiplication, forward and backward, whatever the switches say.
 
     >>> product_tf32(F.linear, "fp32", x, weight, bias)
     """
@@ -74,13 +76,15 @@ class _Nested(torch.autograd.Function):
         ctx.wanted, ctx.half = wanted, half
         ctx.dtypes = [values[i].dtype for i in wanted]
         ctx.num_values = len(values)
-        return out.detach().to(dtype, copy=True)
+        return out.detach().to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.nested is None:
-            raise RuntimeError("backward through an FP16 or TF32 operator a second time: its data is already freed")
+            raise RuntimeError(
+                "backward through an FP16 or TF32 operator a second time: its data is already freed"
+            )
         # Dropped before the products run, so that each buffer is freed as soon as autograd has used it.
         (out, inputs), ctx.nested = ctx.nested, None
         back = None

@@ -12,15 +12,16 @@ LONGEST_INT32_SUM = (2**31 - 1) // 127**2
 def int8_product(a: Tensor, b: Tensor) -> Tensor:
     """The exact integer product of INT8 matrices a (M, K) and b (K, N), as FP32 (M, N).
 
-    Sums below 2^24 are exact in FP32; larger ones are rounded once. Any strides. On CUDA the operands are padded to what
-    cuBLASLt takes (M > 16, K and N multiples of 8).
+    Sums below 2^24 are exact in FP32; larger ones are rounded once. Any strides. On CUDA the operands are
+    padded to what cuBLASLt takes (M > 16, K and N multiples of 8).
     """
     inner = a.shape[1]
     if inner > LONGEST_INT32_SUM:
         half = inner // 2
         return int8_product(a[:, :half], b[:half]).add_(int8_product(a[:, half:], b[half:]))
     sums = _int_mm_cuda(a, b) if a.is_cuda else torch._int_mm(a, b)
-    # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen 5, one thread).
+    # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen 5,
+    # one thread).
     return sums.view(torch.float32).copy_(sums)
 
 
@@ -47,8 +48,9 @@ def narrow_dtype(device: torch.device) -> torch.dtype:
 def to_narrow(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
     """FP32 values as a 16-bit operand, and the factor that the product must be multiplied by (None: it is 1).
 
-    BF16 has the range of FP32. FP16 has not: the values are scaled by a power of two so that sums of values times codes,
-    at most `sum_bound` times the largest value, stay below 65504. The factor never visits the host.
+    BF16 has the range of FP32. FP16 has not: the values are scaled by a power of two so that sums of values
+    times codes, at most `sum_bound` times the largest value, stay below 65504. The factor never visits the
+    host.
     """
     dtype = narrow_dtype(values.device)
     if dtype is torch.bfloat16 or values.numel() == 0:
@@ -58,7 +60,7 @@ def to_narrow(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
 
 
 def power_of_two(values: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """The power of two that brings max |values| to at most `target` and above a quarter of it, and its inverse (0-dim, FP32).
+    """The power of two that brings max |values| below `target` and above half of it, and its inverse (0-dim).
 
     Values of zero, NaN or Inf alone are left as they are in kind: no factor makes them finite or infinite.
     """

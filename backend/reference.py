@@ -2,8 +2,8 @@
 
     y = target(x~, w~, ...) + b        x~, w~: the operands as decoded, in FP32
 
-The gradient passes straight through the rounding of the operands: dx = J'(g~) at x~, w~, where g~ is the gradient as
-the precision rounds it before it is multiplied.
+The gradient passes straight through the rounding of the operands: dx = J'(g~) at x~, w~, where g~ is the
+gradient as the precision rounds it before it is multiplied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _GRADIENT_BITS = {
 def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
     """The plain kernel of this kind of product in this precision; None if the combination does not exist.
 
-    It is called like every kernel: kernel(target, out_type, *args, **kwargs) with `Operand`s for encoded operands.
+    It is called like every kernel: kernel(target, out_type, *args, **kwargs) with `Operand`s for encoded
+    operands.
 
     >>> reference_kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -57,7 +58,7 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
 
 
 def round_mantissa(values: Tensor, bits: int) -> Tensor:
-    """FP32 values with `bits` explicit mantissa bits, the nearest (ties to even): step 2^(floor(log2 |x|) - bits).
+    """FP32 values with `bits` explicit mantissa bits, ties to even: step 2^(floor(log2 |x|) - bits).
 
     >>> round_mantissa(torch.tensor([1.01, 1.49]), 1)
     tensor([1.0000, 1.5000])
@@ -75,7 +76,9 @@ def _differentiable(leaf: Any, precision: Precision) -> Any:
         return _StraightThrough.apply(leaf.value, decode(leaf.encoded))
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         if precision in (Precision.TF32, Precision.BF16):
-            return _StraightThrough.apply(leaf, round_mantissa(leaf.detach().float(), _GRADIENT_BITS[precision]))
+            return _StraightThrough.apply(
+                leaf, round_mantissa(leaf.detach().float(), _GRADIENT_BITS[precision])
+            )
         return leaf.float()
     return leaf
 
@@ -94,7 +97,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _RoundGradient(torch.autograd.Function):
-    """y -> y; g -> g with the precision's mantissa. FP16's exponent needs no model: its gradients are scaled."""
+    """y -> y; g -> g with the precision's mantissa. FP16's exponent needs none: it is scaled."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, bits: int | None) -> Tensor:
@@ -131,7 +134,7 @@ def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
 
 
 class _EightBitProduct(torch.autograd.Function):
-    """y = x W';  dx = q_row(g s_w) (W / s_w),  dW = q_column(g s_x)' (x / s_x). q: stochastic INT8, or E5M2."""
+    """y = x W';  dx = q_row(g s_w) (W / s_w),  dW = q_column(g s_x)' (x / s_x). q: INT8 or E5M2."""
 
     @staticmethod
     def forward(

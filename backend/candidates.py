@@ -1,0 +1,105 @@
+"""Which kernels exist for each product, precision and device, and why the others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync.backend.convolution import conv2d_int8
+from qsync.backend.fp8 import addmm_fp8, linear_fp8
+from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
+from qsync.backend.nested import product_fp16, product_tf32
+from qsync.precision import PRECISIONS_BY_KIND, Precision
+
+Kernel = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One way to compute a product: its name, and the kernel, or why this device has none."""
+
+    name: str
+    kernel: Kernel | None
+    reason: str | None = None
+
+
+def direct(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The original call on operands already in their type: FP32, and BF16 (oneDNN, cuBLAS)."""
+    return target(*args, **kwargs).to(DTYPES[out_type])
+
+
+_INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
+    ("linear", Precision.INT8): linear_int8,
+    ("linear", Precision.INT8_ALL): linear_int8_all,
+    ("addmm", Precision.INT8): addmm_int8,
+    ("addmm", Precision.INT8_ALL): addmm_int8_all,
+}
+_FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
+
+
+def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[Candidate, ...]:
+    """The kernels of qsync for this product and precision, usable on the device or not, in a fixed order.
+
+    >>> candidates("linear", Precision.INT8, torch.device("cpu"))[0].name
+    'int_mm'
+    """
+    if precision not in PRECISIONS_BY_KIND.get(kind, ()):
+        return ()
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    lacking = _lacking(precision, capability)
+    if precision in (Precision.FP32, Precision.BF16):
+        return (_candidate("torch", direct, lacking),)
+    if precision is Precision.FP16:
+        return (_candidate("torch, scaled gradient", product_fp16, lacking),)
+    if precision is Precision.TF32:
+        return (_candidate("torch, TF32 allowed", product_tf32, lacking),)
+    if precision is Precision.FP8:
+        return (_candidate("scaled_mm", _FP8_KERNELS[kind], lacking),)
+    if kind == "conv2d":
+        return (_candidate("qconv", conv2d_int8, lacking or _no_qconv(device)),)
+    return (_candidate("int_mm", _INTEGER_KERNELS[kind, precision], lacking),)
+
+
+def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
+    return Candidate(name, None if reason else kernel, reason)
+
+
+# The least compute capability at which tensor cores multiply the type. TF32 and BF16 came with Ampere, INT8
+# with Turing (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
+_LEAST_CAPABILITY = {
+    Precision.TF32: (8, 0),
+    Precision.BF16: (8, 0),
+    Precision.INT8: (7, 5),
+    Precision.INT8_ALL: (7, 5),
+    Precision.FP8: (8, 9),
+}
+
+
+def _lacking(precision: Precision, capability: tuple[int, int] | None) -> str | None:
+    """Why the device's hardware has no such multiplication; None if it has."""
+    if capability is None:
+        if precision is Precision.TF32:
+            return "TF32 is a format of NVIDIA tensor cores: a CPU has none"
+        return "no CPU multiplies FP8: only the reference can" if precision is Precision.FP8 else None
+    least = _LEAST_CAPABILITY.get(precision, (0, 0))
+    if capability >= least:
+        return None
+    return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
+
+
+def _no_qconv(device: torch.device) -> str | None:
+    if device.type != "cpu":
+        return "torch has no INT8 convolution on GPUs"
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_pointwise"):
+        return "this torch was built without oneDNN"
+    return None
+
+
+def device_precisions(device: torch.device) -> tuple[Precision, ...]:
+    """The precisions that the device multiplies, by capability alone."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    return tuple(p for p in Precision if _lacking(p, capability) is None)

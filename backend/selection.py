@@ -1,0 +1,273 @@
+"""Choosing kernels: by what the device can do, by whether the result is right, and by measured time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
+from qsync.backend.encoding import Encoded, Operand, encode
+from qsync.backend.reference import reference_kernel
+from qsync.errors import UnsupportedError
+from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+
+# A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
+# round the operands alike, so they differ by the rounding of the gradient and of the sums only; a wrong scale
+# leaves 0 dB. The trap this guards: 8-bit products that saturate in 16 bits, on CPUs without VNNI.
+LEAST_AGREEMENT_DB = 25.0
+_MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was chosen for one kind of product in one precision, and why.
+
+    `measured_s` is a forward and backward pass on one representative shape, encoding included; `speedup` is
+    against FP32 there: below 1 the precision costs time on this device. `rejected` names the other candidates
+    with the reason.
+    """
+
+    kind: str
+    precision: Precision
+    kernel: str
+    measured_s: float
+    speedup: float
+    rejected: tuple[tuple[str, str], ...]
+
+    def why(self) -> str:
+        """The choice in one sentence."""
+        verdict = (
+            f"{self.speedup:.1f}x FP32" if self.speedup >= 1 else f"slower than FP32 ({self.speedup:.2f}x)"
+        )
+        return f"{self.kind} in {self.precision}: {self.kernel}, {verdict}"
+
+
+class Kernels:
+    """The kernels of one device. Nothing is timed before it is asked for.
+
+    >>> kernels = select("cpu")
+    >>> y = kernels.kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._chosen: dict[tuple[str, Precision], tuple[Kernel, Choice]] = {}
+        self._refused: dict[tuple[str, Precision], str] = {}
+
+    @property
+    def narrow(self) -> str | None:
+        """The 16-bit float that this device carries along edges; None if it multiplies no BF16."""
+        return "bf16" if Precision.BF16 in self.precisions() else None
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What has been chosen so far."""
+        return tuple(choice for _, choice in self._chosen.values())
+
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that this device multiplies, as in `Precision`; some may be slower than FP32."""
+        return device_precisions(self.device)
+
+    def cast(self, tensor: Tensor, target_type: str) -> Tensor | Encoded:
+        """The tensor in another type: converted differentiably ("fp32", "bf16"), or encoded (no gradient)."""
+        if is_encoded(target_type):
+            return encode(tensor, target_type)
+        if target_type not in DTYPES:
+            raise UnsupportedError(
+                f"there is no cast to {target_type!r}: choose fp32, bf16 or an encoded type"
+            )
+        return tensor.to(DTYPES[target_type])
+
+    def kernel(self, kind: str, precision: Precision | str, reference: bool = False) -> Kernel:
+        """The fastest kernel that this device has: kernel(target, out_type, *args, **kwargs) -> Tensor.
+
+        `target` and the arguments are those of the original call, except that encoded operands come as
+        `Operand`s; `out_type` is "fp32" or "bf16". With `reference` the plain kernel of `reference_kernel`,
+        which is never chosen otherwise. Raises UnsupportedError, with the reason, if there is none.
+
+        >>> select("cpu").kernel("conv2d", "int8")
+        """
+        precision = Precision(precision)
+        if reference:
+            plain = reference_kernel(kind, precision)
+            if plain is None:
+                raise UnsupportedError(f"there is no {precision} {kind}")
+            return plain
+        return self._choose(kind, precision)[0]
+
+    def choice(self, kind: str, precision: Precision | str) -> Choice:
+        """Which kernel `kernel` returns, and why. Raises UnsupportedError if there is none."""
+        return self._choose(kind, Precision(precision))[1]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """One entry per kind of product and precision: what was chosen, its speed, or why there is none."""
+        rows: list[dict[str, Any]] = []
+        for kind, precisions in PRECISIONS_BY_KIND.items():
+            for precision in precisions:
+                row: dict[str, Any] = {"kind": kind, "precision": str(precision), "kernel": None, "why": None}
+                try:
+                    choice = self.choice(kind, precision)
+                except UnsupportedError as error:
+                    row["why"] = str(error)
+                else:
+                    row |= {
+                        "kernel": choice.kernel,
+                        "measured_s": choice.measured_s,
+                        "speedup": choice.speedup,
+                    }
+                    row |= {"why": choice.why(), "rejected": dict(choice.rejected)}
+                rows.append(row)
+        return rows
+
+    def _choose(self, kind: str, precision: Precision) -> tuple[Kernel, Choice]:
+        key = (kind, precision)
+        if key in self._refused:
+            raise UnsupportedError(self._refused[key])
+        if key not in self._chosen:
+            try:
+                self._chosen[key] = self._measure(kind, precision)
+            except UnsupportedError as error:
+                self._refused[key] = str(error)
+                raise
+        return self._chosen[key]
+
+    def _measure(self, kind: str, precision: Precision) -> tuple[Kernel, Choice]:
+        tried, rejected = [], []
+        for candidate in candidates(kind, precision, self.device):
+            reason = candidate.reason or self._disagreement(kind, precision, candidate)
+            if reason:
+                rejected.append((candidate.name, reason))
+            else:
+                tried.append((_seconds(_trial(kind, precision, candidate.kernel, self.device)), candidate))
+        if not tried:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "qsync has none"
+            raise UnsupportedError(f"no kernel for {kind} in {precision} on {self.device} ({reasons})")
+        tried.sort(key=lambda entry: entry[0])
+        (seconds, best), others = tried[0], tried[1:]
+        rejected += [(c.name, f"takes {s * 1e3:.2f} ms against {seconds * 1e3:.2f}") for s, c in others]
+        rejected.append(("reference", "decodes to FP32: saves neither time nor memory"))
+        baseline = seconds if precision is Precision.FP32 else self.choice(kind, Precision.FP32).measured_s
+        return best.kernel, Choice(kind, precision, best.name, seconds, baseline / seconds, tuple(rejected))
+
+    def _disagreement(self, kind: str, precision: Precision, candidate: Candidate) -> str | None:
+        """Why this kernel's result and gradients cannot be trusted; None if they are the reference's."""
+        if precision is Precision.FP32:
+            return None
+        try:
+            got = _trial(kind, precision, candidate.kernel, self.device, small=True)()
+            expected = _trial(kind, precision, reference_kernel(kind, precision), self.device, small=True)()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            return f"fails here: {str(error).strip().splitlines()[0]}"
+        # Two stochastic roundings agree no better than the rounding itself: 8 bits leave about 35 dB.
+        worst = min(_agreement_db(a, b) for a, b in zip(got, expected, strict=True))
+        return None if worst >= LEAST_AGREEMENT_DB else f"wrong: {worst:.0f} dB from the reference"
+
+
+def select(device: str | torch.device = "cpu") -> Kernels:
+    """The kernels of a device, one `Kernels` per device and process.
+
+    Raises UnsupportedError if the device is neither a CPU nor a GPU that torch can use here.
+
+    >>> select("cpu").choice("linear", "int8").kernel
+    'int_mm'
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"qsync has no kernels for {device.type!r}: use cpu or cuda")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "torch sees no CUDA device here: use cpu, or install a CUDA build of torch"
+            )
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    return _kernels_of(device)
+
+
+@cache
+def _kernels_of(device: torch.device) -> Kernels:
+    return Kernels(device)
+
+
+def _trial(
+    kind: str, precision: Precision, kernel: Kernel, device: torch.device, small: bool = False
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A forward and backward pass on a representative shape, casts included: returns result and gradients."""
+    # Its own generator: a measurement must not change the random numbers of the run around it.
+    generator = torch.Generator().manual_seed(0)
+    target, shapes, options = _representative(kind, small)
+    values = [torch.randn(*shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    gradient = None
+
+    def run() -> tuple[Tensor, ...]:
+        nonlocal gradient
+        y = kernel(target, "fp32", *(_cast(kind, i, precision, v) for i, v in enumerate(values)), **options)
+        if gradient is None:
+            gradient = torch.randn(y.shape, generator=generator).to(device)
+        return (y, *torch.autograd.grad(y, values, gradient))
+
+    return run
+
+
+def _cast(kind: str, index: int, precision: Precision, value: Tensor) -> Any:
+    type_name = operand_type(kind, index, precision)
+    if is_encoded(type_name):
+        return Operand(value, encode(value, type_name))
+    return value.to(DTYPES[type_name])
+
+
+def _representative(kind: str, small: bool) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
+    """The call that stands for a kind of product: a few milliseconds in FP32, or much less for a check."""
+    n = 48 if small else 512
+    side = 8 if small else 16
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return {
+        "linear": (torch.nn.functional.linear, [(n, n), (n, n), (n,)], {}),
+        "addmm": (torch.addmm, [(n,), (n, n), (n, n)], {}),
+        "conv2d": (torch.conv2d, [(8, 32, side, side), (32, 32, 3, 3), (32,)], {"padding": 1}),
+        "conv1d": (torch.conv1d, [(8, 32, side * 8), (32, 32, 3), (32,)], {"padding": 1}),
+        "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
+        "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
+    }[kind]
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Median time of a run after one to warm up: at most five runs, two once 20 ms have gone by.
+
+    A run that took 20 ms to warm up is not repeated: FP16 on CPUs, where a tenth of the speed is no close
+    call.
+    """
+    start = time.perf_counter()
+    run()
+    _synchronize()
+    first = time.perf_counter() - start
+    if first > _MIN_TIMED_S and not torch.cuda.is_available():
+        return first
+    times: list[float] = []
+    while len(times) < _MAX_REPEATS and (len(times) < 2 or sum(times) < _MIN_TIMED_S):
+        _synchronize()
+        start = time.perf_counter()
+        run()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[(len(times) - 1) // 2]
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _agreement_db(got: Tensor, expected: Tensor) -> float:
+    """Signal to noise of `got` against `expected`, in decibels."""
+    noise = (got.double() - expected.double()).square().sum().item()
+    signal = expected.double().square().sum().item()
+    if math.isnan(noise) or not signal:
+        return -math.inf
+    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
