@@ -1,5 +1,4 @@
-"""The emulated inference device: a rank that gets a share of its core, by being paused and resumed every few
-ms.
+"""The emulated inference device: a rank gets a share of its core, by being paused and resumed every few ms.
 
 What runs is real (real kernels, real types, real messages), only slower by a known factor, and every output
 that stems from such a rank says "emulated". Linux only: it needs signals, CPU affinity and a death signal for
@@ -105,7 +104,7 @@ class Throttle:
             reason = self._helper.stderr.read().decode(errors="replace").strip().splitlines()
             self.stop()
             raise UnsupportedError(
-                f"the helper of the emulated device did not start ({reason[-1] if reason else 'no message'});"
+                f"the emulated device's helper did not start ({reason[-1] if reason else 'no message'}); "
                 "use --weak-share 1, or a system that allows prctl and signals"
             )
 

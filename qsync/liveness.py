@@ -1,0 +1,285 @@
+"""A rank that dies: the others say which one, and stop, instead of waiting for it in a collective for ever.
+
+Every rank counts up a key of its own in the job's rendezvous store once a second and reads everybody else's.
+Gloo notices a peer whose connection closes, but names an address; NCCL notices nothing; and neither notices a
+host that vanishes or a process that is stopped. The main thread may sit inside a collective and cannot be
+interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import math
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from qsync.errors import QSyncError
+
+EXIT_CODE = 3
+DEFAULT_TIMEOUT_S = 30.0
+
+_FINISHED = "finished"
+_FAREWELL = "error: "
+
+
+def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
+    """Watch over the other ranks of the default process group, from a daemon thread, until `finish`.
+
+    If a rank shows no sign of life for `timeout_s`, or says that it leaves with an error, or the store itself
+    is gone, this process prints one sentence that names it and exits with code 3. Call it on every rank,
+    after `init_process_group`. Time in which a rank holds the interpreter counts as silence, so leave room
+    for it. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout under
+    1 s.
+
+    >>> with liveness.start(timeout_s=30):
+    ...     train()  # an exception in here tells the others why this rank leaves
+    """
+    if not timeout_s >= 1:
+        raise QSyncError(
+            f"the timeout for ranks that die must be at least 1 s, found {timeout_s}; 30 is usual"
+        )
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Watch(None, 0, 1, timeout_s)
+    # A connection of our own: on the shared one, every call would wait for the blocking calls of the main
+    # thread.
+    store = distributed_c10d._get_default_store().clone()
+    store.set_timeout(datetime.timedelta(seconds=timeout_s))
+    watch = Watch(
+        dist.PrefixStore("qsync/liveness", store), dist.get_rank(), dist.get_world_size(), timeout_s
+    )
+    watch.begin()
+    return watch
+
+
+class Pulses:
+    """What was last heard of each rank, and when. Pure: the clock is an argument.
+
+    `patience_s` is how long a round may take before we conclude that we ourselves stood still.
+    """
+
+    def __init__(self, ranks: Iterable[int], now_s: float, patience_s: float) -> None:
+        self.since_s = dict.fromkeys(ranks, now_s)
+        self._beats: dict[int, str] = {}
+        self._heard_s = now_s
+        self._patience_s = patience_s
+
+    def hear(self, now_s: float, beats: Mapping[int, str]) -> None:
+        """Take in one round. A rank is alive at `now_s` if its beat is not the one heard before."""
+        if now_s - self._heard_s > self._patience_s:
+            # A suspended machine, or this interpreter was held: judge nobody by that time.
+            self.since_s = dict.fromkeys(self.since_s, now_s)
+        self._heard_s = now_s
+        for rank, beat in beats.items():
+            if self._beats.get(rank) != beat:
+                self._beats[rank], self.since_s[rank] = beat, now_s
+
+    def forget(self, rank: int) -> None:
+        """Judge this rank no more: it has finished."""
+        self.since_s.pop(rank, None)
+
+    def silent(self, now_s: float, timeout_s: float) -> list[int]:
+        """The ranks not heard of for longer than `timeout_s`, the longest silent first."""
+        ranks = [rank for rank, since_s in self.since_s.items() if now_s - since_s > timeout_s]
+        return sorted(ranks, key=lambda rank: (self.since_s[rank], rank))
+
+
+class Watch:
+    """One rank's watch over the others, made by `start`. A context manager; or end it with `finish` or
+    `fail`."""
+
+    def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float) -> None:
+        self.rank = rank
+        self.timeout_s = timeout_s
+        self._store = store
+        self._interval_s = min(1.0, timeout_s / 10)
+        self._names = {other: f"rank {other}" for other in range(world_size)}
+        self._met: set[int] = set()
+        self._round_s = time.monotonic()
+        others = [other for other in range(world_size) if other != rank]
+        self._pulses = Pulses(others, self._round_s, patience_s=3 * self._interval_s + 1)
+        self._ended = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def finish(self) -> None:
+        """Tell the others that this rank is done and well. A second call does nothing."""
+        self._end(_FINISHED)
+
+    def fail(self, reason: str) -> None:
+        """Tell the others that this rank leaves because of `reason`; they stop at once and repeat it."""
+        self._end(_FAREWELL + " ".join(reason.split()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.finish()
+            return
+        blamed = self._blame(error)
+        self.fail(blamed or _sentence(error))
+        if blamed:
+            raise QSyncError(blamed) from error
+
+    def begin(self) -> None:
+        """Start the threads. Called by `start`."""
+        assert self._store is not None
+        self._store.set(f"who/{self.rank}", f"{socket.gethostname()}, pid {os.getpid()}")
+        for run in (self._watch_ranks, self._watch_store):
+            thread = threading.Thread(target=run, name=f"qsync liveness {run.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """At the interpreter's end, for scripts that do not end the watch: was it an exception nobody
+        caught?"""
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self.finish()
+            return
+        blamed = self._blame(error)
+        if blamed:
+            _print(blamed)
+        self.fail(blamed or _sentence(error))
+
+    def _blame(self, error: BaseException) -> str | None:
+        """If `error` may come from a collective, and a rank has died: the sentence that names it."""
+        if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
+            return None
+        # A living rank beats once an interval; a peer's farewell makes the other thread end this process
+        # meanwhile.
+        time.sleep(4 * self._interval_s)
+        silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
+        return self._stopped(silent[0], 3 * self._interval_s) if silent else None
+
+    def _end(self, farewell: str) -> None:
+        if self._store is None or self._ended.is_set():
+            return
+        self._ended.set()
+        atexit.unregister(self._leave)
+        for thread in self._threads:
+            thread.join(2 * self._interval_s)
+            if thread.is_alive():
+                return  # the store does not answer: there is nobody to tell
+        with contextlib.suppress(RuntimeError):  # the store is gone: likewise
+            self._store.set(f"beat/{self.rank}", farewell)
+            if self.rank == 0:
+                self._wait_until_read()
+
+    def _wait_until_read(self) -> None:
+        """Rank 0 may serve the store, which ends with it: let the others read its farewell first, for a few
+        rounds."""
+        assert self._store is not None
+        end_s = time.monotonic() + 4 * self._interval_s
+        unread = set(self._pulses.since_s)
+        while unread and time.monotonic() < end_s:
+            unread = {other for other in unread if not self._store.check([f"read/{other}"])}
+            time.sleep(self._interval_s / 10)
+
+    def _watch_ranks(self) -> None:
+        """Beat, read and judge, once an interval, until the end of this rank or of all others."""
+        count = 0
+        try:
+            while self._pulses.since_s and not self._ended.is_set():
+                count += 1
+                beats = self._exchange(count)
+                self._round_s = time.monotonic()
+                self._pulses.hear(self._round_s, beats)
+                self._judge(beats)
+                self._ended.wait(self._interval_s)
+        except RuntimeError as error:
+            # Once rank 0 has finished, the store may end with it; what can no longer be watched is left
+            # alone.
+            if 0 in self._pulses.since_s or self.rank == 0:
+                self._stop(self._lost_store(str(error).splitlines()[0]))
+        finally:
+            self._round_s = math.inf
+
+    def _exchange(self, count: int) -> dict[int, str]:
+        """Publish our beat and read the others'. Ranks that have not begun their watch are left out."""
+        assert self._store is not None
+        self._store.set(f"beat/{self.rank}", str(count))
+        for other in set(self._pulses.since_s) - self._met:
+            if self._store.check([f"who/{other}", f"beat/{other}"]):
+                self._names[other] += f" ({self._store.get(f'who/{other}').decode()})"
+                self._met.add(other)
+        ranks = sorted(self._met & set(self._pulses.since_s))
+        if not ranks:
+            return {}
+        values = self._store.multi_get([f"beat/{other}" for other in ranks])
+        return {other: value.decode() for other, value in zip(ranks, values, strict=True)}
+
+    def _judge(self, beats: Mapping[int, str]) -> None:
+        assert self._store is not None
+        for other, beat in beats.items():
+            if beat == _FINISHED:
+                self._pulses.forget(other)
+            if other == 0 and not beat.isdigit():
+                self._store.set(f"read/{self.rank}", "1")
+            if beat.startswith(_FAREWELL):
+                reason = beat.removeprefix(_FAREWELL)
+                self._stop(self._failed(other, reason))
+        silent = self._pulses.silent(time.monotonic(), self.timeout_s)
+        if silent:
+            self._stop(self._stopped(silent[0], self.timeout_s))
+
+    def _watch_store(self) -> None:
+        """A store whose host vanished does not even refuse: notice that the other thread waits for an
+        answer."""
+        awake_s = time.monotonic()
+        while not self._ended.wait(self._interval_s):
+            now_s = time.monotonic()
+            # As in Pulses: if this thread stood still, so did the other.
+            previous_s, awake_s = awake_s, now_s
+            if now_s - previous_s > 3 * self._interval_s + 1:
+                self._round_s = max(self._round_s, now_s)
+            if now_s - self._round_s > self.timeout_s:
+                self._stop(self._lost_store(f"no answer for {self.timeout_s:g} s"))
+
+    def _stopped(self, other: int, silence_s: float) -> str:
+        return (
+            f"{self._names[other]} stopped responding {silence_s:.1f} s ago, so rank {self.rank} stops; "
+            f"look at the output of rank {other}"
+        )
+
+    def _failed(self, other: int, reason: str) -> str:
+        return f"{self._names[other]} left with an error ({reason}), so rank {self.rank} stops too; mend that"
+
+    def _lost_store(self, reason: str) -> str:
+        return (
+            f"rank {self.rank} lost the rendezvous store ({reason}), which {self._names[0]} or torchrun "
+            "on its host serves, so it stops; look at the output of rank 0"
+        )
+
+    def _stop(self, sentence: str) -> None:
+        """End this process: nothing else interrupts a main thread that waits in a collective."""
+        if self._ended.is_set():
+            return
+        _print(sentence)
+        # What the main thread printed should not be lost; but it may hold the lock of its stream.
+        flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+        flush.start()
+        flush.join(1.0)
+        os._exit(EXIT_CODE)
+
+
+def _sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _print(sentence: str) -> None:
+    """To stderr without Python's buffer, whose lock another thread may hold."""
+    os.write(2, f"{sentence}\n".encode())
