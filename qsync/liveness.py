@@ -95,8 +95,7 @@ class Pulses:
 
 
 class Watch:
-    """One rank's watch over the others, made by `start`. A context manager; or end it with `finish` or
-    `fail`."""
+    """One rank's watch over the others, made by `start`. Use it in `with`, or end it by `finish` or `fail`."""
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
@@ -144,8 +143,7 @@ class Watch:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """At the interpreter's end, for scripts that do not end the watch: was it an exception nobody
-        caught?"""
+        """At the interpreter's end, for scripts that do not end the watch: say how it went."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self.finish()
@@ -159,8 +157,7 @@ class Watch:
         """If `error` may come from a collective, and a rank has died: the sentence that names it."""
         if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
             return None
-        # A living rank beats once an interval; a peer's farewell makes the other thread end this process
-        # meanwhile.
+        # A living rank beats once an interval. If a peer said why it left, the other thread repeats it now.
         time.sleep(4 * self._interval_s)
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
         return self._stopped(silent[0], 3 * self._interval_s) if silent else None
