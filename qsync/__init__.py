@@ -1,0 +1,42 @@
+"""qsync: synchronous training of one model over unequal devices.
+
+It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync` imports nothing
+else: each name is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "capture": "qsync.api",
+    "profile": "qsync.api",
+    "sensitivity": "qsync.api",
+    "plan": "qsync.planning",
+    "replay": "qsync.planning",
+    "wrap": "qsync.api",
+    "hybrid": "qsync.hybrids",
+    "Cluster": "qsync.cluster",
+    "DeviceClass": "qsync.cluster",
+    "Link": "qsync.cluster",
+    "OpGraph": "qsync.graph",
+    "Plan": "qsync.plans",
+    "Precision": "qsync.precision",
+    "Profile": "qsync.profiles",
+    "Sensitivity": "qsync.profiles",
+    "QSyncError": "qsync.errors",
+}
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'qsync' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

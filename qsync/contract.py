@@ -7,7 +7,7 @@ exchange whatever happens to it, and then all raise the same sentence.
 
 from __future__ import annotations
 
-import pickle
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
 
     If `fn` raised on any rank, all ranks raise what the first such rank raised (its subclass of QSyncError,
     else QSyncError) and name that rank and `step_name`. A single process without a process group just runs
-    `fn`. Results must be picklable; they travel between the ranks of one job and are stored nowhere.
+    `fn`. Results must be JSON-able.
 
     >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster))
     """
@@ -33,9 +33,8 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
         return [fn()]
     cause: Exception | None = None
     try:
-        # Pickled here and not in the collective: a result that cannot be pickled must be this rank's error,
-        # not a hang.
-        outcome: tuple[type[QSyncError] | None, Any] = (None, pickle.dumps(fn()))
+        # Encoded here and not in the collective: a result that cannot be must be this rank's error, not a hang.
+        outcome: tuple[type[QSyncError] | None, Any] = (None, json.dumps(fn()))
     except Exception as error:
         cause = error
         kind = type(error) if isinstance(error, QSyncError) else QSyncError
@@ -45,7 +44,7 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
     for rank, (kind, message) in enumerate(outcomes):
         if kind is not None:
             raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
-    return [pickle.loads(payload) for _, payload in outcomes]
+    return [json.loads(payload) for _, payload in outcomes]
 
 
 def check_same(facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:

@@ -101,7 +101,7 @@ class Program:
         return lower(graph, self._choose(graph), self.kernels.narrow)
 
 
-_programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
+programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
 def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> Program:
@@ -110,21 +110,21 @@ def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], N
     model.compile(backend=program.compile)
     compiled = model._compiled_call_impl
     model._compiled_call_impl = lambda *args, **kwargs: program.call(compiled, *args, **kwargs)
-    _programs[model] = program
+    programs[model] = program
     return program
 
 
 def detach(model: torch.nn.Module) -> None:
     """Make `model` run as torch would run it."""
-    _programs.pop(model, None)
+    programs.pop(model, None)
     model._compiled_call_impl = None
 
 
 def program_of(model: torch.nn.Module) -> Program:
     """The program of a wrapped model; MismatchError if it was not wrapped."""
-    if model not in _programs:
+    if model not in programs:
         raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
-    return _programs[model]
+    return programs[model]
 
 
 def uniform(precision: Precision) -> Chooser:

@@ -1,0 +1,181 @@
+"""The public verbs that need a model, wired from the rooms that do the work. Those that need none: planning.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from qsync import backend, runtime
+from qsync.cluster import DeviceClass
+from qsync.devices import candidates, detect_class, device_of, machine
+from qsync.graph import OpGraph
+from qsync.errors import CalibrationError, QSyncError, UnsupportedError
+from qsync.plans import Plan
+from qsync.precision import Precision
+from qsync.predictor.clocks import clock_for
+from qsync.predictor.profiler import measure
+from qsync.predictor.variance import variance
+from qsync.profiles import Profile, Sensitivity
+from qsync.tracing import call_arguments, capture, check_batch, undisturbed
+
+LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+
+__all__ = ["capture", "profile", "sensitivity", "wrap"]
+
+
+def profile(
+    model: torch.nn.Module,
+    example_inputs: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    device_class: DeviceClass | None = None,
+    precisions: Sequence[Precision | str] | None = None,
+    rounds: int = 3,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Profile:
+    """Measure what each operator takes at each precision on this device, inside running steps of the real model.
+
+    `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss` is used.
+    The model's weights, buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
+    CalibrationError for an empty batch or a loss that is not finite, TracingError for a model that cannot be traced.
+
+    >>> profile = qsync.profile(model, batch)
+    """
+    device = device_of(model)
+    chosen_class = device_class or detect_class(device)
+    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(chosen_class)
+    for precision in chosen:
+        if precision not in chosen_class.precisions:
+            known = ", ".join(chosen_class.precisions)
+            raise UnsupportedError(f"{chosen_class.name} has no {precision}; it has {known}")
+    with _running(model) as program:
+        return measure(
+            program,
+            _loss(model, example_inputs, loss_fn),
+            _trained(model),
+            chosen,
+            clock_for(device, chosen_class.emulated_share),
+            device_class=chosen_class.name,
+            machine=machine(),
+            emulated_share=chosen_class.emulated_share,
+            rounds=rounds,
+            make_optimizer=make_optimizer,
+            progress=progress,
+        )
+
+
+def sensitivity(
+    model: torch.nn.Module,
+    batches: Sequence[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    indicator: str = "variance",
+    precisions: Sequence[Precision | str] | None = None,
+) -> Sensitivity:
+    """How much gradient variance each operator adds at each precision, from one FP32 step per batch.
+
+    The model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that met it.
+
+    >>> sensitivity = qsync.sensitivity(model, [batch])
+    """
+    if indicator != "variance":
+        raise UnsupportedError(f"there is no indicator {indicator!r}; use 'variance'")
+    chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
+    losses = [_loss(model, batch, loss_fn) for batch in batches]
+    with _running(model) as program:
+        return variance(program, losses, _trained(model), chosen)
+
+
+def wrap(model: torch.nn.Module, plan: Plan | str | Precision, *, device_class: str | None = None) -> torch.nn.Module:
+    """Make the model run as the plan says for a device class, or in one precision wherever that is possible.
+
+    In place: the same object, class and state_dict keys. The graph is traced at the first call and compared with the
+    plan's. Raises MismatchError for a plan of another model or class, UnsupportedError for a precision that the device
+    does not have.
+
+    >>> model = qsync.wrap(model, plan, device_class="infer")
+    >>> model = qsync.wrap(model, "bf16")
+    """
+    if isinstance(plan, str):
+        precision = Precision.parse(plan)
+        kernels = backend.select(device_of(model))
+        if precision not in kernels.precisions():
+            known = ", ".join(kernels.precisions())
+            raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
+        runtime.attach(model, runtime.uniform(precision))
+        return model
+    if device_class is None:
+        if len(plan.classes) > 1:
+            raise UnsupportedError(f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}")
+        device_class = next(iter(plan.classes))
+    assignment = plan[device_class].assignment
+    available = backend.select(device_of(model)).precisions()
+    for op, precision in assignment.items():
+        if precision not in available:
+            raise UnsupportedError(
+                f"the plan runs {op} in {precision} on {device_class}, but this device has only {', '.join(available)}; "
+                "name this device's own class, or plan again"
+            )
+    runtime.attach(model, runtime.following(assignment), plan.check_graph)
+    return model
+
+
+def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
+    """The graph of the model as `loss_fn` calls it: like `capture`, for a batch that holds targets too."""
+    loss = _loss(model, batch, loss_fn)
+    with _running(model) as program:
+        loss()
+        if not program.lowered:
+            capture(model, batch)  # says why there is nothing to trace
+        return program.graph
+
+
+class _running:
+    """The model attached to a program for as long as something is measured on it, and left as it was."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._undisturbed = undisturbed(model)
+
+    def __enter__(self) -> runtime.Program:
+        self._before = self._model._compiled_call_impl
+        self._program = runtime.programs.get(self._model)
+        self._undisturbed.__enter__()
+        return runtime.attach(self._model, lambda graph: {})
+
+    def __exit__(self, *failure: Any) -> None:
+        runtime.detach(self._model)
+        self._model._compiled_call_impl = self._before
+        if self._program is not None:
+            runtime.programs[self._model] = self._program
+        self._undisturbed.__exit__(*failure)
+
+
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise CalibrationError(f"no parameter of {type(model).__name__} requires a gradient; nothing would be trained")
+    return trained
+
+
+def _loss(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
+    if batch is None:
+        raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
+    args, kwargs = call_arguments(batch)
+    check_batch(args, kwargs)
+    if loss_fn is not None:
+        return lambda: loss_fn(model, batch)
+
+    def own_loss() -> torch.Tensor:
+        output = model(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if loss is None:
+            raise QSyncError(
+                f"{type(model).__name__} returns no .loss; pass loss_fn=lambda model, batch: ... that returns a scalar"
+            )
+        return loss
+
+    return own_loss

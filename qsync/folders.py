@@ -1,0 +1,53 @@
+"""A folder that holds a plan with all it was made from, so that it can be replayed, explained and checked later.
+
+    plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qsync.cluster import Cluster
+from qsync.errors import FormatError
+from qsync.files import read_json, write_json
+from qsync.graph import OpGraph
+from qsync.plans import Plan
+from qsync.profiles import Profile, Sensitivity
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan is made from: the graph, the cluster, a profile per class, and the sensitivity."""
+
+    graph: OpGraph
+    cluster: Cluster
+    profiles: Mapping[str, Profile]
+    sensitivity: Sensitivity
+
+    def save(self, folder: str | Path) -> None:
+        """Write the basis; each file whole or not at all."""
+        folder = Path(folder)
+        self.graph.save(folder / "graph.json")
+        write_json(folder / "cluster.json", self.cluster.to_json())
+        self.sensitivity.save(folder / "sensitivity.json")
+        for name, profile in self.profiles.items():
+            profile.save(folder / f"profile-{name}.json")
+
+    @classmethod
+    def load(cls, folder: str | Path) -> Basis:
+        """Read a basis; FormatError names the file that is missing or malformed."""
+        folder = Path(folder)
+        if not (folder / "graph.json").is_file():
+            raise FormatError(f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote")
+        cluster = Cluster.from_json(read_json(folder / "cluster.json"), where=str(folder / "cluster.json"))
+        profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
+        graph = OpGraph.load(folder / "graph.json")
+        return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
+
+
+def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:
+    """Write a plan beside what it was made from."""
+    basis.save(folder)
+    plan.save(Path(folder) / "plan.json")

@@ -1,0 +1,145 @@
+"""hybrid: what stands where DDP(model) stood in a torchrun script over unequal devices."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync import api, jobs, liveness
+from qsync.contract import agree, check_same
+from qsync.devices import device_of
+from qsync.errors import QSyncError
+from qsync.folders import Basis, save_plan
+from qsync.graph import digest
+from qsync.plans import Plan
+from qsync.precision import Precision
+from qsync.progress import shown_on_rank_zero
+
+
+def hybrid(
+    model: torch.nn.Module,
+    example_batch: Any = None,
+    loss_fn: api.LossFunction | None = None,
+    *,
+    plan: Plan | None = None,
+    device_class: str | None = None,
+    emulated_share: float | None = None,
+    precisions: Sequence[Precision | str] | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    cache_dir: str | Path | None = None,
+    bucket_cap_mb: float | None = None,
+    timeout_s: float = 60.0,
+    **options: Any,
+) -> torch.nn.Module:
+    """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
+
+    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. Detects each rank's device class,
+    checks that all ranks agree on model and software, profiles every class on `example_batch`, plans, and rewrites. The
+    plan is cached on disk, so a restart does not profile again. `loss_fn(model, batch)` returns the scalar loss; without
+    it the model's own `.loss` is used. `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`).
+
+    Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model itself. Raises
+    the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch that cannot be used,
+    InfeasibleError when no plan fits the memory. If a rank dies or falls silent for `timeout_s`, the others stop and name it.
+
+    >>> model = qsync.hybrid(model, batch, loss_fn=lambda model, batch: loss(model(batch["x"]), batch["y"]))
+    """
+    device = device_of(model)
+    jobs.join_job(device)
+    distributed = jobs.world_size() > 1
+    if distributed:
+        liveness.start(timeout_s)
+    jobs.check_models(model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"})
+    own = agree_on_class(model, emulated_share, device_class)
+    if plan is None:
+        with shown_on_rank_zero("qsync: planning") as progress:
+            plan = _make_plan(
+                model, example_batch, loss_fn, own, progress,
+                precisions=precisions, make_optimizer=make_optimizer, cache_dir=cache_dir,
+                bucket_cap_mb=bucket_cap_mb, options=options,
+            )  # fmt: skip
+    chosen = plan
+    agree("wrapping the model", lambda: api.wrap(model, chosen, device_class=own.name) and None)
+    if not distributed:
+        return model
+    return in_ddp(model, bucket_cap_mb)
+
+
+def in_ddp(model: torch.nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
+    """The model in DDP with gradients living in the buckets, as replay assumes."""
+    device = device_of(model)
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+
+
+def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: str | None) -> Any:
+    """This rank's device class; an error on one rank is raised on all."""
+    found = []
+    agree("detecting devices", lambda: found.append(jobs.own_class(model, emulated_share, name)))
+    return found[0]
+
+
+def _make_plan(
+    model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any, progress: jobs.Progress, *,
+    precisions: Any, make_optimizer: Any, cache_dir: str | Path | None, bucket_cap_mb: float | None, options: dict[str, Any],
+) -> Plan:  # fmt: skip
+    from qsync.planning import plan as choose
+
+    graph = jobs.form_graph(model, batch, loss_fn)
+    cluster = jobs.form_cluster(own, device_of(model), progress)
+    cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
+    key = jobs.basis_key(graph, cluster, {"precisions": precisions, "optimizer": make_optimizer, "cap": cap, **options})
+    folder = _cache(cache_dir) / key
+    plan = _cached(folder)
+    if plan is None:
+        basis = jobs.form_basis(
+            model, batch, loss_fn, own, cluster, graph=graph, precisions=precisions,
+            make_optimizer=make_optimizer, progress=progress,
+        )  # fmt: skip
+        progress("allocation")
+        plan = _on_rank_zero("planning", lambda: choose(
+            graph, basis.profiles, basis.sensitivity, cluster, bucket_cap_bytes=cap, **options
+        ), folder, basis)  # fmt: skip
+    plan.check_graph(graph)
+    check_same({"the plan": digest(plan.to_json())})
+    return plan
+
+
+def _on_rank_zero(step: str, make: Callable[[], Plan], folder: Path, basis: Basis) -> Plan:
+    """Rank 0 plans and files the plan; every rank gets it."""
+
+    def planned() -> dict[str, Any] | None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return None
+        plan = make()
+        save_plan(folder, plan, basis)
+        return plan.to_json()
+
+    return Plan.from_json(agree(step, planned)[0])
+
+
+def _cached(folder: Path) -> Plan | None:
+    """Rank 0's cached plan for every rank, None if there is none (or it is malformed: then it is made anew)."""
+
+    def look() -> dict[str, Any] | None:
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return None
+        try:
+            return Plan.load(folder / "plan.json").to_json()
+        except QSyncError:
+            return None
+
+    found = agree("reading the plan cache", look)[0]
+    return Plan.from_json(found) if found is not None else None
+
+
+def _cache(cache_dir: str | Path | None) -> Path:
+    if cache_dir is not None:
+        return Path(cache_dir)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qsync"

@@ -1,0 +1,143 @@
+"""What the ranks of a running job find out together before the first step: who they are, what they cost, what to run.
+
+Every phase is one `agree`: an error on one rank is raised, with its rank, on all of them, and nobody hangs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import qsync
+from qsync import api
+from qsync.cluster import Cluster, DeviceClass, Link
+from qsync.contract import agree, check_same
+from qsync.devices import candidates, detect_class, device_of
+from qsync.errors import MismatchError
+from qsync.folders import Basis
+from qsync.graph import OpGraph, digest
+from qsync.precision import Precision
+from qsync.predictor.links import measure_link
+from qsync.profiles import Profile, Sensitivity
+
+Progress = Callable[[str], None]
+
+
+def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
+    """Join the job that torchrun (or the environment it would set) describes, unless that is done already."""
+    if dist.is_initialized() or "RANK" not in os.environ:
+        return
+    # Ranks on GPU and CPU together speak gloo, which takes tensors of either.
+    backend = os.environ.get("QSYNC_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = None) -> None:
+    """MismatchError on every rank, with both sides, unless all ranks run the same software on the same parameters."""
+    layout = [
+        f"{name} {tuple(p.shape)} strides {p.stride()} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    facts: dict[str, object] = {"qsync": qsync.__version__, "torch": torch.__version__, "the model's class": type(model).__name__}
+    facts["the number of parameters"] = len(layout)
+    check_same({**facts, **(extra or {})})
+    check_same({f"parameter {i}": text for i, text in enumerate(layout)})
+
+
+def own_class(model: torch.nn.Module, emulated_share: float | None, name: str | None = None) -> DeviceClass:
+    """This rank's device class, under its detected name or the one the user gives it."""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    found = detect_class(device_of(model), emulated_share, on_host)
+    return replace(found, name=name) if name else found
+
+
+def form_cluster(own: DeviceClass, device: torch.device, progress: Progress = lambda text: None) -> Cluster:
+    """The classes of all ranks, with their counts, and the link between them as measured here."""
+    everyone = agree("finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]})
+    classes: dict[str, DeviceClass] = {}
+    for rank, entry in enumerate(everyone):
+        found = DeviceClass(**{**entry, "precisions": tuple(Precision(p) for p in entry["precisions"])})
+        known = classes.get(found.name)
+        if known is not None and (known.device, known.precisions, known.emulated_share) != (
+            found.device, found.precisions, found.emulated_share,
+        ):  # fmt: skip
+            raise MismatchError(f"rank {rank} calls itself {found.name!r} but differs from the others of that class")
+        count = known.count + 1 if known else 1
+        memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
+        classes[found.name] = replace(found, count=count, memory_bytes=memory)
+    link = measure_link(device, progress=progress) if len(everyone) > 1 else Link(0.0, 1e12)
+    return Cluster(tuple(classes.values()), link)
+
+
+def form_basis(
+    model: torch.nn.Module,
+    example_batch: Any,
+    loss_fn: api.LossFunction | None,
+    own: DeviceClass,
+    cluster: Cluster,
+    *,
+    graph: OpGraph,
+    precisions: Sequence[Precision | str] | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    rounds: int = 3,
+    progress: Progress = lambda text: None,
+) -> Basis:
+    """Profile every class on its own ranks, all at the same time, and gather the sensitivity of the model.
+
+    The ranks of a class measure alike; the first one's profile stands for the class. Each rank takes the sensitivity on
+    its own batch, and the mean over ranks counts.
+    """
+    chosen = precisions or candidates(own)
+
+    def measure() -> dict[str, Any]:
+        profile = api.profile(
+            model, example_batch, loss_fn, device_class=own, precisions=chosen, rounds=rounds,
+            make_optimizer=make_optimizer, progress=progress,
+        )  # fmt: skip
+        return profile.to_json()
+
+    profiles: dict[str, Profile] = {}
+    for entry in agree("profiling", measure):
+        profile = Profile.from_json(entry)
+        profiles.setdefault(profile.device_class, profile)
+    progress("sensitivity")
+    found = agree("sensitivity", lambda: api.sensitivity(model, [example_batch], loss_fn).to_json())
+    return Basis(graph, cluster, profiles, _mean([Sensitivity.from_json(entry) for entry in found]))
+
+
+def form_graph(model: torch.nn.Module, example_batch: Any, loss_fn: api.LossFunction | None) -> OpGraph:
+    """The graph of this rank's model on its batch, known to be the same on every rank."""
+    graphs: list[OpGraph] = []
+    agree("tracing the model", lambda: graphs.append(api.trace_step(model, example_batch, loss_fn)))
+    graph = graphs[0]
+    check_same({"the traced graph": graph.hash, "the batch's shapes": graph.shapes_hash})
+    return graph
+
+
+def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
+    """What a cached plan is filed under: the model, its batch shapes, the classes, the versions and the options.
+
+    The link is left out: it is measured anew in every job and never twice the same.
+    """
+    classes = [[c.name, c.device, c.count, c.memory_bytes, [str(p) for p in c.precisions]] for c in cluster.classes]
+    versions = [qsync.__version__, torch.__version__]
+    return digest([graph.hash, graph.shapes_hash, classes, versions, {k: str(v) for k, v in options.items()}])
+
+
+def _mean(found: list[Sensitivity]) -> Sensitivity:
+    first = found[0]
+    omega = {
+        op: {mode: sum(entry.omega[op][mode] for entry in found) / len(found) for mode in modes}
+        for op, modes in first.omega.items()
+    }
+    return replace(first, omega=omega, num_batches=sum(entry.num_batches for entry in found))

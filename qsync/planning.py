@@ -1,0 +1,34 @@
+"""The public verbs that need no model and no torch: records in, records out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qsync.allocator import allocate
+from qsync.cluster import Cluster
+from qsync.graph import OpGraph
+from qsync.plans import Plan
+from qsync.profiles import Profile, Sensitivity
+from qsync.replayer import Timeline
+from qsync.replayer import replay as simulate
+
+
+def plan(
+    graph: OpGraph, profiles: Mapping[str, Profile], sensitivity: Sensitivity, cluster: Cluster, **options: Any
+) -> Plan:
+    """Choose the precision of every operator on every device class; see qsync.allocator.allocate for the options.
+
+    >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
+    """
+    return allocate(graph, profiles, sensitivity, cluster, **options)
+
+
+def replay(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster, **options: Any
+) -> Timeline:
+    """What a step under this plan would take on every rank; see qsync.replayer.replay. Simulated.
+
+    >>> timeline = qsync.replay(graph, plan, profiles, cluster)
+    """
+    return simulate(graph, plan, profiles, cluster, **options)

@@ -1,0 +1,29 @@
+"""Progress of long work, shown once: on rank 0, as a live line on a terminal and as plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+
+@contextmanager
+def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
+    """A function that says what is being done now.
+
+    >>> with shown_on_rank_zero("qsync: planning") as progress:
+    ...     progress("profile bf16, round 1 of 3")
+    """
+    if os.environ.get("RANK", "0") != "0":
+        yield lambda text: None
+        return
+    console = Console(stderr=True)
+    if sys.stderr.isatty():
+        with console.status(title) as status:
+            yield lambda text: status.update(f"{title}: {text}")
+        return
+    console.print(f"{title} ...")
+    yield lambda text: None
