@@ -19,10 +19,22 @@ def int8_product(a: Tensor, b: Tensor) -> Tensor:
     if inner > LONGEST_INT32_SUM:
         half = inner // 2
         return int8_product(a[:, :half], b[:half]).add_(int8_product(a[:, half:], b[half:]))
-    sums = _int_mm_cuda(a, b) if a.is_cuda else torch._int_mm(a, b)
+    sums = _int_mm_cuda(a, b) if a.is_cuda else torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
     # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen 5,
     # one thread).
     return sums.view(torch.float32).copy_(sums)
+
+
+def _with_plain_strides(matrix: Tensor) -> Tensor:
+    """The matrix with strides that oneDNN accepts.
+
+    `torch._int_mm` hands a stride to oneDNN as the leading dimension, whatever it is. If that is too small
+    (expanded matrices; the arbitrary stride of a dimension of size 1), the sums are never written, and no
+    error is raised (pytorch#195066, seen in torch 2.13).
+    """
+    (rows, columns), (down, right) = matrix.shape, matrix.stride()
+    plain = (right == 1 and down >= columns) or (down == 1 and right >= rows)
+    return matrix if plain and 1 not in matrix.shape else matrix.reshape(-1).contiguous().view(matrix.shape)
 
 
 def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from qsync.backend.encoding import LARGEST_CODE, Operand, decode
+from qsync.backend.encoding import LARGEST_CODE, Operand, decode, scales
 from qsync.backend.linear import DTYPES
 from qsync.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 
@@ -150,16 +150,16 @@ class _EightBitProduct(torch.autograd.Function):
         x, weight, x_scale, w_scale = ctx.saved_tensors
         rounded = _stochastic_int8 if ctx.precision is Precision.INT8_ALL else _nearest_e5m2
         dx = rounded(gradient * w_scale.t()[0], -1) @ (weight / w_scale)
-        g = (gradient * x_scale).flatten(0, -2)
-        dw = rounded(g, 0).t() @ (x / x_scale).flatten(0, -2)
+        g, codes = (t.reshape(-1, t.shape[-1]) for t in (gradient * x_scale, x / x_scale))
+        dw = rounded(g, 0).t() @ codes
         return dx, dw, None, None, None
 
 
 def _stochastic_int8(values: Tensor, dim: int) -> Tensor:
-    scale = values.abs().amax(dim, keepdim=True).clamp(min=1e-35) / LARGEST_CODE["int8"]
+    scale, _ = scales(values, (dim,), LARGEST_CODE["int8"])
     return torch.floor(values / scale + torch.rand_like(values)) * scale
 
 
 def _nearest_e5m2(values: Tensor, dim: int) -> Tensor:
-    scale = values.abs().amax(dim, keepdim=True).clamp(min=1e-35) / LARGEST_CODE["fp8_gradient"]
+    scale, _ = scales(values, (dim,), LARGEST_CODE["fp8_gradient"])
     return (values / scale).to(torch.float8_e5m2).float() * scale

@@ -132,7 +132,12 @@ class Kernels:
             raise UnsupportedError(self._refused[key])
         if key not in self._chosen:
             try:
-                self._chosen[key] = self._measure(kind, precision)
+                # Asked for in the middle of someone's run: random numbers and gradient mode stay as they
+                # were.
+                gpus = [self.device] if torch.cuda.is_available() and self.device.type == "cuda" else []
+                with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+                    torch.manual_seed(0)
+                    self._chosen[key] = self._measure(kind, precision)
             except UnsupportedError as error:
                 self._refused[key] = str(error)
                 raise
@@ -199,7 +204,6 @@ def _trial(
     kind: str, precision: Precision, kernel: Kernel, device: torch.device, small: bool = False
 ) -> Callable[[], tuple[Tensor, ...]]:
     """A forward and backward pass on a representative shape, casts included: returns result and gradients."""
-    # Its own generator: a measurement must not change the random numbers of the run around it.
     generator = torch.Generator().manual_seed(0)
     target, shapes, options = _representative(kind, small)
     values = [torch.randn(*shape, generator=generator).to(device).requires_grad_() for shape in shapes]
