@@ -95,7 +95,7 @@ class Pulses:
 
 
 class Watch:
-    """One rank's watch over the others, made by `start`. Use it in `with`, or end it by `finish` or `fail`."""
+    """One rank's watch over the others, made by `start`. Use `with`, or end it by `finish` or `fail`."""
 
     def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float) -> None:
         self.rank = rank
