@@ -1,0 +1,130 @@
+"""Pictures are written whole, for models of one to many operators, and refuse what they cannot draw."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from qsync.errors import QSyncError
+from qsync.experiments import pictures
+from qsync.graph import Op, OpGraph, Role
+from qsync.plans import ClassPlan, Plan
+from qsync.precision import Precision
+from qsync.profiles import Sensitivity
+from qsync.replayer.timeline import ClassTimeline, Event, Timeline
+
+
+def op_names(num_ops: int) -> list[str]:
+    parts = ("attention.qkv", "attention.sdpa", "attention.proj", "mlp.fc", "mlp.proj")
+    names = [f"blocks.{i // 5}.{parts[i % 5]}" for i in range(num_ops - 1)]
+    return [*names, "head"]
+
+
+def records(num_ops: int) -> tuple[Plan, OpGraph, Sensitivity]:
+    """A plan of three classes with made-up precisions and variances."""
+    draw = random.Random(0)
+    names = op_names(num_ops)
+    ops = tuple(Op(name, "linear", Role.ADJUSTABLE, ("x",), (), "fp32", (4, 4)) for name in names)
+    graph = OpGraph("Gpt", (), ops)
+    low = (Precision.INT8, Precision.BF16, Precision.FP32)
+    classes = {
+        "strong": ClassPlan(dict.fromkeys(names, Precision.FP32)),
+        "middle": ClassPlan({name: draw.choice(low[1:]) for name in names}),
+        "weak": ClassPlan({name: draw.choice(low) for name in names}),
+    }
+    omega = {}
+    for name in names:
+        int8 = 10 ** draw.uniform(-7, -2)
+        omega[name] = {"fp32": 0.0, "bf16": int8 / 40, "int8": int8}
+    return Plan("Gpt", graph.hash, classes), graph, Sensitivity(graph.hash, "variance", omega)
+
+
+def lanes(num_events: int) -> list[pictures.Lane]:
+    """Two ranks whose step has `num_events` operators; the second is half as fast and hardly waits."""
+    result: list[pictures.Lane] = []
+    for label, pace in (("rank 0, strong", 1.0), ("rank 1, weak\nemulated", 1.6)):
+        now, events = 0.0, []
+        for kind, length in (("host", 0.02), ("forward", 0.25), ("loss", 0.02), ("backward", 0.5)):
+            for _ in range(num_events if kind in ("forward", "backward") else 1):
+                duration = pace * length / (num_events if kind in ("forward", "backward") else 1)
+                events.append((kind, now, duration))
+                if kind in ("forward", "backward") and pace > 1:
+                    events.append(("cast", now + duration, duration / 8))
+                now += duration * (1.125 if pace > 1 else 1)
+        events += [("wait", now, 1.44 - now), ("communication", 1.38, 0.1), ("optimizer", 1.48, 0.02)]
+        result.append({"label": label, "events": events})
+    return result
+
+
+def runs() -> dict[str, dict[str, float | None]]:
+    steps = {
+        "fast_alone": 0.82,
+        "ddp_fp32": 1.61,
+        "weak_bf16": 1.05,
+        "weak_int8": 0.93,
+        "all_int8": 0.9,
+        "qsync": 0.86,
+    }
+    return {name: {"measured_step_s": step, "predicted_step_s": 1.02 * step} for name, step in steps.items()}
+
+
+def check_png(path: Path) -> None:
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert len(content) > 5000
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("num_ops", [1, 25, 150])
+def test_allocation(tmp_path, num_ops):
+    check_png(pictures.allocation(*records(num_ops), tmp_path / "allocation.png", emulated={"weak"}))
+
+
+@pytest.mark.parametrize("num_events", [1, 25, 150])
+def test_timelines(tmp_path, num_events):
+    path = tmp_path / "timeline.png"
+    check_png(pictures.timelines(lanes(num_events), path, simulated=True, emulated=True))
+
+
+def test_a_replayed_timeline_has_a_lane_per_class(tmp_path):
+    events = (Event("strong", "fc", "forward", 0.0, 0.1), Event("weak", "fc", "cast", 0.0, 0.2))
+    classes = {name: ClassTimeline(0.1, 0.0, 0.0, 0.0, 0.0, 10, 2) for name in ("strong", "weak")}
+    timeline = Timeline(0.2, classes, events)
+    drawn = pictures.lanes_of(timeline, emulated={"weak"})
+    assert [lane["label"] for lane in drawn] == ["strong × 2", "weak × 2\nemulated"]
+    check_png(pictures.timelines(drawn, tmp_path / "timeline.png", simulated=True))
+
+
+def test_predicted_vs_measured(tmp_path):
+    check_png(pictures.predicted_vs_measured(runs(), tmp_path / "steps.png", emulated=True))
+
+
+def test_a_run_may_lack_its_prediction(tmp_path):
+    some = {"ddp_fp32": {"measured_step_s": 1.6, "predicted_step_s": None}, "mine": {"predicted_step_s": 0.5}}
+    check_png(pictures.predicted_vs_measured(some, tmp_path / "steps.png"))
+
+
+def test_blocks_end_with_their_first_numbers():
+    names = ("encoder.layer.3.attention.query", "stages.1.0.shortcut.0", "head", "blocks.2")
+    assert [pictures.block_of(name) for name in names] == [
+        "encoder.layer.3",
+        "stages.1.0",
+        "head",
+        "blocks.2",
+    ]
+
+
+def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
+    path = tmp_path / "picture.png"
+    plan, _, sensitivity = records(1)
+    with pytest.raises(QSyncError, match="no operator whose precision"):
+        pictures.allocation(plan, OpGraph("Empty", (), ()), sensitivity, path)
+    with pytest.raises(QSyncError, match="at least one lane"):
+        pictures.timelines([], path, simulated=True)
+    with pytest.raises(QSyncError, match="'sleep'; use one of host"):
+        pictures.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
+    with pytest.raises(QSyncError, match="no run to draw"):
+        pictures.predicted_vs_measured({}, path)
+    assert not list(tmp_path.iterdir())
