@@ -7,8 +7,8 @@ backward if it was saved. One storage saved by several operators counts once, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qsync.graph import Op, OpGraph, num_elements
@@ -38,7 +38,8 @@ class Memory:
     """Bytes on one rank at the moment of the step when most are in use; the parts sum to `peak_bytes`.
 
     `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what waits for
-    backward, `transient` the rest. `largest` is the operator that keeps most for backward, with `largest_bytes`.
+    backward, `transient` the rest. `saved_by` says for each operator what it keeps for backward and no operator before
+    it does already.
     """
 
     parameters: int
@@ -49,8 +50,12 @@ class Memory:
     casts: int
     saved: int
     transient: int
-    largest: str = ""
-    largest_bytes: int = 0
+    saved_by: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def largest(self) -> str:
+        """The operator that keeps most for backward."""
+        return max(self.saved_by, key=lambda op: self.saved_by[op], default="")
 
     @property
     def peak_bytes(self) -> int:
@@ -82,7 +87,6 @@ def peak_memory(
     inputs = sum(type_bytes(v.dtype, v.num_elements) for v in graph.inputs if v.kind in ("buffer", "batch"))
     walk = _Walk(lowered, num_ranks, device)
     casts, saved, transient = walk.peak()
-    largest = max(walk.saved_by, key=lambda op: walk.saved_by[op], default="")
     return Memory(
         parameters,
         gradients,
@@ -92,8 +96,7 @@ def peak_memory(
         casts,
         saved,
         transient,
-        largest,
-        walk.saved_by.get(largest, 0),
+        walk.saved_by,
     )
 
 

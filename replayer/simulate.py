@@ -51,11 +51,13 @@ class Work:
 class Step:
     """One step of all classes; seconds after the end of the last all-reduce of the step before.
 
-    `starts_s` and `finished_s` are per class: where its step starts and where its own backward ends. `flights` are the
-    all-reduces as (start, end), `reduced_s` the end of the last one: the period, once the drift repeats itself.
+    Per class: where its step starts, where its own backward ends, and how much longer backward took for the all-reduces
+    it overlapped. `flights` are the all-reduces as (start, end), `reduced_s` the end of the last one: the period, once
+    the drift repeats itself.
     """
 
     starts_s: tuple[float, ...]
+    slowed_s: tuple[float, ...]
     finished_s: tuple[float, ...]
     flights: tuple[tuple[float, float], ...]
     reduced_s: float
@@ -158,10 +160,9 @@ def replay(
             device=device_class.device,
         )
         wait = blocked[c] - exposed
-        slowed = step.finished_s[c] - step.starts_s[c] - works[c].lead_s - works[c].backward_s
         classes[name] = ClassTimeline(
             works[c].total_s,
-            max(0.0, slowed),
+            step.slowed_s[c],
             exposed,
             wait,
             wait / step.reduced_s if step.reduced_s > 0 else 0.0,
@@ -216,7 +217,7 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
     now = 0.0
     done = [-start - work.lead_s for start, work in zip(starts, works, strict=True)]  # backward work done by `now`
     total = [work.backward_s for work in works]
-    finished = [start + work.lead_s + work.backward_s for start, work in zip(starts, works, strict=True)]
+    slowed = [0.0] * len(works)
     flights = []
     for k, duration in enumerate(durations_s):
         gap = max(0.0, *(work.ready_s[k] - done[c] for c, work in enumerate(works)))
@@ -229,10 +230,11 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
             elapsed = computing + duration - computing * link.overlap_rate
         for c in range(len(works)):
             if left[c] > 0.0:
-                slow = min(elapsed, left[c] / link.compute_rate)
-                finished[c] += slow - slow * link.compute_rate
+                slowed[c] += min(elapsed, left[c] / link.compute_rate) * (1.0 - link.compute_rate)
                 done[c] = min(total[c], done[c] + elapsed * link.compute_rate)
         flights.append((now, now + elapsed))
         now += elapsed
-    reduced = now if flights else max(finished)
-    return Step(starts, tuple(finished), tuple(flights), reduced)
+    finished = [
+        start + work.lead_s + work.backward_s + more for start, work, more in zip(starts, works, slowed, strict=True)
+    ]
+    return Step(starts, tuple(slowed), tuple(finished), tuple(flights), now if flights else max(finished))

@@ -1,0 +1,137 @@
+"""Stage 1: the fastest feasible start of one class (QSync, arXiv:2407.02327, allocator, first stage)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qsync.allocator.state import Move, State
+from qsync.errors import InfeasibleError
+from qsync.graph import OpGraph
+from qsync.precision import Precision
+
+# A change must save this fraction of the class's time to count: less is rounding.
+_MEANINGFUL = 1e-9
+_MAX_SWEEPS = 20
+
+
+def fastest_start(state: State, device_class: str) -> None:
+    """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
+
+    Coordinate descent over operators, each at its locally cheapest precision given its neighbours, from the best uniform
+    start; operators that read one value also move together, since they share its cast (ours). Raises InfeasibleError,
+    naming the class, the bytes that are missing and the operator that holds most, if nothing fits.
+    """
+    starts = list(uniform_starts(state, device_class))
+    totals = []
+    for start in starts:
+        state.move(device_class, start)
+        totals.append(state.classes[device_class].costs.total_s)
+    state.move(device_class, starts[totals.index(min(totals))])
+    _descend(state, device_class)
+    if not state.classes[device_class].fits():
+        _fit(state, device_class, starts)
+
+
+def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precision]]:
+    """The highest assignment, then one precision wherever it may be chosen, from the highest to the lowest."""
+    part = state.classes[device_class].part
+    yield part.highest
+    for precision in reversed(Precision):
+        if any(precision in options and len(options) > 1 for options in part.choices.values()):
+            yield {
+                op: precision if precision in options else options[-1] for op, options in part.choices.items()
+            }
+
+
+def _descend(state: State, device_class: str) -> None:
+    one = state.classes[device_class]
+    groups = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
+    groups += sibling_groups(state.problem.graph, one.part.choices)
+    for _ in range(_MAX_SWEEPS):
+        if not any([_cheapest(state, device_class, group) for group in groups]):
+            return
+
+
+def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:
+    """Operators that read the same value and may be lowered: q, k and v, which share one quantize."""
+    readers: dict[str, list[str]] = {}
+    for op in graph.adjustable:
+        for value in dict.fromkeys(op.inputs):
+            if len(choices[op.name]) > 1:
+                readers.setdefault(value, []).append(op.name)
+    return list(dict.fromkeys(tuple(group) for group in readers.values() if len(group) > 1))
+
+
+def _cheapest(state: State, device_class: str, group: tuple[str, ...]) -> bool:
+    """Give a group the precision that makes the class fastest; whether that changed anything."""
+    one = state.classes[device_class]
+    now = best = one.costs.total_s
+    chosen: Precision | None = None
+    shared = [p for p in one.part.choices[group[0]] if all(p in one.part.choices[op] for op in group)]
+    for precision in shared:
+        move = state.move(device_class, dict.fromkeys(group, precision))
+        if one.costs.total_s < best - _MEANINGFUL * now:
+            best, chosen = one.costs.total_s, precision
+        state.back(move)
+    if chosen is not None:
+        state.move(device_class, dict.fromkeys(group, chosen))
+    return chosen is not None
+
+
+def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
+    """Give up as little time as possible for memory, from here and, where that is not enough, from each other start."""
+    one = state.classes[device_class]
+    missing = []
+    for start in [one.lowering.assignment(), *starts]:
+        state.move(device_class, start)
+        _save_memory(state, device_class)
+        if one.fits():
+            return
+        missing.append((-one.margin, one.memory()))
+    least, memory = min(missing, key=lambda entry: entry[0])
+    raise InfeasibleError(
+        f"{device_class}: no assignment fits in its memory of {one.part.budget_bytes} bytes; the smallest step found "
+        f"needs {least} bytes more, and {memory.largest} holds most ({memory.saved_by.get(memory.largest, 0)} bytes for "
+        "backward); give the class more memory or a smaller batch"
+    )
+
+
+def _save_memory(state: State, device_class: str) -> None:
+    """Lower the peak until it fits or nothing lowers it, by the best bytes saved per second lost first."""
+    one = state.classes[device_class]
+    while True:
+        peak = one.memory().peak_bytes
+        one.margin = one.part.budget_bytes - peak
+        if one.margin >= 0:
+            return
+        moves = sorted(_savings(state, device_class, peak), key=lambda entry: entry[0])
+        reached = peak
+        for _, op, precision in moves:
+            move = state.move(device_class, {op: precision})
+            smaller = one.memory().peak_bytes
+            if smaller >= reached:
+                state.back(move)
+                continue
+            reached = smaller
+            one.margin = one.part.budget_bytes - reached
+            if one.margin >= 0:
+                return
+        if reached == peak:
+            return
+
+
+def _savings(state: State, device_class: str, peak: int) -> Iterator[tuple[tuple[float, int], str, Precision]]:
+    """Single changes that save memory, keyed so that the best sorts first, ties in model order."""
+    one = state.classes[device_class]
+    now = one.costs.total_s
+    for place, (op, options) in enumerate(one.part.choices.items()):
+        for precision in options:
+            if precision is one.precision(op):
+                continue
+            move: Move = state.move(device_class, {op: precision})
+            saved, lost = peak - one.memory().peak_bytes, one.costs.total_s - now
+            state.back(move)
+            if saved > 0:
+                yield (-saved / max(lost, 1e-12), place), op, precision
+
+

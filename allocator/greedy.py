@@ -1,0 +1,132 @@
+"""Which operators run in which precision on each class: the fastest feasible start, then recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from qsync.allocator.fastest import fastest_start, uniform_starts
+from qsync.allocator.problem import Problem, pose
+from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.state import State
+from qsync.cluster import Cluster
+from qsync.errors import FormatError, InfeasibleError
+from qsync.graph import OpGraph
+from qsync.plans import ClassPlan, Plan, Predicted
+from qsync.precision import Precision
+from qsync.profiles import Profile, Sensitivity
+from qsync.replayer import replay
+
+Assignments = dict[str, dict[str, Precision]]
+
+
+def allocate(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    target_s: float | None = None,
+    slack: float = 0.0,
+    budgets: Mapping[str, int] | None = None,
+    pins: Mapping[str, str | Precision] | None = None,
+    lower_all: bool = False,
+    bucket_cap_bytes: int | None = None,
+) -> Plan:
+    """The plan that lowers just enough operators on just the weak classes that nobody waits.
+
+        minimise sum over classes c of (n_c / N^2) sum over operators of omega   (design.md; QSync, arXiv:2407.02327)
+        such that the step takes at most T and every class fits in its memory
+
+    T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in FP32, times
+    1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only with `lower_all`, or where
+    FP32 does not fit in its memory. `budgets` (bytes by class) take the place of the cluster's memory; `pins` map patterns
+    of operator names to precisions. Raises InfeasibleError naming the binding constraint and by how much it is missed,
+    MismatchError where graph, profiles, sensitivity and cluster do not belong together, and what `pose` raises.
+
+    >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
+    """
+    if not slack >= 0.0:
+        raise FormatError(f"slack must not be negative, found {slack}; 0.05 allows steps 5 % longer than the least")
+    problem = pose(
+        graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, bucket_cap_bytes=bucket_cap_bytes
+    )
+    state = State(problem)
+    lowerable = _lowerable(state, lower_all)
+    for name in lowerable:
+        fastest_start(state, name)
+    target = state.step_s() * (1 + slack) if target_s is None else target_s
+    _check_reachable(state, target, lower_all)
+    best = _best(state, lowerable, target)
+    return as_plan(graph, best, profiles, cluster, problem=problem, target_s=target, bucket_cap_bytes=bucket_cap_bytes)
+
+
+def as_plan(
+    graph: OpGraph,
+    assignments: Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    *,
+    sensitivity: Sensitivity | None = None,
+    problem: Problem | None = None,
+    target_s: float | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> Plan:
+    """A plan of these assignments with what full replay predicts for it; variance is 0 where no sensitivity is given."""
+    timeline = replay(graph, assignments, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+    classes = {}
+    for device_class in cluster.classes:
+        name, weight = device_class.name, device_class.count / cluster.num_ranks**2
+        assignment = {op.name: assignments[name].get(op.name, Precision.FP32) for op in graph.adjustable}
+        if problem is not None:
+            variance = sum(problem.classes[name].variance[op][p] for op, p in assignment.items())
+        else:
+            variance = weight * sum(sensitivity[op, p] for op, p in assignment.items()) if sensitivity else 0.0
+        entry = timeline[name]
+        predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
+        classes[name] = ClassPlan(assignment, predicted, profiles[name].hash)
+    return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s)
+
+
+def _lowerable(state: State, lower_all: bool) -> list[str]:
+    """The weak classes: all but the one whose FP32 step takes least, which stays in FP32 if that fits in its memory."""
+    strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
+    return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
+
+
+def _check_reachable(state: State, target_s: float, lower_all: bool) -> None:
+    step_s = state.step_s()
+    if step_s <= target_s * (1 + TOLERANCE):
+        return
+    slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
+    advice = "give a longer target" if lower_all else "give a longer target, or let the strongest class be lowered too"
+    raise InfeasibleError(
+        f"no plan reaches a step of {target_s:.6g} s: the fastest one takes {step_s:.6g} s, "
+        f"{step_s - target_s:.3g} s too long, and {slowest} is the slowest class; {advice}"
+    )
+
+
+def _best(state: State, lowerable: list[str], target_s: float) -> Assignments:
+    """Recovery from every start that reaches the target and in every order; the one that adds least variance.
+
+    Beside the fastest start, every uniform assignment is a start, so the plan never adds more variance than the best
+    uniform choice that is fast enough (ours). Of equals the first stands.
+    """
+    best, least = state.assignments(), state.variance
+    for start in list(_starts(state, lowerable)):
+        for priority in PRIORITIES:
+            state.restore(start)
+            if not holds(state, target_s):
+                break
+            recover(state, lowerable, target_s, priority)
+            if state.variance < least:
+                best, least = state.assignments(), state.variance
+    return best
+
+
+def _starts(state: State, lowerable: list[str]) -> Iterator[Assignments]:
+    """The state as it is, then every precision that some weak class may have, on all of these at once."""
+    fastest = state.assignments()
+    yield fastest
+    uniform = {name: list(uniform_starts(state, name)) for name in lowerable}
+    for number in range(max((len(starts) for starts in uniform.values()), default=0)):
+        yield {**fastest, **{name: starts[min(number, len(starts) - 1)] for name, starts in uniform.items()}}

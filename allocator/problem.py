@@ -1,0 +1,152 @@
+"""What may be chosen: for each class and operator the precisions it may have, and what each adds to the variance."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from qsync.cluster import Cluster, DeviceClass
+from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
+from qsync.graph import Op, OpGraph
+from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision
+from qsync.profiles import Profile, Sensitivity
+from qsync.replayer import Exchange
+from qsync.replayer.simulate import check_profiles
+
+# From lowest to highest; decides only between precisions that add the same variance.
+RANK = {
+    p: rank
+    for rank, p in enumerate(
+        (
+            Precision.INT8_ALL,
+            Precision.INT8,
+            Precision.FP8,
+            Precision.FP16,
+            Precision.BF16,
+            Precision.TF32,
+            Precision.FP32,
+        )
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassProblem:
+    """One class's part: `choices[op]` from the lowest precision to the highest, `variance[op][p]` weighted n_c / N^2."""
+
+    device_class: DeviceClass
+    profile: Profile
+    budget_bytes: int
+    choices: Mapping[str, tuple[Precision, ...]]
+    variance: Mapping[str, Mapping[Precision, float]]
+
+    @property
+    def highest(self) -> dict[str, Precision]:
+        """The assignment that adds least variance: FP32 but for what is pinned."""
+        return {op: options[-1] for op, options in self.choices.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The allocation problem of one graph on one cluster, in the order of the cluster's classes."""
+
+    graph: OpGraph
+    cluster: Cluster
+    exchange: Exchange
+    classes: Mapping[str, ClassProblem]
+
+
+def pose(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    pins: Mapping[str, str | Precision] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> Problem:
+    """Check that everything belongs together, and list what may be chosen.
+
+    A precision may be chosen where the operator's kind, the class and its profile all have it. Raises MismatchError,
+    UnsupportedError, FormatError or CalibrationError naming the class or operator that is wrong.
+    """
+    check_profiles(graph, profiles, cluster)
+    check_sensitivity(graph, sensitivity)
+    for name in budgets or {}:
+        cluster[name]  # FormatError for a class that is not there
+    pinned = _pinned(graph, pins or {})
+    classes = {}
+    for device_class in cluster.classes:
+        name, weight = device_class.name, device_class.count / cluster.num_ranks**2
+        choices, variance = {}, {}
+        for op in graph.adjustable:
+            options = _choices(op, device_class, profiles[name], pinned.get(op.name))
+            variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
+            choices[op.name] = tuple(sorted(options, key=lambda p, v=variance[op.name]: (-v[p], RANK[p])))
+        budget = (budgets or {}).get(name, device_class.memory_bytes)
+        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance)
+    return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
+
+
+def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
+    """MismatchError unless this sensitivity was gathered on `graph`."""
+    if sensitivity.graph_hash != graph.hash:
+        raise MismatchError(
+            f"the sensitivity was gathered on graph {sensitivity.graph_hash}, {graph.model} is graph {graph.hash}; "
+            "gather it again with qsync.sensitivity"
+        )
+
+
+def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Precision]:
+    """Operator -> pinned precision; of two patterns that match, the later one holds."""
+    names = {op.name: op.kind for op in graph.adjustable}
+    pinned: dict[str, Precision] = {}
+    for pattern, text in pins.items():
+        precision = Precision.parse(text)
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            close = difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.0)
+            nearest = f" (nearest: {close[0]!r})" if close else ""
+            raise MismatchError(f"no adjustable operator of {graph.model} matches the pin {pattern!r}{nearest}")
+        for name in matched:
+            if precision not in PRECISIONS_BY_KIND[names[name]]:
+                known = ", ".join(PRECISIONS_BY_KIND[names[name]])
+                raise FormatError(
+                    f"the pin {pattern!r} gives {name} ({names[name]}) {precision}, which has no kernel; "
+                    f"choose one of {known}"
+                )
+            pinned[name] = precision
+    return pinned
+
+
+def _choices(op: Op, device_class: DeviceClass, profile: Profile, pinned: Precision | None) -> tuple[Precision, ...]:
+    measured = profile.precisions_of(op.name)
+    for wanted in (Precision.FP32,) if pinned is None else (pinned,):
+        if wanted not in device_class.precisions:
+            known = ", ".join(device_class.precisions)
+            raise UnsupportedError(f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}")
+        if wanted not in measured:
+            known = ", ".join(measured) or "nothing"
+            raise MismatchError(
+                f"the profile of {device_class.name} has no time of {op.name} in {wanted} (it has {known}); "
+                "profile this class again"
+            )
+    if pinned is not None:
+        return (pinned,)
+    # A constant out of a type's range would become infinite in it.
+    return tuple(
+        p
+        for p in PRECISIONS_BY_KIND[op.kind]
+        if p in device_class.precisions and p in measured and op.magnitude <= LARGEST.get(p, math.inf)
+    )
+
+
+def _omega(sensitivity: Sensitivity, op: str, precision: Precision) -> float:
+    omega = sensitivity[op, precision]
+    if not math.isfinite(omega) or omega < 0:
+        raise CalibrationError(f"the sensitivity of {op} at {precision} is {omega}; gather it again with qsync.sensitivity")
+    return omega

@@ -1,0 +1,102 @@
+"""Why each lowered operator is lowered: what it saves, what it costs, and what would happen if it were raised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qsync.allocator.problem import Problem, pose
+from qsync.allocator.recovery import TOLERANCE, is_raise
+from qsync.allocator.state import State
+from qsync.cluster import Cluster
+from qsync.graph import OpGraph
+from qsync.plans import Plan
+from qsync.precision import Precision
+from qsync.profiles import Profile, Sensitivity
+from qsync.replayer.simulate import checked_lowerings
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
+
+    `time_saved_s` is what the class saves by not running it in FP32, casts of its neighbourhood included. The `raised`
+    fields are for the next higher precision, everything else as it is: the step, the memory peak, and the variance that
+    would be regained.
+    """
+
+    op: str
+    device_class: str
+    precision: Precision
+    time_saved_s: float
+    added_variance: float
+    raised_to: Precision
+    step_if_raised_s: float
+    memory_if_raised_bytes: int
+    variance_regained: float
+    verdict: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def explain(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> list[Reason]:
+    """One reason for every operator that the plan lowers, in the order of classes and of the model. Simulated.
+
+    Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and cluster do not belong together.
+
+    >>> for reason in explain(graph, plan, profiles, sensitivity, cluster):
+    ...     print(reason.verdict)
+    """
+    checked_lowerings(graph, plan, profiles, cluster)
+    problem = pose(graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes)
+    state = State(problem)
+    state.restore({name: plan[name].assignment for name in state.classes})
+    target = state.step_s() if plan.target_s is None else plan.target_s
+    return [_reason(state, name, op, target) for name in state.classes for op in plan[name].lowered]
+
+
+def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
+    one = state.classes[name]
+    precision, variance, now_s = one.precision(op), one.part.variance[op], one.costs.total_s
+    move = state.move(name, {op: Precision.FP32})
+    saved = one.costs.total_s - now_s
+    state.back(move)
+    raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
+    move = state.move(name, {op: raised})
+    step_s, memory = state.step_s(), one.memory().peak_bytes
+    state.back(move)
+    verdict = _verdict(state.problem, name, op, precision, raised, saved, step_s, memory, target_s)
+    regained = variance[precision] - variance[raised]
+    return Reason(op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict)
+
+
+def _verdict(
+    problem: Problem,
+    name: str,
+    op: str,
+    precision: Precision,
+    raised: Precision,
+    saved_s: float,
+    step_s: float,
+    memory: int,
+    target_s: float,
+) -> str:
+    gain = f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
+    head = f"{op} runs in {precision} on {name}, which {gain}"
+    over_s, over_bytes = step_s - target_s, memory - problem.classes[name].budget_bytes
+    if over_s > target_s * TOLERANCE:
+        return f"{head}; in {raised} the step would take {step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"
+    if over_bytes > 0:
+        return f"{head}; in {raised} the class would need {over_bytes} bytes more than its memory budget"
+    return f"{head}; it could run in {raised} as well, time and memory would hold: it is pinned, or the plan is not the best"

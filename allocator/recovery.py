@@ -1,0 +1,94 @@
+"""Stage 2: raise operators again while the step and the memory hold (QSync, arXiv:2407.02327, second stage)."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from qsync.allocator.problem import RANK
+from qsync.allocator.state import State
+from qsync.precision import Precision
+
+# The order in which raises are tried: larger is earlier.
+Priority = Callable[[State, str, str, Precision], float]
+
+# Replay sums floats, so two orders of the same sum may differ in the last bits.
+TOLERANCE = 1e-9
+
+
+def variance_regained(state: State, device_class: str, op: str, precision: Precision) -> float:
+    """(n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
+    one = state.classes[device_class]
+    variance = one.part.variance[op]
+    return variance[one.precision(op)] - variance[precision]
+
+
+def regained_per_second(state: State, device_class: str, op: str, precision: Precision) -> float:
+    """Variance regained per second of compute that the class loses by it (ours): a knapsack's order of density."""
+    one = state.classes[device_class]
+    regained, now = variance_regained(state, device_class, op, precision), one.costs.total_s
+    move = state.move(device_class, {op: precision})
+    lost = one.costs.total_s - now
+    state.back(move)
+    return regained / max(lost, 1e-12)
+
+
+PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_second)
+
+
+def recover(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> None:
+    """Raise operators of these classes, best first, as long as the step stays within `target_s` and memory holds.
+
+    Every raise of an operator is tried, so one whose jump to FP32 costs too much may still stop half way; a raise that
+    does not hold is undone exactly. Raising a neighbour can remove a cast and make a refused raise affordable, so passes
+    are repeated until one changes nothing.
+    """
+    for name in classes:
+        _try(state, name, state.classes[name].part.highest, target_s)
+    while _pass(state, classes, target_s, priority):
+        pass
+
+
+def holds(state: State, target_s: float) -> bool:
+    """Whether the step is within the target and every class within its memory."""
+    return state.step_s() <= target_s * (1 + TOLERANCE) and all(one.fits() for one in state.classes.values())
+
+
+def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
+    """Whether this precision adds less variance than the operator's own, or as much and is called higher."""
+    one = state.classes[device_class]
+    variance, now = one.part.variance[op], one.precision(op)
+    return (variance[precision], -RANK[precision]) < (variance[now], -RANK[now])
+
+
+def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:
+    heap = [
+        (-priority(state, name, op, precision), number, name, op, precision)
+        for number, (name, op, precision) in enumerate(_raises(state, classes))
+    ]
+    heapq.heapify(heap)  # the number makes ties deterministic: class order, then model order, then the highest first
+    changed = False
+    while heap:
+        _, _, name, op, precision = heapq.heappop(heap)
+        if is_raise(state, name, op, precision):
+            changed |= _try(state, name, {op: precision}, target_s)
+    return changed
+
+
+def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, str, Precision]]:
+    for name in classes:
+        for op, options in state.classes[name].part.choices.items():
+            for precision in reversed(options):
+                if is_raise(state, name, op, precision):
+                    yield name, op, precision
+
+
+def _try(state: State, name: str, assignment: dict[str, Precision], target_s: float) -> bool:
+    """Make a change if the step and the memory hold with it."""
+    move = state.move(name, assignment)
+    if not move.changes:
+        return False
+    if holds(state, target_s):
+        return True
+    state.back(move)
+    return False

@@ -1,0 +1,383 @@
+"""Allocation: the constraints hold whatever happens, nothing is lowered for nothing, and every refusal names its reason."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from dataclasses import replace
+
+import pytest
+from graphs import (
+    CPU_PRECISIONS,
+    assignments_for,
+    cluster_of,
+    encoder,
+    graphs,
+    mlp,
+    precisions_for,
+    profile_of,
+    sensitivity_of,
+)
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from qsync.allocator import allocate, check_plan, explain, uniform
+from qsync.allocator.problem import pose
+from qsync.allocator.recovery import PRIORITIES, recover
+from qsync.allocator.state import State
+from qsync.cluster import Link
+from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
+from qsync.lowering import lower
+from qsync.plans import Plan
+from qsync.precision import Precision
+from qsync.predictor.memory import peak_memory
+from qsync.profiles import Cost
+from qsync.replayer import replay
+
+FP32, BF16, INT8 = Precision.FP32, Precision.BF16, Precision.INT8
+GRAPH = encoder(2)
+# Casts cheap enough beside these small products that lowering pays.
+PROFILES = {name: profile_of(GRAPH, name, slow=slow, latency_s=1e-8, cast_s=1e-11) for name, slow in
+            (("train", 1.0), ("infer", 1.8))}  # fmt: skip
+SENSITIVITY = sensitivity_of(GRAPH)
+CLUSTER = cluster_of()
+
+
+def variance(plan: Plan) -> float:
+    return sum(entry.predicted.added_variance for entry in plan.classes.values())
+
+
+def fp32_step(names=("train", "infer")):
+    cluster = cluster_of(dict.fromkeys(names, 1))
+    return replay(GRAPH, {name: {} for name in names}, PROFILES, cluster).step_s
+
+
+def pair(graph, slow, cast_s=1e-11):
+    return {name: profile_of(graph, name, slow=s, latency_s=1e-8, cast_s=cast_s) for name, s in (("train", 1.0), ("infer", slow))}
+
+
+def test_the_weak_class_is_lowered_just_enough_that_nobody_waits():
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, cluster_of(link=Link(0.0, 1e30)))
+    assert not plan["train"].lowered
+    assert 0 < len(plan["infer"].lowered) < len(GRAPH.adjustable)
+    assert plan.step_s <= plan.target_s * (1 + 1e-9)
+    assert plan.step_s == pytest.approx(fp32_step(["train"]))
+    assert plan["train"].predicted.wait_s == 0.0
+    assert plan["infer"].predicted.wait_s <= 0.02 * plan.step_s
+
+
+def test_the_plan_adds_less_variance_than_any_uniform_choice_that_is_fast_enough():
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER)
+    fast_enough = []
+    for precision in CPU_PRECISIONS:
+        other = uniform(GRAPH, PROFILES, CLUSTER, {"infer": precision}, sensitivity=SENSITIVITY)
+        if other.step_s <= plan.target_s * (1 + 1e-9):
+            fast_enough.append(variance(other))
+    assert fast_enough and variance(plan) < min(fast_enough)
+
+
+def test_equal_devices_run_in_fp32():
+    profiles = {name: replace(PROFILES["train"], device_class=name) for name in ("train", "infer")}
+    plan = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER)
+    assert not plan["train"].lowered and not plan["infer"].lowered
+    assert variance(plan) == 0.0
+
+
+def test_one_class_alone_stays_in_fp32_unless_all_may_be_lowered():
+    cluster, profiles = cluster_of({"train": 2}), {"train": PROFILES["train"]}
+    assert not allocate(GRAPH, profiles, SENSITIVITY, cluster)["train"].lowered
+    assert allocate(GRAPH, profiles, SENSITIVITY, cluster, lower_all=True)["train"].lowered
+
+
+def test_slack_buys_precision_and_a_long_target_buys_all_of_it():
+    tight, loose = (allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=slack) for slack in (0.0, 0.2))
+    assert loose.target_s == pytest.approx(1.2 * tight.target_s)
+    assert variance(loose) < variance(tight)
+    assert variance(allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=10.0)) == 0.0
+
+
+def test_sensitive_operators_keep_their_precision():
+    weights = {op.name: 1e6 if op.name.startswith("layer.0") else 1.0 for op in GRAPH.adjustable}
+    lowered = allocate(GRAPH, PROFILES, sensitivity_of(GRAPH, weights), CLUSTER, slack=0.4)["infer"].lowered
+    assert lowered and not [op for op in lowered if op.startswith("layer.0")]
+
+
+def test_variance_counts_the_ranks_of_a_class():
+    cluster = cluster_of({"train": 1, "infer": 3})
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, cluster)
+    expected = 3 / 16 * sum(SENSITIVITY[op, p] for op, p in plan["infer"].assignment.items())
+    assert plan["infer"].predicted.added_variance == pytest.approx(expected)
+
+
+def test_pins_hold_and_the_rest_is_still_chosen():
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.*": "fp32"}, slack=0.3)
+    assert {plan["infer"].assignment[op] for op in plan["infer"].assignment if op.startswith("layer.0.")} == {FP32}
+    assert plan["infer"].lowered
+    pinned = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": INT8})
+    assert pinned["infer"].assignment["head"] == pinned["train"].assignment["head"] == INT8
+
+
+def test_only_precisions_that_class_and_profile_have_are_chosen():
+    only_bf16 = cluster_of(precisions=(FP32, BF16))
+    assert set(allocate(GRAPH, PROFILES, SENSITIVITY, only_bf16)["infer"].assignment.values()) <= {FP32, BF16}
+    measured = {**PROFILES, "infer": profile_of(GRAPH, "infer", (FP32, INT8), slow=1.8, latency_s=1e-8, cast_s=1e-11)}
+    assert set(allocate(GRAPH, measured, SENSITIVITY, CLUSTER)["infer"].assignment.values()) == {FP32, INT8}
+
+
+def test_the_same_input_gives_the_same_plan():
+    assert allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER) == allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER)
+
+
+def test_a_precision_that_does_not_pay_is_not_used():
+    dear = {**PROFILES, "infer": profile_of(GRAPH, "infer", slow=1.8, cast_s=1e-3)}
+    assert not allocate(GRAPH, dear, SENSITIVITY, CLUSTER)["infer"].lowered
+
+
+def test_operators_that_share_a_cast_are_lowered_together():
+    # Quantizing costs more than one product gains by it, and less than three gain.
+    graph = encoder(1)
+    base = profile_of(graph, "infer", (FP32, INT8), latency_s=0.0, cast_s=0.0)
+    one = base.ops["layer.0.query"]
+    gain = one["fp32"].total_s - one["int8"].total_s
+    casts = {("embedding", "fp32", "int8_row"): Cost(2 * gain)}
+    others = {op.name: {"fp32": base.ops[op.name]["fp32"]} for op in graph.adjustable
+              if op.name.rpartition(".")[2] not in ("query", "key", "value")}  # fmt: skip
+    infer = replace(base, casts=casts, ops={**base.ops, **others})
+    profiles = {"train": replace(profile_of(graph, "train"), host_s=-1.0), "infer": infer}
+    profiles["train"] = replace(profiles["train"], host_s=0.0, ops={o: {m: Cost(0.0) for m in c} for o, c in base.ops.items()})
+    plan = allocate(graph, profiles, sensitivity_of(graph), cluster_of())
+    assert set(plan["infer"].lowered) == {"layer.0.query", "layer.0.key", "layer.0.value"}
+
+
+# What must hold whatever the graph, the speeds and the link are.
+
+slows = st.sampled_from([1.0, 1.3, 2.0, 4.0])
+some_links = st.sampled_from([Link(0.0, 1e30), Link(1e-6, 1e9), Link(1e-5, 1e8, 0.5, 0.5)])
+
+
+@settings(max_examples=40)
+@given(graphs(max_ops=8), slows, some_links, st.sampled_from([0.0, 0.1]), st.sampled_from([0.0, 1e-11]))
+def test_every_plan_passes_its_check(graph, slow, link, slack, cast_s):
+    assume(graph.adjustable)
+    profiles, cluster, sensitivity = pair(graph, slow, cast_s), cluster_of(link=link), sensitivity_of(graph)
+    plan = allocate(graph, profiles, sensitivity, cluster, slack=slack)
+    certificate = check_plan(graph, plan, profiles, sensitivity, cluster)
+    assert certificate.ok, certificate.violations
+    assert certificate.step_s <= plan.target_s * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(graphs(max_ops=6), slows, some_links)
+def test_no_assignment_at_all_beats_the_optimum_and_greedy_is_close_to_it(graph, slow, link):
+    assume(0 < len(graph.adjustable) <= 4)
+    profiles, cluster, sensitivity = pair(graph, slow), cluster_of(link=link), sensitivity_of(graph)
+    plan = allocate(graph, profiles, sensitivity, cluster)
+    problem = pose(graph, profiles, sensitivity, cluster)
+    part = problem.classes["infer"]
+    best = float("inf")
+    for choice in itertools.product(*part.choices.values()):
+        assignment = dict(zip(part.choices, choice, strict=True))
+        step = replay(graph, {"train": {}, "infer": assignment}, profiles, cluster).step_s
+        if step <= plan.target_s * (1 + 1e-9):
+            best = min(best, sum(part.variance[op][p] for op, p in assignment.items()))
+    assert best <= variance(plan) * (1 + 1e-9)
+
+
+@settings(max_examples=40)
+@given(graphs(max_ops=8), st.data())
+def test_moves_are_undone_exactly_and_memory_is_never_underestimated(graph, data):
+    assume(graph.adjustable)
+    precisions = tuple(Precision)
+    profiles = {"infer": profile_of(graph, precisions=precisions)}
+    cluster = cluster_of({"infer": 2}, precisions=precisions)
+    state = State(pose(graph, profiles, sensitivity_of(graph), cluster))
+    one = state.classes["infer"]
+    assert one.fits()
+    for name, precision in data.draw(st.lists(precisions_for(graph), max_size=5)):
+        before = (state.assignments(), state.step_s(), state.variance, one.margin, one.memory())
+        move = state.move("infer", {name: precision})
+        assert one.margin <= one.part.budget_bytes - one.memory().peak_bytes
+        fresh = replay(graph, state.assignments(), profiles, cluster)
+        assert state.step_s() == pytest.approx(fresh.step_s, rel=1e-12)
+        state.back(move)
+        assert (state.assignments(), state.step_s(), state.variance, one.margin, one.memory()) == before
+        state.move("infer", {name: precision})
+
+
+@pytest.mark.parametrize("priority", PRIORITIES)
+def test_recovery_regains_variance_and_never_breaks_the_target(priority):
+    state = State(pose(GRAPH, PROFILES, SENSITIVITY, CLUSTER))
+    lowest = {op: options[0] for op, options in state.classes["infer"].part.choices.items()}
+    state.move("infer", lowest)
+    target, before = state.step_s() * 1.2, state.variance
+    recover(state, ["infer"], target, priority)
+    assert state.step_s() <= target * (1 + 1e-9)
+    assert state.variance < before
+    # Nothing that would still hold is left undone.
+    for op, options in state.classes["infer"].part.choices.items():
+        now = state.classes["infer"].precision(op)
+        for precision in options[options.index(now) + 1 :]:
+            move = state.move("infer", {op: precision})
+            assert state.step_s() > target
+            state.back(move)
+
+
+# Memory.
+
+
+def needed(assignment) -> int:
+    return peak_memory(lower(GRAPH, assignment), num_ranks=2).peak_bytes
+
+
+def test_a_class_whose_memory_is_short_is_lowered_until_it_fits():
+    big = encoder(2, rows=2048)
+    profiles, sensitivity = pair(big, 1.0), sensitivity_of(big)
+    full = peak_memory(lower(big, {}), num_ranks=2).peak_bytes
+    budget = int(0.9 * full)
+    for name in ("train", "infer"):
+        plan = allocate(big, profiles, sensitivity, CLUSTER, budgets={name: budget})
+        assert plan[name].lowered
+        assert plan[name].predicted.memory_bytes <= budget
+        assert check_plan(big, plan, profiles, sensitivity, CLUSTER, budgets={name: budget}).ok
+
+
+def test_a_budget_nothing_meets_says_who_by_how_much_and_what_holds_most():
+    with pytest.raises(InfeasibleError) as error:
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 100_000})
+    message = str(error.value)
+    assert message.startswith("infer: no assignment fits in its memory of 100000 bytes")
+    assert "bytes more, and " in message and "holds most" in message
+    least = min(needed(dict.fromkeys([op.name for op in GRAPH.adjustable if p in (FP32, BF16) or op.kind == "linear"], p))
+                for p in CPU_PRECISIONS)  # fmt: skip
+    missing = int(message.partition("needs ")[2].partition(" ")[0])
+    assert 0 < missing <= least - 100_000
+    with pytest.raises(InfeasibleError, match=f"needs {missing - 1} bytes more"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 100_001})
+
+
+def test_a_target_nobody_reaches_says_by_how_much():
+    with pytest.raises(InfeasibleError, match="no plan reaches a step of 1e-06 s: the fastest one takes .* train is the"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=1e-6)
+
+
+# Bad input.
+
+
+def test_what_is_wrong_with_a_request_is_named():
+    with pytest.raises(MismatchError, match=r"matches the pin 'layer.9.query' .nearest: 'layer.1.query'"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.9.query": "fp32"})
+    with pytest.raises(FormatError, match="unknown precision 'int4'"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "int4"})
+    with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8, which has no kernel"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.*": "int8"})
+    with pytest.raises(UnsupportedError, match="head is pinned to fp16, which train lacks"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "fp16"})
+    with pytest.raises(FormatError, match="no device class 'other' in this cluster"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"other": 1})
+    with pytest.raises(FormatError, match="slack must not be negative"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=-0.1)
+    with pytest.raises(MismatchError, match="no profile of device class 'infer'"):
+        allocate(GRAPH, {"train": PROFILES["train"]}, SENSITIVITY, CLUSTER)
+    with pytest.raises(MismatchError, match="sensitivity was gathered on graph"):
+        allocate(GRAPH, PROFILES, sensitivity_of(mlp()), CLUSTER)
+    poisoned = {**SENSITIVITY.omega, "head": {"bf16": float("nan"), "int8": 1.0}}
+    with pytest.raises(CalibrationError, match="sensitivity of head at bf16 is nan"):
+        allocate(GRAPH, PROFILES, replace(SENSITIVITY, omega=poisoned), CLUSTER)
+    unmeasured = {**PROFILES, "infer": replace(PROFILES["infer"], ops={})}
+    with pytest.raises(MismatchError, match=r"no time of layer\.0\.query in fp32 .it has nothing."):
+        allocate(GRAPH, unmeasured, SENSITIVITY, CLUSTER)
+
+
+def test_uniform_plans_take_what_exists():
+    plan = uniform(GRAPH, PROFILES, CLUSTER, {"infer": "int8"}, sensitivity=SENSITIVITY)
+    assert not plan["train"].lowered
+    assert {op for op, p in plan["infer"].assignment.items() if p == FP32} == {"layer.0.attention", "layer.1.attention"}
+    assert check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER).ok
+    with pytest.raises(UnsupportedError, match="infer lacks fp16"):
+        uniform(GRAPH, PROFILES, CLUSTER, {"infer": "fp16"})
+    with pytest.raises(FormatError, match="no device class 'other'"):
+        uniform(GRAPH, PROFILES, CLUSTER, {"other": "int8"})
+
+
+# Certificates and reasons.
+
+PLAN = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER)
+
+
+def tampered(name="infer", **changes) -> Plan:
+    return replace(PLAN, classes={**PLAN.classes, name: replace(PLAN.classes[name], **changes)})
+
+
+def violations(plan, **options):
+    options = {"profiles": PROFILES, "sensitivity": SENSITIVITY, "cluster": CLUSTER, **options}
+    certificate = check_plan(GRAPH, plan, **options)
+    assert certificate.ok == (not certificate.violations)
+    return " | ".join(certificate.violations)
+
+
+def test_a_good_plan_has_no_violation_and_its_numbers_again():
+    certificate = check_plan(GRAPH, PLAN, PROFILES, SENSITIVITY, CLUSTER)
+    assert certificate.ok
+    assert certificate.step_s == PLAN.step_s
+    assert certificate.memory_bytes["infer"] == PLAN["infer"].predicted.memory_bytes
+    assert certificate.to_json()["ok"] is True
+
+
+def test_a_plan_saved_and_loaded_still_passes(tmp_path):
+    assert not violations(Plan.load(PLAN.save(tmp_path / "plan.json")))
+
+
+def test_the_check_catches_every_lie():
+    predicted = PLAN["infer"].predicted
+    assert "a step takes" in violations(tampered(assignment=dict.fromkeys(PLAN["infer"].assignment, FP32)))
+    assert "a step takes" in violations(replace(PLAN, target_s=PLAN.step_s * 0.9))
+    assert "the plan says a step takes" in violations(replace(PLAN, step_s=PLAN.step_s * 0.9))
+    assert "adds a variance of 0" in violations(tampered(predicted=replace(predicted, added_variance=0.0)))
+    assert "the plan says infer needs 1 bytes" in violations(tampered(predicted=replace(predicted, memory_bytes=1)))
+    assert "the plan says infer computes for" in violations(tampered(predicted=replace(predicted, compute_s=1.0)))
+    assert "the plan says infer waits" in violations(tampered(predicted=replace(predicted, wait_s=1.0)))
+    assert "was made from profile 0123" in violations(tampered(profile_hash="0123"))
+    assert "more than its budget of 1000" in violations(PLAN, budgets={"infer": 1000})
+
+
+def test_the_check_catches_what_cannot_run():
+    everything = {**PLAN["infer"].assignment}
+    assert "head runs in fp16 on infer, which has only" in violations(tampered(assignment={**everything, "head": Precision.FP16}))
+    assert "which has no kernel" in violations(tampered(assignment={**everything, "layer.0.attention": INT8}))
+    assert "'nose'" in violations(tampered(assignment={**everything, "nose": INT8}))
+    ops = {**PROFILES["infer"].ops, PLAN["infer"].lowered[0]: {"fp32": Cost(1.0)}}
+    unmeasured = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops)}
+    assert "which was not measured" in violations(PLAN, profiles=unmeasured)
+    assert "no device class 'infer'" in violations(replace(PLAN, classes={"train": PLAN["train"]}))
+    assert "no profile of device class 'infer'" in violations(PLAN, profiles={"train": PROFILES["train"]})
+
+
+def test_every_lowered_operator_has_a_reason_that_replay_confirms():
+    reasons = explain(GRAPH, PLAN, PROFILES, SENSITIVITY, CLUSTER)
+    assert tuple(reason.op for reason in reasons) == PLAN["infer"].lowered
+    for reason in reasons:
+        raised = {**PLAN["infer"].assignment, reason.op: reason.raised_to}
+        timeline = replay(GRAPH, {"train": {}, "infer": raised}, PROFILES, CLUSTER)
+        assert reason.step_if_raised_s == pytest.approx(timeline.step_s)
+        assert reason.memory_if_raised_bytes == timeline["infer"].memory_bytes
+        assert reason.step_if_raised_s > PLAN.target_s
+        assert "over the target" in reason.verdict and reason.verdict.startswith(f"{reason.op} runs in")
+        assert reason.variance_regained > 0
+    assert sum(reason.added_variance for reason in reasons) == pytest.approx(PLAN["infer"].predicted.added_variance)
+
+
+def test_reasons_tell_memory_and_pins_from_time():
+    loose = replace(PLAN, target_s=10.0)
+    assert "it could run in" in explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER)[0].verdict
+    tight = explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 1000})[0].verdict
+    assert "more than its memory budget" in tight
+
+
+def test_planning_a_model_of_the_size_of_bert_base_takes_a_second_at_most():
+    graph = encoder(24, width=768, rows=4096)
+    assert len(graph.ops) > 400
+    profiles, sensitivity = pair(graph, 1.8, 1e-9), sensitivity_of(graph)
+    begin = time.perf_counter()
+    plan = allocate(graph, profiles, sensitivity, CLUSTER)
+    assert time.perf_counter() - begin < 2.0
+    assert plan["infer"].lowered

@@ -1,0 +1,171 @@
+"""The memory model: what is kept for backward, once each, and the largest sum over a step."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import Builder, assignments_for, encoder, graphs, mlp
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from qsync.graph import Role
+from qsync.lowering import lower
+from qsync.precision import Precision
+from qsync.predictor.memory import Memory, peak_memory
+
+BF16, INT8 = Precision.BF16, Precision.INT8
+ROWS, WIDTH = 1024, 16
+VALUE = 4 * ROWS * WIDTH  # one activation in FP32
+
+
+def peak(builder: Builder, assignment=None, **options) -> Memory:
+    return peak_memory(lower(builder.build(), assignment or {}), **options)
+
+
+def chain(*kinds: str) -> Builder:
+    """A product and then these followers, one after the other, with a loss."""
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    for number, kind in enumerate(kinds):
+        x = builder.follow(f"{kind}{number}", kind, x)
+    builder.loss("loss", x)
+    return builder
+
+
+def test_what_a_step_always_holds():
+    memory = peak(chain(), optimizer_bytes=1000)
+    weight = 4 * WIDTH * WIDTH
+    assert (memory.parameters, memory.gradients, memory.inputs) == (weight, weight, VALUE)
+    assert (memory.optimizer, memory.buckets) == (1000, 0)
+
+
+def test_frozen_parameters_have_no_gradient_and_whole_buffers_count():
+    builder = Builder()
+    x = builder.enter("x", (ROWS, WIDTH))
+    weight = builder.enter("w", (WIDTH, WIDTH), "parameter", grad=False)
+    builder.enter("running", (100,), "buffer")
+    builder.op("fc", "linear", Role.ADJUSTABLE, [x, weight], requires_grad=False)
+    memory = peak(builder)
+    assert (memory.gradients, memory.inputs, memory.saved) == (0, VALUE + 400, 0)
+
+
+def test_buckets_are_the_gradients_unless_ddp_keeps_both():
+    assert peak(chain(), num_ranks=2).buckets == 0
+    apart = peak(chain(), num_ranks=2, gradient_as_bucket_view=False)
+    assert apart.buckets == apart.gradients
+    assert peak(chain(), num_ranks=1, gradient_as_bucket_view=False).buckets == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (("gelu",), 2),  # its input and, for the loss, its output
+        (("add",), 1),  # only what the loss keeps
+        (("relu",), 1),  # its output, which the loss keeps as well
+        (("gelu", "relu"), 2),
+        (("softmax", "gelu"), 2),
+        (("view", "view", "gelu"), 2),  # views have no storage
+        (("contiguous", "gelu"), 2),
+        (("layer_norm",), 2 + 2 / WIDTH),  # and mean and deviation per row
+        (("max_pool2d",), 2 + 2),  # and an int64 index per element
+        (("some_unknown_kind",), 2),
+    ],
+)
+def test_what_is_kept_for_backward(kinds, kept):
+    # At the end of forward; one more gradient is made in backward, when the loss's input can already be let go.
+    builder = chain(*kinds)
+    memory = peak(builder)
+    assert memory.saved == int(kept * VALUE)
+
+
+def test_a_value_kept_by_three_operators_counts_once():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    values = [builder.linear(name, x, WIDTH) for name in ("q", "k", "v")]
+    total = builder.follow("sum", "cat", *values)
+    builder.op("loss", "cross_entropy", Role.FIXED, [total], ())
+    # fc's result as BF16, kept by q for all three. What q, k and v make is only read by the sum.
+    assert peak(builder, dict.fromkeys(("q", "k", "v"), BF16)).saved_by == {"q": VALUE // 2, "loss": VALUE}
+
+
+def test_dropout_keeps_a_mask_of_its_device():
+    byte, four = (peak(chain("dropout"), device=device).saved for device in ("cuda", "cpu"))
+    assert four - byte == 3 * ROWS * WIDTH
+
+
+def test_a_product_keeps_its_operands_in_the_type_it_takes_them():
+    def kept(precision):
+        builder = Builder()
+        x = builder.follow("gelu", "gelu", builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH))
+        builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+        memory = peak(builder, {"b": precision})
+        return memory.saved_by["b"], memory.casts
+
+    weight = WIDTH * WIDTH
+    assert kept(Precision.FP32) == (VALUE, 0)
+    assert kept(BF16) == (VALUE // 2, 2 * weight)
+    assert kept(INT8) == (VALUE // 4 + 4 * ROWS, weight + 4 * WIDTH)
+
+
+def test_an_operand_is_kept_only_if_the_other_one_has_a_gradient():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    constant = builder.enter("constant", (WIDTH, WIDTH), "buffer")
+    builder.op("loss", "cross_entropy", Role.FIXED, [builder.matmul("product", x, constant)], ())
+    assert peak(builder).saved_by == {"loss": VALUE}
+
+
+def test_attention_keeps_its_result_and_a_sum_per_row():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    y = builder.op("attention", "attention", Role.ADJUSTABLE, [x, x, x])
+    builder.op("loss", "cross_entropy", Role.FIXED, [y], ())
+    assert peak(builder).saved_by == {"attention": 2 * VALUE + 4 * ROWS, "loss": VALUE}
+
+
+def test_a_loss_outside_the_graph_keeps_as_much_as_it_reads():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.output(x)
+    memory = peak(builder)
+    assert memory.transient == 3 * VALUE  # the output, its gradient, and the loss's own
+
+
+def test_inference_keeps_nothing():
+    builder = Builder()
+    x = builder.enter("x", (ROWS, WIDTH))
+    for number in range(5):
+        x = builder.op(f"gelu{number}", "gelu", Role.FOLLOWING, [x], requires_grad=False)
+    memory = peak(builder)
+    assert (memory.saved, memory.transient) == (0, 2 * VALUE)
+
+
+def test_the_operator_that_holds_most_is_named():
+    builder = chain("gelu")
+    wide = builder.linear("wide", "gelu0", 64 * WIDTH)
+    builder.loss("loss2", builder.follow("wide_gelu", "gelu", wide))
+    memory = peak(builder)
+    assert (memory.largest, memory.saved_by["wide_gelu"]) == ("wide_gelu", 64 * VALUE)
+
+
+def test_int8_keeps_a_quarter_of_an_encoder_s_products():
+    graph = encoder(2, rows=2048)
+    products = {op.name: INT8 for op in graph.adjustable if op.kind == "linear"}
+    encoded, full = (peak_memory(lower(graph, assignment)).saved_by for assignment in (products, {}))
+    assert encoded["layer.0.query"] * 3.5 < full["layer.0.query"] == 4 * 2048 * 64
+    assert sum(encoded.values()) < 0.8 * sum(full.values())
+
+
+@given(graphs(), st.data())
+def test_the_parts_sum_to_the_peak_and_adding_ranks_or_state_never_lowers_it(graph, data):
+    assume(graph.adjustable)
+    lowered = lower(graph, data.draw(assignments_for(graph)))
+    memory = peak_memory(lowered, optimizer_bytes=100)
+    parts = {key: value for key, value in memory.to_json().items() if key not in ("saved_by", "peak_bytes")}
+    assert sum(parts.values()) == memory.peak_bytes
+    assert min(parts.values()) >= 0
+    assert peak_memory(lowered).peak_bytes == memory.peak_bytes - 100
+    assert peak_memory(lowered, optimizer_bytes=100, num_ranks=2).peak_bytes >= memory.peak_bytes
+
+
+def test_a_wider_batch_needs_more():
+    assert peak_memory(lower(mlp(rows=64), {})).peak_bytes > peak_memory(lower(mlp(rows=32), {})).peak_bytes
