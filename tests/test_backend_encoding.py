@@ -123,7 +123,7 @@ def test_stochastic_rounding_has_variance_of_a_sixth_of_a_squared_step_and_no_bi
     square = 0.0
     num_draws = 64
     for _ in range(num_draws):
-        codes, scale = stochastic_codes(x, (1,), rounding_noise(x.shape, x.device))
+        codes, scale = stochastic_codes(x.clone(), (1,), rounding_noise(x.shape, x.device))
         error += (codes.float() * scale - x) / scale
         square += ((codes.float() * scale - x) / scale).square().mean().item()
     assert square / num_draws * 6 == pytest.approx(1, abs=0.02)
@@ -136,7 +136,7 @@ def test_stochastic_rounding_has_variance_of_a_sixth_of_a_squared_step_and_no_bi
 def test_stochastic_rounding_keeps_what_is_a_code_already():
     x = torch.arange(-127.0, 128.0).repeat(3, 1)
     for _ in range(5):
-        codes, _ = stochastic_codes(x, (1,), rounding_noise(x.shape, x.device))
+        codes, _ = stochastic_codes(x.clone(), (1,), rounding_noise(x.shape, x.device))
         assert torch.equal(codes.float(), x)
 
 
