@@ -109,7 +109,10 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
         raise FormatError(f"{where}: memory_bytes must be positive, found {memory}")
     if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
         raise FormatError(f"{where}: emulated_share must lie in (0, 1], found {share!r}")
-    precisions = tuple(Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where))
+    try:
+        precisions = tuple(Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where))
+    except FormatError as error:
+        raise FormatError(f"{where}: {error}" if where not in str(error) else str(error)) from error
     if Precision.FP32 not in precisions:
         raise FormatError(f"{where}: precisions must include 'fp32'; add it")
     device = field(entry, "device", str, where)
