@@ -94,7 +94,8 @@ def stochastic_codes(values: Tensor, dims: tuple[int, ...], noise: Tensor) -> tu
     """INT8 codes and scales of FP32 values, rounded up with the probability of how far the lower code is.
 
     E[code * scale] = values to within scale / 512; E[(code * scale - values)^2] is s^2 / 6 on average over
-    the place between two codes, twice that of the nearest code. Overwrites `values`. `noise` is from `rounding_noise`.
+    the place between two codes, twice that of the nearest code. Overwrites `values`. `noise` is from
+    `rounding_noise`.
     """
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
     return values.mul_(inverse).add_(noise).round_().to(torch.int8), scale
@@ -117,8 +118,9 @@ def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tenso
     if values.numel() == 0:
         shape = [1 if d in dims or d - values.ndim in dims else n for d, n in enumerate(values.shape)]
         return values.new_ones(shape), values.new_ones(shape)
-    # Two reductions that write nothing: 0.24 ms for 1024x1536, abs().amax() 0.54 (its temporary costs page faults), and
-    # vector_norm(inf) and aminmax, which do not vectorize, 4 to 8 ms (Zen 5, one thread, torch 2.13).
+    # Two reductions that write nothing: 0.24 ms for 1024x1536, abs().amax() 0.54 (its temporary costs page
+    # faults), and vector_norm(inf) and aminmax, which do not vectorize, 4 to 8 ms (Zen 5, one thread, torch
+    # 2.13).
     amax = torch.maximum(values.amax(dims, keepdim=True), values.amin(dims, keepdim=True).neg_())
     amax.clamp_(min=_SMALLEST_AMAX)
     inverse = largest / amax

@@ -23,8 +23,8 @@ def linear_fp8(
 ) -> Tensor:
     """y = x W' + b with x and W in E4M3, gradients in E5M2, all three products in FP8.
 
-        y  = s_x s_w (X W') + b
-        (ours) dx = s_h (H W),  H = e5m2(g s_w / s_h);   dW = s_k (K' X),  K = e5m2(g s_x / s_k)
+        y  = s_x s_w (X W') + b                                                                    (ours)
+        dx = s_h (H W),  H = e5m2(g s_w / s_h);   dW = s_k (K' X),  K = e5m2(g s_x / s_k)
 
     s_h per row, s_k per output: folding s_w and s_x into g leaves one scale per row of each product, which is
     what the hardware takes. x (..., K), W (N, K), both encoded "row".

@@ -19,8 +19,7 @@ from qsync.backend.products import power_of_two
 def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
     """The target on FP16 operands; every gradient leaves in true scale.
 
-        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k such that 1/4 < max |2^k g| <= 1
-        (ours)
+        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k: 1/2 <= max |2^k g| < 1         (ours)
 
     J is the target's Jacobian at the FP16 operands. k comes from the gradient itself and never visits the
     host, so a gradient of 1e-7 survives, and no rank needs a loss scale that others would have to share

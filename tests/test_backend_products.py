@@ -436,6 +436,24 @@ def test_fp16_backward_frees_what_it_saved_and_cannot_run_twice():
         y.sum().backward()
 
 
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("magnitude", [1e-9, 1.0, 1e9])
+def test_a_device_that_multiplies_fp16_only(monkeypatch, kind, magnitude):
+    """Codes are at most 127, so scaling the gradient is enough for FP16; done here on the CPU."""
+    from qsync.backend import linear, products
+
+    for module in (linear, products):
+        monkeypatch.setattr(module, "narrow_dtype", lambda device: torch.float16)
+    tensors = linear_tensors((33, 64), 48, kind)
+    gradient = sample(33, 48, seed=9) * magnitude
+    kernel = select("cpu").kernel(kind, "int8")
+    got = outcome(kernel, kind, "int8", TARGETS[kind], tensors, gradient=gradient)
+    plain = reference_kernel(kind, Precision.INT8)
+    expected = outcome(plain, kind, "int8", TARGETS[kind], tensors, gradient=gradient)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        assert agreement_db(a / magnitude, b / magnitude) > 45
+
+
 def test_frozen_and_repeated_backward_of_int8():
     x, w = sample(8, 16).requires_grad_(), sample(4, 16, seed=1).requires_grad_()
     y = call(select("cpu").kernel("linear", "int8"), "linear", "int8", F.linear, [x, w])
