@@ -1,4 +1,4 @@
-"""Choosing: which operators run in which precision on each device class, and proof that the choice holds. No torch."""
+"""Choosing which operators run in which precision on each device class, with proof of it. No torch."""
 
 from qsync.allocator.baselines import uniform
 from qsync.allocator.certificate import Certificate, check_plan

@@ -23,10 +23,11 @@ def uniform(
     sensitivity: Sensitivity | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> Plan:
-    """The plan that gives each class one precision wherever the operator's kind and the profile have it, else FP32.
+    """The plan that gives each class one precision wherever kind and profile have it, else FP32.
 
-    Classes that `precisions` leaves out run in FP32. Predictions are filled in; variance too if a sensitivity is given.
-    Raises UnsupportedError if a class lacks its precision, MismatchError if graph and profiles do not belong together.
+    Classes that `precisions` leaves out run in FP32. Predictions are filled in; variance too if a sensitivity
+    is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and profiles do
+    not belong together.
 
     >>> uniform(graph, profiles, cluster, {"infer": "int8"}).step_s
     """

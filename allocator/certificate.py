@@ -50,9 +50,9 @@ def check_plan(
 ) -> Certificate:
     """Derive legality, step time, memory and variance of a plan again, and list what does not hold.
 
-    Legality is that the class has each precision, that a kernel exists and that the profile measured it. Times are in
-    seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Nothing is raised for a bad plan: every
-    violation is a sentence.
+    Legality is that the class has each precision, that a kernel exists and that the profile measured it.
+    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Nothing is
+    raised for a bad plan: every violation is a sentence.
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
@@ -62,7 +62,9 @@ def check_plan(
         return Certificate(tuple(violations), None, plan.target_s, {}, limits, {})
     try:
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
-        variance = {entry.name: _variance(plan[entry.name], sensitivity, cluster, entry) for entry in cluster.classes}
+        variance = {
+            entry.name: _variance(plan[entry.name], sensitivity, cluster, entry) for entry in cluster.classes
+        }
     except QSyncError as error:
         return Certificate((str(error),), None, plan.target_s, {}, limits, {})
     violations += _times(plan, timeline)
@@ -94,7 +96,9 @@ def _illegal(
                 known = ", ".join(device_class.precisions)
                 found.append(f"{op} runs in {precision} on {name}, which has only {known}")
             elif precision not in profiles[name].precisions_of(op):
-                found.append(f"{op} runs in {precision} on {name}, which was not measured; profile this class again")
+                found.append(
+                    f"{op} runs in {precision} on {name}, which was not measured; profile this class again"
+                )
     return found
 
 
@@ -104,7 +108,9 @@ def _times(plan: Plan, timeline: Timeline) -> list[str]:
         found.append(f"the plan says a step takes {plan.step_s:.9g} s, replay says {timeline.step_s:.9g} s")
     if plan.target_s is not None and timeline.step_s > plan.target_s * (1 + RELATIVE):
         over = timeline.step_s - plan.target_s
-        found.append(f"a step takes {timeline.step_s:.9g} s, {over:.3g} s more than the target of {plan.target_s:.9g} s")
+        found.append(
+            f"a step takes {timeline.step_s:.9g} s, {over:.3g} s over the target of {plan.target_s:.9g} s"
+        )
     return found
 
 
@@ -114,9 +120,13 @@ def _class_violations(
     found = []
     memory = timeline[name].memory_bytes
     if memory > limit:
-        found.append(f"{name} needs {memory} bytes at its peak, {memory - limit} more than its budget of {limit}")
+        found.append(
+            f"{name} needs {memory} bytes at its peak, {memory - limit} more than its budget of {limit}"
+        )
     if plan.profile_hash is not None and plan.profile_hash != profile.hash:
-        found.append(f"the plan for {name} was made from profile {plan.profile_hash}, this one is {profile.hash}")
+        found.append(
+            f"the plan for {name} was made from profile {plan.profile_hash}, this one is {profile.hash}"
+        )
     if plan.predicted is not None:
         again = {
             "computes for": ("s", plan.predicted.compute_s, timeline[name].compute_s),
@@ -127,11 +137,15 @@ def _class_violations(
         for verb, (unit, said, derived) in again.items():
             scale = timeline.step_s if unit == "s" else 0.0
             if _differ(said, derived, scale):
-                found.append(f"the plan says {name} {verb} {said:.9g} {unit}, replay says {derived:.9g} {unit}")
+                found.append(
+                    f"the plan says {name} {verb} {said:.9g} {unit}, replay says {derived:.9g} {unit}"
+                )
     return found
 
 
-def _variance(plan: ClassPlan, sensitivity: Sensitivity, cluster: Cluster, device_class: DeviceClass) -> float:
+def _variance(
+    plan: ClassPlan, sensitivity: Sensitivity, cluster: Cluster, device_class: DeviceClass
+) -> float:
     added = sum(sensitivity[op, Precision(precision)] for op, precision in plan.assignment.items())
     return device_class.count / cluster.num_ranks**2 * added
 

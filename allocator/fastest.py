@@ -17,9 +17,10 @@ _MAX_SWEEPS = 20
 def fastest_start(state: State, device_class: str) -> None:
     """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
 
-    Coordinate descent over operators, each at its locally cheapest precision given its neighbours, from the best uniform
-    start; operators that read one value also move together, since they share its cast (ours). Raises InfeasibleError,
-    naming the class, the bytes that are missing and the operator that holds most, if nothing fits.
+    Coordinate descent over operators, each at its locally cheapest precision given its neighbours, from the
+    best uniform start; operators that read one value also move together, since they share its cast (ours).
+    Raises InfeasibleError, naming the class, the bytes that are missing and the operator that holds most, if
+    nothing fits.
     """
     starts = list(uniform_starts(state, device_class))
     totals = []
@@ -33,7 +34,7 @@ def fastest_start(state: State, device_class: str) -> None:
 
 
 def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precision]]:
-    """The highest assignment, then one precision wherever it may be chosen, from the highest to the lowest."""
+    """The highest assignment, then one precision wherever it may be chosen, the highest first."""
     part = state.classes[device_class].part
     yield part.highest
     for precision in reversed(Precision):
@@ -45,7 +46,7 @@ def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precis
 
 def _descend(state: State, device_class: str) -> None:
     one = state.classes[device_class]
-    groups = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
+    groups: list[tuple[str, ...]] = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
     groups += sibling_groups(state.problem.graph, one.part.choices)
     for _ in range(_MAX_SWEEPS):
         if not any([_cheapest(state, device_class, group) for group in groups]):
@@ -79,7 +80,7 @@ def _cheapest(state: State, device_class: str, group: tuple[str, ...]) -> bool:
 
 
 def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
-    """Give up as little time as possible for memory, from here and, where that is not enough, from each other start."""
+    """Give up as little time as possible for memory, from here or, failing that, from each start."""
     one = state.classes[device_class]
     missing = []
     for start in [one.lowering.assignment(), *starts]:
@@ -90,9 +91,10 @@ def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) ->
         missing.append((-one.margin, one.memory()))
     least, memory = min(missing, key=lambda entry: entry[0])
     raise InfeasibleError(
-        f"{device_class}: no assignment fits in its memory of {one.part.budget_bytes} bytes; the smallest step found "
-        f"needs {least} bytes more, and {memory.largest} holds most ({memory.saved_by.get(memory.largest, 0)} bytes for "
-        "backward); give the class more memory or a smaller batch"
+        f"{device_class}: no assignment fits in its memory of {one.part.budget_bytes} bytes; the smallest "
+        f"step found needs {least} bytes more, and {memory.largest} holds most "
+        f"({memory.saved_by.get(memory.largest, 0)} bytes for backward); give the class more memory "
+        "or a smaller batch"
     )
 
 
@@ -120,7 +122,9 @@ def _save_memory(state: State, device_class: str) -> None:
             return
 
 
-def _savings(state: State, device_class: str, peak: int) -> Iterator[tuple[tuple[float, int], str, Precision]]:
+def _savings(
+    state: State, device_class: str, peak: int
+) -> Iterator[tuple[tuple[float, int], str, Precision]]:
     """Single changes that save memory, keyed so that the best sorts first, ties in model order."""
     one = state.classes[device_class]
     now = one.costs.total_s
@@ -133,5 +137,3 @@ def _savings(state: State, device_class: str, peak: int) -> Iterator[tuple[tuple
             state.back(move)
             if saved > 0:
                 yield (-saved / max(lost, 1e-12), place), op, precision
-
-

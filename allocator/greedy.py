@@ -34,19 +34,22 @@ def allocate(
 ) -> Plan:
     """The plan that lowers just enough operators on just the weak classes that nobody waits.
 
-        minimise sum over classes c of (n_c / N^2) sum over operators of omega   (design.md; QSync, arXiv:2407.02327)
-        such that the step takes at most T and every class fits in its memory
+        minimise sum over classes c of (n_c / N^2) sum over operators of omega   (design.md; QSync,
+        arXiv:2407.02327) such that the step takes at most T and every class fits in its memory
 
-    T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in FP32, times
-    1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only with `lower_all`, or where
-    FP32 does not fit in its memory. `budgets` (bytes by class) take the place of the cluster's memory; `pins` map patterns
-    of operator names to precisions. Raises InfeasibleError naming the binding constraint and by how much it is missed,
-    MismatchError where graph, profiles, sensitivity and cluster do not belong together, and what `pose` raises.
+    T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in
+    FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only
+    with `lower_all`, or where FP32 does not fit in its memory. `budgets` (bytes by class) take the place of
+    the cluster's memory; `pins` map patterns of operator names to precisions. Raises InfeasibleError naming
+    the binding constraint and by how much it is missed, MismatchError where graph, profiles, sensitivity and
+    cluster do not belong together, and what `pose` raises.
 
     >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """
     if not slack >= 0.0:
-        raise FormatError(f"slack must not be negative, found {slack}; 0.05 allows steps 5 % longer than the least")
+        raise FormatError(
+            f"slack must not be negative, found {slack}; 0.05 allows steps 5 % longer than the least"
+        )
     problem = pose(
         graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, bucket_cap_bytes=bucket_cap_bytes
     )
@@ -57,7 +60,9 @@ def allocate(
     target = state.step_s() * (1 + slack) if target_s is None else target_s
     _check_reachable(state, target, lower_all)
     best = _best(state, lowerable, target)
-    return as_plan(graph, best, profiles, cluster, problem=problem, target_s=target, bucket_cap_bytes=bucket_cap_bytes)
+    return as_plan(
+        graph, best, profiles, cluster, problem=problem, target_s=target, bucket_cap_bytes=bucket_cap_bytes
+    )
 
 
 def as_plan(
@@ -71,7 +76,7 @@ def as_plan(
     target_s: float | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> Plan:
-    """A plan of these assignments with what full replay predicts for it; variance is 0 where no sensitivity is given."""
+    """A plan of these assignments with what full replay predicts for it; no sensitivity, no variance."""
     timeline = replay(graph, assignments, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
     classes = {}
     for device_class in cluster.classes:
@@ -80,7 +85,9 @@ def as_plan(
         if problem is not None:
             variance = sum(problem.classes[name].variance[op][p] for op, p in assignment.items())
         else:
-            variance = weight * sum(sensitivity[op, p] for op, p in assignment.items()) if sensitivity else 0.0
+            variance = (
+                weight * sum(sensitivity[op, p] for op, p in assignment.items()) if sensitivity else 0.0
+            )
         entry = timeline[name]
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
         classes[name] = ClassPlan(assignment, predicted, profiles[name].hash)
@@ -88,7 +95,7 @@ def as_plan(
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """The weak classes: all but the one whose FP32 step takes least, which stays in FP32 if that fits in its memory."""
+    """The weak classes: all but the one whose FP32 step takes least, if FP32 fits in its memory."""
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
 
@@ -98,7 +105,11 @@ def _check_reachable(state: State, target_s: float, lower_all: bool) -> None:
     if step_s <= target_s * (1 + TOLERANCE):
         return
     slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
-    advice = "give a longer target" if lower_all else "give a longer target, or let the strongest class be lowered too"
+    advice = (
+        "give a longer target"
+        if lower_all
+        else "give a longer target, or let the strongest class be lowered too"
+    )
     raise InfeasibleError(
         f"no plan reaches a step of {target_s:.6g} s: the fastest one takes {step_s:.6g} s, "
         f"{step_s - target_s:.3g} s too long, and {slowest} is the slowest class; {advice}"
@@ -108,8 +119,8 @@ def _check_reachable(state: State, target_s: float, lower_all: bool) -> None:
 def _best(state: State, lowerable: list[str], target_s: float) -> Assignments:
     """Recovery from every start that reaches the target and in every order; the one that adds least variance.
 
-    Beside the fastest start, every uniform assignment is a start, so the plan never adds more variance than the best
-    uniform choice that is fast enough (ours). Of equals the first stands.
+    Beside the fastest start, every uniform assignment is a start, so the plan never adds more variance than
+    the best uniform choice that is fast enough (ours). Of equals the first stands.
     """
     best, least = state.assignments(), state.variance
     for start in list(_starts(state, lowerable)):

@@ -1,11 +1,11 @@
-"""What may be chosen: for each class and operator the precisions it may have, and what each adds to the variance."""
+"""What may be chosen: the precisions of each operator on each class, and the variance that each adds."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from qsync.cluster import Cluster, DeviceClass
@@ -35,7 +35,7 @@ RANK = {
 
 @dataclass(frozen=True, slots=True)
 class ClassProblem:
-    """One class's part: `choices[op]` from the lowest precision to the highest, `variance[op][p]` weighted n_c / N^2."""
+    """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2."""
 
     device_class: DeviceClass
     profile: Profile
@@ -71,8 +71,9 @@ def pose(
 ) -> Problem:
     """Check that everything belongs together, and list what may be chosen.
 
-    A precision may be chosen where the operator's kind, the class and its profile all have it. Raises MismatchError,
-    UnsupportedError, FormatError or CalibrationError naming the class or operator that is wrong.
+    A precision may be chosen where the operator's kind, the class and its profile all have it. Raises
+    MismatchError, UnsupportedError, FormatError or CalibrationError naming the class or operator that is
+    wrong.
     """
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
@@ -86,7 +87,7 @@ def pose(
         for op in graph.adjustable:
             options = _choices(op, device_class, profiles[name], pinned.get(op.name))
             variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
-            choices[op.name] = tuple(sorted(options, key=lambda p, v=variance[op.name]: (-v[p], RANK[p])))
+            choices[op.name] = _from_lowest(options, variance[op.name])
         budget = (budgets or {}).get(name, device_class.memory_bytes)
         classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance)
     return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
@@ -96,8 +97,8 @@ def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
     """MismatchError unless this sensitivity was gathered on `graph`."""
     if sensitivity.graph_hash != graph.hash:
         raise MismatchError(
-            f"the sensitivity was gathered on graph {sensitivity.graph_hash}, {graph.model} is graph {graph.hash}; "
-            "gather it again with qsync.sensitivity"
+            f"the sensitivity was gathered on graph {sensitivity.graph_hash}, {graph.model} is graph "
+            f"{graph.hash}; gather it again with qsync.sensitivity"
         )
 
 
@@ -111,7 +112,9 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
         if not matched:
             close = difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.0)
             nearest = f" (nearest: {close[0]!r})" if close else ""
-            raise MismatchError(f"no adjustable operator of {graph.model} matches the pin {pattern!r}{nearest}")
+            raise MismatchError(
+                f"no adjustable operator of {graph.model} matches the pin {pattern!r}{nearest}"
+            )
         for name in matched:
             if precision not in PRECISIONS_BY_KIND[names[name]]:
                 known = ", ".join(PRECISIONS_BY_KIND[names[name]])
@@ -123,12 +126,16 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
     return pinned
 
 
-def _choices(op: Op, device_class: DeviceClass, profile: Profile, pinned: Precision | None) -> tuple[Precision, ...]:
+def _choices(
+    op: Op, device_class: DeviceClass, profile: Profile, pinned: Precision | None
+) -> tuple[Precision, ...]:
     measured = profile.precisions_of(op.name)
     for wanted in (Precision.FP32,) if pinned is None else (pinned,):
         if wanted not in device_class.precisions:
             known = ", ".join(device_class.precisions)
-            raise UnsupportedError(f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}")
+            raise UnsupportedError(
+                f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}"
+            )
         if wanted not in measured:
             known = ", ".join(measured) or "nothing"
             raise MismatchError(
@@ -145,8 +152,14 @@ def _choices(op: Op, device_class: DeviceClass, profile: Profile, pinned: Precis
     )
 
 
+def _from_lowest(options: Iterable[Precision], variance: Mapping[Precision, float]) -> tuple[Precision, ...]:
+    return tuple(sorted(options, key=lambda p: (-variance[p], RANK[p])))
+
+
 def _omega(sensitivity: Sensitivity, op: str, precision: Precision) -> float:
     omega = sensitivity[op, precision]
     if not math.isfinite(omega) or omega < 0:
-        raise CalibrationError(f"the sensitivity of {op} at {precision} is {omega}; gather it again with qsync.sensitivity")
+        raise CalibrationError(
+            f"the sensitivity of {op} at {precision} is {omega}; gather it again with qsync.sensitivity"
+        )
     return omega

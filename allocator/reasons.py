@@ -1,4 +1,4 @@
-"""Why each lowered operator is lowered: what it saves, what it costs, and what would happen if it were raised."""
+"""Why each lowered operator is lowered: what it saves, what it costs, and what raising it would do."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from qsync.replayer.simulate import checked_lowerings
 class Reason:
     """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
 
-    `time_saved_s` is what the class saves by not running it in FP32, casts of its neighbourhood included. The `raised`
-    fields are for the next higher precision, everything else as it is: the step, the memory peak, and the variance that
-    would be regained.
+    `time_saved_s` is what the class saves by not running it in FP32, casts of its neighbourhood included. The
+    `raised` fields are for the next higher precision, everything else as it is: the step, the memory peak,
+    and the variance that would be regained.
     """
 
     op: str
@@ -51,9 +51,10 @@ def explain(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> list[Reason]:
-    """One reason for every operator that the plan lowers, in the order of classes and of the model. Simulated.
+    """One reason for every operator that the plan lowers, in the order of the model. Simulated.
 
-    Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and cluster do not belong together.
+    Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and cluster do not belong
+    together.
 
     >>> for reason in explain(graph, plan, profiles, sensitivity, cluster):
     ...     print(reason.verdict)
@@ -92,11 +93,16 @@ def _verdict(
     memory: int,
     target_s: float,
 ) -> str:
-    gain = f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
+    gain = (
+        f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
+    )
     head = f"{op} runs in {precision} on {name}, which {gain}"
     over_s, over_bytes = step_s - target_s, memory - problem.classes[name].budget_bytes
     if over_s > target_s * TOLERANCE:
-        return f"{head}; in {raised} the step would take {step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"
+        step = f"{step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"
+        return f"{head}; in {raised} the step would take {step}"
     if over_bytes > 0:
         return f"{head}; in {raised} the class would need {over_bytes} bytes more than its memory budget"
-    return f"{head}; it could run in {raised} as well, time and memory would hold: it is pinned, or the plan is not the best"
+    return (
+        f"{head}; it could run in {raised}, and time and memory hold: it is pinned, or the plan is not best"
+    )

@@ -1,4 +1,4 @@
-"""Stage 2: raise operators again while the step and the memory hold (QSync, arXiv:2407.02327, second stage)."""
+"""Stage 2: raise operators while the step and the memory hold (QSync, arXiv:2407.02327, second stage)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def variance_regained(state: State, device_class: str, op: str, precision: Preci
 
 
 def regained_per_second(state: State, device_class: str, op: str, precision: Precision) -> float:
-    """Variance regained per second of compute that the class loses by it (ours): a knapsack's order of density."""
+    """Variance regained per second of compute that the class loses by it (ours): a knapsack's density."""
     one = state.classes[device_class]
     regained, now = variance_regained(state, device_class, op, precision), one.costs.total_s
     move = state.move(device_class, {op: precision})
@@ -37,11 +37,11 @@ PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_second)
 
 
 def recover(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> None:
-    """Raise operators of these classes, best first, as long as the step stays within `target_s` and memory holds.
+    """Raise operators of these classes, best first, while the step is within `target_s` and memory holds.
 
-    Every raise of an operator is tried, so one whose jump to FP32 costs too much may still stop half way; a raise that
-    does not hold is undone exactly. Raising a neighbour can remove a cast and make a refused raise affordable, so passes
-    are repeated until one changes nothing.
+    Every raise of an operator is tried, so one whose jump to FP32 costs too much may still stop half way; a
+    raise that does not hold is undone exactly. Raising a neighbour can remove a cast and make a refused raise
+    affordable, so passes are repeated until one changes nothing.
     """
     for name in classes:
         _try(state, name, state.classes[name].part.highest, target_s)
@@ -66,7 +66,9 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
         (-priority(state, name, op, precision), number, name, op, precision)
         for number, (name, op, precision) in enumerate(_raises(state, classes))
     ]
-    heapq.heapify(heap)  # the number makes ties deterministic: class order, then model order, then the highest first
+    heapq.heapify(
+        heap
+    )  # the number makes ties deterministic: class order, then model order, then the highest first
     changed = False
     while heap:
         _, _, name, op, precision = heapq.heappop(heap)

@@ -1,4 +1,4 @@
-"""The assignment of every class while it is being searched: one operator changes at a time, and comes back exactly."""
+"""The assignment of every class during a search: a few operators change at a time, and come back exactly."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from qsync.precision import Precision
 from qsync.predictor.memory import Memory, peak_memory
 from qsync.replayer import ClassCosts, Work, step_time
 
-# Most bytes per element by which one operator's change can move the peak, for each tensor it reads or writes: the value
-# in every type it may be carried and cast to, its gradient, and what its operator keeps beside it.
+# Most bytes per element by which one operator's change can move the peak, for each tensor it reads or writes:
+# the value in every type it may be carried and cast to, its gradient, and what its operator keeps beside it.
 _BYTES_PER_ELEMENT = 32
 
 
@@ -37,7 +37,8 @@ class ClassState:
         self.costs = ClassCosts(self.lowering, part.profile)
         self.work = problem.exchange.work(self.costs)
         self._reach = _reach(problem.graph)
-        # Bytes that are certainly free: a lower bound, so that the peak is computed only when the budget may bind.
+        # Bytes that are certainly free: a lower bound, so that the peak is computed only when the budget may
+        # bind.
         self.margin = -1
 
     def precision(self, op: str) -> Precision:
@@ -113,7 +114,7 @@ class State:
 
 
 def _reach(graph: OpGraph) -> list[int]:
-    """For every operator, a bound on the bytes by which a change of its node or its casts can move the peak."""
+    """For every operator a bound on the bytes by which changing its node or its casts can move the peak."""
     size = {value.name: value.num_elements for value in graph.inputs}
     reach = []
     for op in graph.ops:

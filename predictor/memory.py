@@ -1,8 +1,9 @@
-"""How much memory a step takes, read off the lowered graph: what it saves for backward, and what lives for a while.
+"""How much memory a step takes, read off the lowered graph: what it saves for backward, what lives a while.
 
-The largest sum over time of the tensors that are alive (ours). Forward runs operator by operator, then the loss, then
-backward in reverse; every tensor lives from the operator that makes it to the last one that reads it, which is in
-backward if it was saved. One storage saved by several operators counts once, and a view has no storage of its own.
+The largest sum over time of the tensors that are alive (ours). Forward runs operator by operator, then the
+loss, then backward in reverse; every tensor lives from the operator that makes it to the last one that reads
+it, which is in backward if it was saved. One storage saved by several operators counts once, and a view has
+no storage of its own.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from qsync.graph import Op, OpGraph, num_elements
 from qsync.lowering import Cast, LoweredGraph, Run
 from qsync.precision import LARGEST, Precision, is_encoded, type_bytes
 
-# What each kind of operator keeps for backward, as torch's derivatives.yaml has it. A kind that is not named keeps its
-# inputs: too much rather than too little.
+# What each kind of operator keeps for backward, as torch's derivatives.yaml has it. A kind that is not named
+# keeps its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float", "input", "output",
-    "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
+    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that keep what is no float among what they read: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
@@ -37,9 +38,9 @@ Key = tuple[str, str]  # a storage: the value whose storage it is, and the type 
 class Memory:
     """Bytes on one rank at the moment of the step when most are in use; the parts sum to `peak_bytes`.
 
-    `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what waits for
-    backward, `transient` the rest. `saved_by` says for each operator what it keeps for backward and no operator before
-    it does already.
+    `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what
+    waits for backward, `transient` the rest. `saved_by` says for each operator what it keeps for backward and
+    no operator before it does already.
     """
 
     parameters: int
@@ -76,8 +77,9 @@ def peak_memory(
 ) -> Memory:
     """The memory peak of one training step of this lowered graph on one rank, in bytes.
 
-    `optimizer_bytes` is the optimizer's state. With several ranks DDP's buckets are the gradients themselves, or stand
-    beside them if not `gradient_as_bucket_view`. Gradients count in full throughout, as after the first step.
+    `optimizer_bytes` is the optimizer's state. With several ranks DDP's buckets are the gradients themselves,
+    or stand beside them if not `gradient_as_bucket_view`. Gradients count in full throughout, as after the
+    first step.
 
     >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
     """
@@ -111,7 +113,7 @@ class _Storage:
 
 
 class _Walk:
-    """Every storage of one step with its lifetime. Operator i of n runs forward at time i and backward at 2n - i."""
+    """Every storage of one step with its lifetime. Of n operators, i runs forward at i and backward at 2n - i."""
 
     def __init__(self, lowered: LoweredGraph, num_ranks: int, device: str) -> None:
         self.graph: OpGraph = lowered.graph
@@ -121,7 +123,9 @@ class _Walk:
         self.storages: dict[Key, _Storage] = {}
         self.spans: list[_Storage] = []  # gradients
         self.saved_by: dict[str, int] = {}
-        self._key = {value.name: (value.name, value.dtype) for value in self.graph.inputs}  # value -> its own storage
+        self._key = {
+            value.name: (value.name, value.dtype) for value in self.graph.inputs
+        }  # value -> its own storage
         self._carried = {value.name: value.dtype for value in self.graph.inputs}
         self._shape = {value.name: value.shape for value in self.graph.inputs}
         self._grad = {value.name: value.requires_grad for value in self.graph.inputs}
@@ -175,7 +179,11 @@ class _Walk:
         operands = [self._key_as(value, taken) for value, taken in zip(op.inputs, run.operands, strict=True)]
         for key in (*operands, *(self._key[value] for value in op.kept)):
             self._use(key, i)
-        self._carried[op.name], self._shape[op.name], self._grad[op.name] = run.output, op.shape, op.requires_grad
+        self._carried[op.name], self._shape[op.name], self._grad[op.name] = (
+            run.output,
+            op.shape,
+            op.requires_grad,
+        )
         if op.kind in ALIASES and len(operands) == 1:
             self._key[op.name] = operands[0]
         else:
@@ -218,7 +226,8 @@ class _Walk:
     def _extras(self, op: Op, run: Run) -> Iterator[tuple[str, int]]:
         """What an operator makes for its backward beside its result: masks, indices, statistics."""
         if op.kind == "dropout":
-            # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per element.
+            # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
+            # element.
             yield "mask", op.num_elements if self.device == "cuda" else type_bytes(run.mode, op.num_elements)
         elif op.kind == "max_pool2d":
             yield "indices", type_bytes("int64", op.num_elements)
@@ -227,11 +236,13 @@ class _Walk:
         elif op.kind == "cross_entropy":
             yield "log_probabilities", FP32_BYTES * num_elements(self._shape[op.inputs[0]])
         elif op.kind in NORMS:
-            rows = op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
+            rows = (
+                op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
+            )
             yield "statistics", 2 * FP32_BYTES * rows
 
     def _output(self, i: int, op: Op, operands: Sequence[Key]) -> None:
-        """What leaves the graph is read by the loss; a loss outside the graph keeps as much again, in FP32."""
+        """What leaves the graph is read by the loss, which, if outside the graph, keeps an FP32 copy."""
         middle = len(self.graph.ops)
         for key, value in zip(operands, op.inputs, strict=True):
             self._use(key, middle)
@@ -251,7 +262,7 @@ class _Walk:
                     extra += type_bytes(taken, num_elements(self._shape[value]))
                 if value in self._parameters and self.num_ranks > 1:  # made here, then copied into its bucket
                     extra += FP32_BYTES * num_elements(self._shape[value])
-            if run.mode == Precision.INT8 and key != own and is_encoded(taken):  # its backward has 16-bit operands
+            if run.mode == Precision.INT8 and key != own and is_encoded(taken):  # 16-bit backward
                 extra += type_bytes("bf16", num_elements(self._shape[value]))
         if extra:
             self.spans.append(_Storage(extra, time, time))

@@ -1,4 +1,4 @@
-"""From costs to a step: all ranks simulated from the profiles of their classes. Pure functions on records, no torch."""
+"""From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch."""
 
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost

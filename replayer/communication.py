@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from qsync.cluster import Link
 from qsync.graph import OpGraph
 
-# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is given.
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is
+# given.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_CAP_BYTES = 25 * 1024 * 1024
 GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision made them
@@ -17,8 +18,9 @@ GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision made the
 class Bucket:
     """Gradients reduced together.
 
-    `ready` is the position of the operator whose backward completes the bucket (backward runs from the last operator to
-    the first), -1 if a parameter in it is used by no operator and so waits for the end of backward.
+    `ready` is the position of the operator whose backward completes the bucket (backward runs from the last
+    operator to the first), -1 if a parameter in it is used by no operator and so waits for the end of
+    backward.
     """
 
     parameters: tuple[str, ...]
@@ -29,15 +31,17 @@ class Bucket:
 def ready_positions(graph: OpGraph) -> dict[str, int]:
     """For every trained parameter the position of the operator whose backward completes its gradient.
 
-    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. In the order in
-    which gradients become ready.
+    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. In the
+    order in which gradients become ready.
 
     >>> ready_positions(graph)
     {'head.weight': 12, 'head.bias': 12, 'embedding.weight': 0}
     """
     first = {value.name: -1 for value in graph.parameters if value.requires_grad}
     # A parameter inside a checkpointed graph may bear a second name there; its gradient is the same tensor's.
-    real = {v.name: v.name.partition("@checkpoint")[0] for v in graph.inputs if v.kind in ("parameter", "alias")}
+    real = {
+        v.name: v.name.partition("@checkpoint")[0] for v in graph.inputs if v.kind in ("parameter", "alias")
+    }
     for i in reversed(range(len(graph.ops))):
         for name in graph.ops[i].inputs + graph.ops[i].kept:
             if real.get(name) in first:
@@ -48,9 +52,9 @@ def ready_positions(graph: OpGraph) -> dict[str, int]:
 def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
     """The buckets as DDP rebuilds them after its first step, in the order in which they are reduced.
 
-    Gradients are taken in the order they become ready; a bucket is closed once its size reaches the cap (torch,
-    compute_bucket_assignment_by_size). With the default cap the first bucket is 1 MiB and the others 25 MiB; a cap that
-    is given holds for all, as with `DistributedDataParallel(bucket_cap_mb=...)`.
+    Gradients are taken in the order they become ready; a bucket is closed once its size reaches the cap
+    (torch, compute_bucket_assignment_by_size). With the default cap the first bucket is 1 MiB and the others
+    25 MiB; a cap that is given holds for all, as with `DistributedDataParallel(bucket_cap_mb=...)`.
 
     >>> [bucket.num_bytes for bucket in buckets(graph)]
     """

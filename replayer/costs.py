@@ -1,6 +1,7 @@
 """What each node of the lowered graph costs on a device class, read off its profile.
 
-Nothing here decides which casts exist: that is lowering's. This module looks up the price of what lowering put there.
+Nothing here decides which casts exist: that is lowering's. This module looks up the price of what lowering
+put there.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
-    """Seconds that one cast takes: as measured for this very value, else from the line fitted to its kind.
+    """Seconds that one cast takes: as measured for this very value, else on the line fitted to its types.
 
-    t = base + slope * num_elements (ours), for casts that no measured step contained. Raises MismatchError if the profile
-    knows nothing of this pair of types.
+    t = base + slope * num_elements (ours), for casts that no measured step contained. Raises MismatchError if
+    the profile knows nothing of this pair of types.
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
@@ -36,8 +37,8 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
     fit = profile.cast_fit.get((cast.source, cast.target))
     if fit is None:
         raise MismatchError(
-            f"the profile of {profile.device_class} has no cast from {cast.source} to {cast.target} (needed for "
-            f"{cast.value}); profile this class again with that precision"
+            f"the profile of {profile.device_class} has no cast from {cast.source} to {cast.target} (needed "
+            f"for {cast.value}); profile this class again with that precision"
         )
     base, slope = fit
     return Cost(
@@ -49,10 +50,10 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     """Seconds that one operator takes in its mode.
 
-    An adjustable operator must have been measured in it. A following or fixed one that was not takes its nearest measured
-    mode, scaled by the bytes of the types (ours): these operators are bound by memory, not by arithmetic. What moves no
-    data (views, the graph's output) is free where it was not measured. Raises MismatchError naming the operator if the
-    profile cannot price it.
+    An adjustable operator must have been measured in it. A following or fixed one that was not takes its
+    nearest measured mode, scaled by the bytes of the types (ours): these operators are bound by memory, not
+    by arithmetic. What moves no data (views, the graph's output) is free where it was not measured. Raises
+    MismatchError naming the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -68,7 +69,8 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
             "profile this class again"
         )
     wanted = TYPE_BYTES.get(run.mode, 4)
-    # Nearest by width; of two equally near the wider, then by name, so that the answer does not depend on dict order.
+    # Nearest by width; of two equally near the wider, then by name, so that the answer does not depend on
+    # dict order.
     nearest = min(measured, key=lambda mode: (abs(_width(mode) - wanted), -_width(mode), mode))
     ratio, cost = wanted / _width(nearest), measured[nearest]
     return Cost(cost.forward_s * ratio, cost.backward_s * ratio)
@@ -77,9 +79,10 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
 class ClassCosts:
     """Forward and backward seconds of every operator of a lowering, with its casts, on one device class.
 
-    `forward_s[i]` and `backward_s[i]` hold the casts of graph inputs that stand before operator i, the operator, and the
-    casts of its result. `update` prices positions again after `Lowering.assign`; since prices depend on the lowering
-    alone, updating the same positions after `Lowering.undo` restores the arrays exactly.
+    `forward_s[i]` and `backward_s[i]` hold the casts of graph inputs that stand before operator i, the
+    operator, and the casts of its result. `update` prices positions again after `Lowering.assign`; since
+    prices depend on the lowering alone, updating the same positions after `Lowering.undo` restores the arrays
+    exactly.
 
     >>> costs = ClassCosts(lowering, profile)
     >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)

@@ -21,11 +21,11 @@ def class_events(
     flights: Sequence[tuple[float, float]],
     compute_rate: float,
 ) -> list[Event]:
-    """Events of one class: one per lowered node forward, one per node that has a backward, and what stands between.
+    """Events of one class: every lowered node forward, those that have a backward, and what stands between.
 
-    `times` are the start of the class's step, the end of its backward, the end of the last all-reduce and the seconds it
-    waits; `copies_s[i]` what copying gradients to buckets takes after operator i. Backward is stretched where an
-    all-reduce is in flight.
+    `times` are the start of the class's step, the end of its backward, the end of the last all-reduce and the
+    seconds it waits; `copies_s[i]` what copying gradients to buckets takes after operator i. Backward is
+    stretched where an all-reduce is in flight.
     """
     start, finished, reduced, wait = times
     profile = costs.profile
@@ -57,7 +57,7 @@ class _Line:
 
 
 class _Clock:
-    """When a given amount of backward work is done, with slower stretches where an all-reduce is in flight."""
+    """When a given amount of backward work is done, slower where an all-reduce is in flight."""
 
     def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rate: float) -> None:
         times, work = [begin], [0.0]
@@ -71,7 +71,8 @@ class _Clock:
     def __call__(self, work: FloatArray) -> FloatArray:
         beyond = np.maximum(0.0, work - self._work[-1])
         inside: FloatArray = np.interp(work, self._work, self._times)
-        return inside + beyond
+        at: FloatArray = inside + beyond
+        return at
 
 
 def _backward(

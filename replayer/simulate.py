@@ -4,8 +4,9 @@ All ranks of a class behave alike, so each class is simulated once, whatever its
 
     host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
 
-and the classes meet in the all-reduces, which run one after the other: bucket k starts when the slowest class has made
-its gradients and bucket k-1 is done. Events are bucket by class, never operator by operator; operators are only summed.
+and the classes meet in the all-reduces, which run one after the other: bucket k starts when the slowest class
+has made its gradients and bucket k-1 is done. Events are bucket by class, never operator by operator;
+operators are only summed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from qsync.replayer.costs import ClassCosts, FloatArray
 from qsync.replayer.events import class_events
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
-# Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still computes
-# after the last all-reduce.
+# Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still
+# computes after the last all-reduce.
 NUM_STEPS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One class's step at full speed: seconds before backward, of backward until each bucket is complete, in all, after."""
+    """One class's step at full speed: before backward, until each bucket is complete, in all, after."""
 
     lead_s: float
     ready_s: tuple[float, ...]
@@ -51,9 +52,9 @@ class Work:
 class Step:
     """One step of all classes; seconds after the end of the last all-reduce of the step before.
 
-    Per class: where its step starts, where its own backward ends, and how much longer backward took for the all-reduces
-    it overlapped. `flights` are the all-reduces as (start, end), `reduced_s` the end of the last one: the period, once
-    the drift repeats itself.
+    Per class: where its step starts, where its own backward ends, and how much longer backward took for the
+    all-reduces it overlapped. `flights` are the all-reduces as (start, end), `reduced_s` the end of the last
+    one: the period, once the drift repeats itself.
     """
 
     starts_s: tuple[float, ...]
@@ -89,7 +90,9 @@ class Exchange:
         """The step of one class at full speed, with what filling the buckets adds to its backward."""
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
-        until = np.cumsum(backward[::-1])[::-1]  # until[i]: backward work done once operator i has run backward
+        until = np.cumsum(backward[::-1])[
+            ::-1
+        ]  # until[i]: backward work done once operator i has run backward
         total = float(until[0]) if len(until) else 0.0
         total += self.unused_bytes * profile.bucket_s_per_byte
         ready = tuple(total if i < 0 else float(until[i]) for i in self._ready)
@@ -100,8 +103,8 @@ class Exchange:
 def steady_step(works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
     """The step that repeats itself when nothing but the all-reduces holds the ranks together.
 
-    A class starts its next step as soon as its own optimizer is done, so a class with a fast optimizer gets ahead by
-    that much; the drift is the same after every step.
+    A class starts its next step as soon as its own optimizer is done, so a class with a fast optimizer gets
+    ahead by that much; the drift is the same after every step.
     """
     starts = tuple(work.optimizer_s for work in works)
     step = _step(starts, works, durations_s, link)
@@ -135,10 +138,11 @@ def replay(
 ) -> Timeline:
     """What a step under this plan would take, on every class of the cluster. Simulated.
 
-    `plan` may also map class names to assignments. `bucket_cap_bytes` is DDP's cap in bytes (None: its defaults). The
-    model: backward of a class runs at `link.compute_rate` of its speed while an all-reduce is in flight, the all-reduce
-    at `link.overlap_rate` of its own while any class still computes (ours). Raises MismatchError if plan, graph, profiles
-    and cluster do not belong together, UnsupportedError if a class lacks a precision.
+    `plan` may also map class names to assignments. `bucket_cap_bytes` is DDP's cap in bytes (None: its
+    defaults). The model: backward of a class runs at `link.compute_rate` of its speed while an all-reduce is
+    in flight, the all-reduce at `link.overlap_rate` of its own while any class still computes (ours). Raises
+    MismatchError if plan, graph, profiles and cluster do not belong together, UnsupportedError if a class
+    lacks a precision.
 
     >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
     """
@@ -183,7 +187,7 @@ def checked_lowerings(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> dict[str, Lowering]:
-    """The lowering of every class of the cluster, once plan, graph, profiles and cluster are known to belong together."""
+    """The lowering of every class, once plan, graph, profiles and cluster are known to belong together."""
     if isinstance(plan, Plan):
         plan.check_graph(graph)
     check_profiles(graph, profiles, cluster)
@@ -191,12 +195,16 @@ def checked_lowerings(
     for device_class in cluster.classes:
         name = device_class.name
         if not isinstance(plan, Plan) and name not in plan:
-            raise MismatchError(f"no assignment for device class {name!r}; there is one for {', '.join(plan)}")
+            raise MismatchError(
+                f"no assignment for device class {name!r}; there is one for {', '.join(plan)}"
+            )
         assignment = plan[name].assignment if isinstance(plan, Plan) else plan[name]
         for op, precision in assignment.items():
             if precision not in device_class.precisions:
                 known = ", ".join(device_class.precisions)
-                raise UnsupportedError(f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these")
+                raise UnsupportedError(
+                    f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
+                )
         lowerings[name] = Lowering(graph, assignment, device_class.narrow)
     return lowerings
 
@@ -207,7 +215,8 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
         if device_class.name not in profiles:
             known = ", ".join(profiles) or "none"
             raise MismatchError(
-                f"no profile of device class {device_class.name!r} (there are: {known}); measure it with qsync.profile"
+                f"no profile of device class {device_class.name!r} (there are: {known}); measure it with "
+                "qsync.profile"
             )
         profiles[device_class.name].check_graph(graph)
 
@@ -215,7 +224,9 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
 def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
     """One step of all classes from where each starts. O(buckets x classes)."""
     now = 0.0
-    done = [-start - work.lead_s for start, work in zip(starts, works, strict=True)]  # backward work done by `now`
+    done = [
+        -start - work.lead_s for start, work in zip(starts, works, strict=True)
+    ]  # backward work done by `now`
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
     flights = []
@@ -226,7 +237,9 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
         left = [total[c] - done[c] for c in range(len(works))]
         computing = max(left) / link.compute_rate
         elapsed = duration / link.overlap_rate
-        if elapsed > computing:  # the last class stops computing on the way: from there the all-reduce has full speed
+        if (
+            elapsed > computing
+        ):  # the last class stops computing on the way: from there the all-reduce has full speed
             elapsed = computing + duration - computing * link.overlap_rate
         for c in range(len(works)):
             if left[c] > 0.0:
@@ -235,6 +248,7 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
         flights.append((now, now + elapsed))
         now += elapsed
     finished = [
-        start + work.lead_s + work.backward_s + more for start, work, more in zip(starts, works, slowed, strict=True)
+        start + work.lead_s + work.backward_s + more
+        for start, work, more in zip(starts, works, slowed, strict=True)
     ]
     return Step(starts, tuple(slowed), tuple(finished), tuple(flights), now if flights else max(finished))

@@ -1,4 +1,4 @@
-"""Timeline: what replay predicts of one steady step. A record: JSON in and out. Everything in it is simulated."""
+"""Timeline: what replay predicts of one steady step. A record: JSON in and out. All of it is simulated."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Event:
 class ClassTimeline:
     """What every rank of one class does in one step.
 
-    step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication took from
-    it, communication with nothing left to compute, and waiting for slower classes. `nodes` is what was priced.
+    step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication
+    took from it, communication with nothing left to compute, and waiting for slower classes. `nodes` is what
+    was priced.
     """
 
     compute_s: float
@@ -72,10 +73,17 @@ class Timeline:
     def to_json(self) -> dict[str, Any]:
         classes = {}
         for name, entry in self.classes.items():
-            numbers = {key: getattr(entry, key) for key in ClassTimeline.__dataclass_fields__ if key != "nodes"}
+            numbers = {
+                key: getattr(entry, key) for key in ClassTimeline.__dataclass_fields__ if key != "nodes"
+            }
             classes[name] = {**numbers, "nodes": [_node_to_json(node) for node in entry.nodes]}
         body = {"simulated": self.simulated, "step_s": self.step_s, "classes": classes}
-        return {"kind": "timeline", "version": VERSION, **body, "events": [asdict(event) for event in self.events]}
+        return {
+            "kind": "timeline",
+            "version": VERSION,
+            **body,
+            "events": [asdict(event) for event in self.events],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Timeline:
@@ -84,7 +92,9 @@ class Timeline:
         try:
             events = tuple(Event(**entry) for entry in field(value, "events", list, "timeline"))
             classes = {
-                name: ClassTimeline(**{**entry, "nodes": tuple(_node_from_json(node) for node in entry["nodes"])})
+                name: ClassTimeline(
+                    **{**entry, "nodes": tuple(_node_from_json(node) for node in entry["nodes"])}
+                )
                 for name, entry in field(value, "classes", dict, "timeline").items()
             }
         except (TypeError, ValueError, KeyError) as error:

@@ -30,7 +30,12 @@ class Builder:
         self.dtype: dict[str, str] = {}
 
     def enter(
-        self, name: str, shape: tuple[int, ...], kind: str = "batch", dtype: str = "fp32", grad: bool | None = None
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        kind: str = "batch",
+        dtype: str = "fp32",
+        grad: bool | None = None,
     ) -> str:
         requires_grad = kind == "parameter" if grad is None else grad
         self.inputs.append(Input(name, kind, dtype, shape, requires_grad))
@@ -39,12 +44,25 @@ class Builder:
 
     def op(
         self, name: str, kind: str, role: Role, inputs: Sequence[str], shape: tuple[int, ...] | None = None,
-        kept: Sequence[str] = (), dtype: str = "fp32", flops: int = 0, requires_grad: bool = True, magnitude: float = 0.0,
+        kept: Sequence[str] = (), dtype: str = "fp32", flops: int = 0, requires_grad: bool = True,
+        magnitude: float = 0.0,
     ) -> str:  # fmt: skip
         out = self.shape[inputs[0]] if shape is None else shape
         depth = 1 + sum(op.role is Role.ADJUSTABLE for op in self.ops)
         self.ops.append(
-            Op(name, kind, role, tuple(inputs), tuple(kept), dtype, out, flops, requires_grad, magnitude, depth)
+            Op(
+                name,
+                kind,
+                role,
+                tuple(inputs),
+                tuple(kept),
+                dtype,
+                out,
+                flops,
+                requires_grad,
+                magnitude,
+                depth,
+            )
         )
         self.shape[name], self.dtype[name] = out, dtype
         return name
@@ -60,7 +78,9 @@ class Builder:
 
     def matmul(self, name: str, x: str, y: str) -> str:
         shape = (*self.shape[x][:-1], self.shape[y][-1])
-        return self.op(name, "matmul", Role.ADJUSTABLE, [x, y], shape, flops=2 * num_elements(shape) * self.shape[x][-1])
+        return self.op(
+            name, "matmul", Role.ADJUSTABLE, [x, y], shape, flops=2 * num_elements(shape) * self.shape[x][-1]
+        )
 
     def follow(self, name: str, kind: str, *inputs: str, kept: Sequence[str] = ()) -> str:
         return self.op(name, kind, Role.FOLLOWING, inputs, kept=kept)
@@ -103,10 +123,14 @@ def encoder(num_layers: int = 2, width: int = 64, rows: int = 32, hidden: int = 
         views = [builder.op(at + f"view{j}", "view", Role.FOLLOWING, [y]) for j, y in enumerate((q, k, v))]
         y = builder.op(at + "attention", "attention", Role.ADJUSTABLE, views, flops=4 * rows * rows * width)
         y = builder.linear(at + "out", y, width, bias=True)
-        x = builder.norm(at + "norm1", builder.follow(at + "add1", "add", builder.follow(at + "drop1", "dropout", y), x))
+        x = builder.norm(
+            at + "norm1", builder.follow(at + "add1", "add", builder.follow(at + "drop1", "dropout", y), x)
+        )
         y = builder.follow(at + "gelu", "gelu", builder.linear(at + "fc1", x, hidden * width, bias=True))
         y = builder.linear(at + "fc2", y, width, bias=True)
-        x = builder.norm(at + "norm2", builder.follow(at + "add2", "add", builder.follow(at + "drop2", "dropout", y), x))
+        x = builder.norm(
+            at + "norm2", builder.follow(at + "add2", "add", builder.follow(at + "drop2", "dropout", y), x)
+        )
     x = builder.linear("head", x, 10)
     builder.loss("loss", x)
     return builder.build()
@@ -146,7 +170,15 @@ def profile_of(
     }  # fmt: skip
     fields.update(changes)
     return Profile(
-        name, graph.hash, graph.shapes_hash, ops, {}, fit, step_s={}, machine={}, **fields  # type: ignore[arg-type]
+        name,
+        graph.hash,
+        graph.shapes_hash,
+        ops,
+        {},
+        fit,
+        step_s={},
+        machine={},
+        **fields,  # type: ignore[arg-type]
     )
 
 
@@ -155,7 +187,9 @@ def sensitivity_of(graph: OpGraph, weights: Mapping[str, float] | None = None) -
     omega = {}
     for place, op in enumerate(graph.adjustable):
         weight = float(place + 1) if weights is None else weights[op.name]
-        omega[op.name] = {str(p): weight * OMEGA[p] for p in PRECISIONS_BY_KIND[op.kind] if p is not Precision.FP32}
+        omega[op.name] = {
+            str(p): weight * OMEGA[p] for p in PRECISIONS_BY_KIND[op.kind] if p is not Precision.FP32
+        }
     return Sensitivity(graph.hash, "variance", omega)
 
 
@@ -175,7 +209,7 @@ def cluster_of(
 
 @st.composite
 def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
-    """Graphs of products, followers and fixed operators in which values, weights and types are shared at random."""
+    """Graphs of products, followers and fixed operators that share values, weights and types at random."""
     builder = Builder("drawn")
     size = 4
     builder.enter("x", (size, size))
@@ -185,7 +219,11 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
     values = ["x", "wide"]
     for number in range(draw(st.integers(1, max_ops))):
         name = f"op{number}"
-        kind = draw(st.sampled_from(["linear", "addmm", "matmul", "conv2d", "gelu", "add", "masked_fill", "loss", "norm"]))
+        kind = draw(
+            st.sampled_from(
+                ["linear", "addmm", "matmul", "conv2d", "gelu", "add", "masked_fill", "loss", "norm"]
+            )
+        )
         x, y = draw(st.sampled_from(values)), draw(st.sampled_from(values))
         if builder.dtype[x] != "fp32":  # capture makes whatever was not traced in FP32 fixed
             kind = "loss"
@@ -221,7 +259,9 @@ def precisions_for(graph: OpGraph) -> st.SearchStrategy[tuple[str, Precision]]:
     )
 
 
-def assignments_for(graph: OpGraph, among: Sequence[Precision] = ALL) -> st.SearchStrategy[dict[str, Precision]]:
+def assignments_for(
+    graph: OpGraph, among: Sequence[Precision] = ALL
+) -> st.SearchStrategy[dict[str, Precision]]:
     """An assignment of every adjustable operator."""
     choices = {op.name: [p for p in PRECISIONS_BY_KIND[op.kind] if p in among] for op in graph.adjustable}
     return st.fixed_dictionaries({name: st.sampled_from(options) for name, options in choices.items()})

@@ -1,4 +1,4 @@
-"""Lowering: every cast is necessary, every need is met, and changing one operator equals lowering from scratch."""
+"""Lowering: every cast is necessary, every need is met, and changing one operator equals starting anew."""
 
 from __future__ import annotations
 
@@ -146,8 +146,10 @@ def test_a_residual_add_runs_in_the_widest_type():
     assert modes == {"fc": "bf16", "sum": "fp32", "twice": "bf16"}
 
 
-@pytest.mark.parametrize(("second", "narrow", "output"), [(BF16, "bf16", "bf16"), (BF16, None, "fp32"),
-                                                         (INT8, "bf16", "bf16"), (Precision.FP32, "bf16", "fp32")])
+@pytest.mark.parametrize(
+    ("second", "narrow", "output"),
+    [(BF16, "bf16", "bf16"), (BF16, None, "fp32"), (INT8, "bf16", "bf16"), (Precision.FP32, "bf16", "fp32")],
+)
 def test_int8_hands_on_16_bits_only_if_every_consumer_narrows(second, narrow, output):
     graph = mlp(2)
     lowered = lower(graph, {"fc0": INT8, "fc1": second}, narrow)

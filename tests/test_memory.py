@@ -71,7 +71,8 @@ def test_buckets_are_the_gradients_unless_ddp_keeps_both():
     ],
 )
 def test_what_is_kept_for_backward(kinds, kept):
-    # At the end of forward; one more gradient is made in backward, when the loss's input can already be let go.
+    # At the end of forward; one more gradient is made in backward, when the loss's input can already be let
+    # go.
     builder = chain(*kinds)
     memory = peak(builder)
     assert memory.saved == int(kept * VALUE)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from graphs import (
@@ -117,14 +120,17 @@ def test_a_slower_class_never_makes_a_faster_step(link, slow):
 def test_communication_hides_behind_backward_but_for_the_last_bucket():
     link = Link(0.0, 1e12)
     cap = 1000
-    timeline = replay(GRAPH, {"train": {}}, {"train": FAST}, cluster_of({"train": 2}, link=link), bucket_cap_bytes=cap)
+    timeline = replay(
+        GRAPH, {"train": {}}, {"train": FAST}, cluster_of({"train": 2}, link=link), bucket_cap_bytes=cap
+    )
     last = buckets(GRAPH, cap)[-1]
     assert last.ready == 0
     assert timeline["train"].exposed_s == pytest.approx(all_reduce_s(link, last.num_bytes))
     assert timeline.step_s == pytest.approx(own_work(FAST) + all_reduce_s(link, last.num_bytes))
 
 
-# Timelines small enough to write down. One class has 1 s before backward, 4 s of backward, buckets after 1 and 4 s.
+# Timelines small enough to write down. One class has 1 s before backward, 4 s of backward, buckets after 1
+# and 4 s.
 ONE = Work(lead_s=1.0, ready_s=(1.0, 4.0), backward_s=4.0, optimizer_s=0.0)
 
 
@@ -148,7 +154,8 @@ def test_communication_takes_time_from_compute_while_it_lasts():
 
 
 def test_an_all_reduce_is_slower_while_anyone_computes_and_has_full_speed_after():
-    # 3 s of backward are left when the first starts; at half speed it does 1.5 s of its 2.5 s, the last second is free.
+    # 3 s of backward are left when the first starts; at half speed it does 1.5 s of its 2.5 s, the last
+    # second is free.
     step = steady_step([ONE], [2.5, 1.0], Link(0.0, 1.0, overlap_rate=0.5))
     assert step.flights == ((2.0, 6.0), (6.0, 7.0))
 
@@ -175,7 +182,9 @@ def test_the_sequence_priced_is_the_lowered_graph_and_every_node_has_its_event(g
     timeline = replay(graph, {"infer": assignment}, {"infer": profile}, cluster)
     nodes = lower(graph, assignment).nodes
     assert timeline.sequence("infer") == nodes
-    forward = [e for e in timeline.events if e.kind in ("forward", "cast") and not e.name.endswith("backward")]
+    forward = [
+        e for e in timeline.events if e.kind in ("forward", "cast") and not e.name.endswith("backward")
+    ]
     assert [event.kind == "cast" for event in forward] == [isinstance(node, Cast) for node in nodes]
     starts = [event.start_s for event in forward]
     assert starts == sorted(starts)
@@ -187,9 +196,11 @@ def test_events_of_a_class_fill_its_step_without_overlap(link, cap, data):
     timeline = replay(GRAPH, assignments, PROFILES, cluster_of(link=link), bucket_cap_bytes=cap)
     for name, entry in timeline.classes.items():
         own = [e for e in timeline.events if e.device_class == name]
-        compute = sorted((e for e in own if e.kind != "communication"), key=lambda e: (e.start_s, e.duration_s))
+        compute = sorted(
+            (e for e in own if e.kind != "communication"), key=lambda e: (e.start_s, e.duration_s)
+        )
         tiny = 1e-9 * timeline.step_s
-        for first, second in zip(compute, compute[1:], strict=False):
+        for first, second in pairwise(compute):
             assert first.start_s + first.duration_s <= second.start_s + tiny
         busy = sum(event.duration_s for event in compute)
         assert busy + entry.exposed_s == pytest.approx(timeline.step_s)
@@ -198,7 +209,10 @@ def test_events_of_a_class_fill_its_step_without_overlap(link, cap, data):
 def test_memory_is_that_of_the_lowered_graph():
     profile = replace(SLOW, optimizer_bytes=12345)
     timeline = replay(GRAPH, {"infer": {}}, {"infer": profile}, cluster_of({"infer": 2}))
-    assert timeline["infer"].memory_bytes == peak_memory(lower(GRAPH, {}), optimizer_bytes=12345, num_ranks=2).peak_bytes
+    assert (
+        timeline["infer"].memory_bytes
+        == peak_memory(lower(GRAPH, {}), optimizer_bytes=12345, num_ranks=2).peak_bytes
+    )
 
 
 def test_a_plan_is_replayed_as_its_assignments():
@@ -218,7 +232,10 @@ def test_a_class_without_bf16_carries_fp32():
         {"infer": SLOW},
         cluster_of({"infer": 1}, precisions=precisions),
     )
-    assert {node.output for node in timeline.sequence("infer") if not isinstance(node, Cast)} == {"fp32", "none"} - {"none"}
+    assert {node.output for node in timeline.sequence("infer") if not isinstance(node, Cast)} == {
+        "fp32",
+        "none",
+    } - {"none"}
 
 
 def test_what_does_not_belong_together_is_refused():
@@ -229,7 +246,9 @@ def test_what_does_not_belong_together_is_refused():
         replay(GRAPH, {"train": {}}, PROFILES, cluster)
     with pytest.raises(MismatchError, match="measured for another model"):
         replay(mlp(), NOTHING, PROFILES, cluster)
-    with pytest.raises(UnsupportedError, match="head is to run in fp16 on infer, which has only fp32, bf16, int8"):
+    with pytest.raises(
+        UnsupportedError, match="head is to run in fp16 on infer, which has only fp32, bf16, int8"
+    ):
         replay(GRAPH, {"train": {}, "infer": {"head": Precision.FP16}}, PROFILES, cluster)
 
 
@@ -255,6 +274,11 @@ def test_a_trace_has_one_process_per_class_and_times_in_microseconds(tmp_path):
         assert entry["dur"] == pytest.approx(event.duration_s * 1e6)
         assert entry["tid"] == (1 if event.kind == "communication" else 0)
         assert names[entry["pid"]].startswith(event.device_class)
+
+
+def test_planning_imports_no_torch():
+    code = "import sys, qsync.replayer, qsync.allocator, qsync.predictor.memory; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_replaying_a_step_takes_milliseconds():

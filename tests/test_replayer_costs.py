@@ -33,13 +33,15 @@ def test_any_other_cast_lies_on_the_fitted_line():
 
 
 def test_a_cast_nobody_measured_is_refused():
-    with pytest.raises(MismatchError, match="no cast from fp32 to bf16 .needed for act0.; profile this class again"):
+    with pytest.raises(
+        MismatchError, match=r"no cast from fp32 to bf16 .needed for act0.; profile this class again"
+    ):
         cast_cost(replace(PROFILE, cast_fit={}), CAST)
 
 
 def test_an_adjustable_operator_must_have_been_measured_in_its_mode():
     op = GRAPH.ops[0]
-    with pytest.raises(MismatchError, match="no time of fc0 in fp8 .it has fp32, bf16, int8."):
+    with pytest.raises(MismatchError, match=r"no time of fc0 in fp8 .it has fp32, bf16, int8."):
         run_cost(PROFILE, Run("fc0", "fp8", (), ""), op)
 
 
@@ -83,7 +85,9 @@ def test_updating_what_was_touched_equals_pricing_from_scratch_and_undo_is_exact
     change = lowering.assign(*data.draw(precisions_for(graph)))
     costs.update(change.touched)
     fresh = ClassCosts(Lowering(graph, lowering.assignment()), profile)
-    assert np.array_equal(costs.forward_s, fresh.forward_s) and np.array_equal(costs.backward_s, fresh.backward_s)
+    assert np.array_equal(costs.forward_s, fresh.forward_s) and np.array_equal(
+        costs.backward_s, fresh.backward_s
+    )
     lowering.undo(change)
     costs.update(change.touched)
     assert np.array_equal(costs.forward_s, before[0]) and np.array_equal(costs.backward_s, before[1])
@@ -135,9 +139,13 @@ def test_buckets_are_those_of_torch(cap):
     shapes = {value.name: value.shape for value in graph.parameters}
     tensors = [torch.empty(shapes[name]) for name in order]
     caps = [1024 * 1024, 25 * 1024 * 1024] if cap is None else [cap]
-    indices, _ = dist._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors), list(range(len(tensors))))
+    indices, _ = dist._compute_bucket_assignment_by_size(
+        tensors, caps, [False] * len(tensors), list(range(len(tensors)))
+    )
     names = list(order)
-    assert [bucket.parameters for bucket in buckets(graph, cap)] == [tuple(names[i] for i in group) for group in indices]
+    assert [bucket.parameters for bucket in buckets(graph, cap)] == [
+        tuple(names[i] for i in group) for group in indices
+    ]
 
 
 def test_all_reduce_is_latency_and_bytes():
