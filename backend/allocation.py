@@ -14,9 +14,8 @@ def keep_freed_memory() -> bool:
     By default glibc returns buffers of megabytes to the kernel as they are freed, and every step then takes
     thousands of page faults to get them back. Measured in an interleaved loop on one thread of a virtual Zen
     5, torch 2.13, in time of the thread: INT8 conv2d of 16x64x32x32 channels-last 4.3 to 7.7 ms without and
-    3.4 with; FP32 11.0 and 7.0 contiguous. The peak is the same, but memory once used stays with the process.
-    Not called by qsync's kernels: whoever owns the process decides, and compares only runs that decided
-    alike.
+    3.4 with; FP32 11.0 and 7.0 contiguous. Memory once used stays with the process. Not called by qsync's
+    kernels: whoever owns the process decides, and compares only runs that decided alike.
 
     >>> keep_freed_memory()
     True

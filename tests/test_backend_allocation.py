@@ -33,5 +33,5 @@ def faults(how: str) -> int:
 
 
 def test_kept_memory_takes_hardly_any_page_faults():
-    # 80 buffers of 1024 pages each; measured: 45,000 faults as glibc comes, 7,000 kept (the heap still settling).
+    # 80 buffers of 1024 pages each; measured: 45,000 faults as glibc comes, 7,000 kept.
     assert faults("keep") < faults("leave") / 3
