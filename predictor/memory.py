@@ -113,7 +113,7 @@ class _Storage:
 
 
 class _Walk:
-    """Every storage of one step with its lifetime. Of n operators, i runs forward at i and backward at 2n - i."""
+    """Every storage of one step with its lifetime: operator i of n runs at time i, and backward at 2n - i."""
 
     def __init__(self, lowered: LoweredGraph, num_ranks: int, device: str) -> None:
         self.graph: OpGraph = lowered.graph
@@ -212,7 +212,7 @@ class _Walk:
             yield from self._crosswise(op, operands, 0, 1)
         elif op.kind in SAVES_OUTPUT:
             yield self._key[op.name]
-        elif op.kind not in SAVES_NOTHING:
+        elif op.kind not in SAVES_NOTHING and not _is_mean(op):
             yield from operands
         if op.kind in SAVES_INDICES and (op.kind != "view" or len(operands) > 1):
             yield from (self._key[v] for v in (*op.inputs, *op.kept) if self._carried[v] not in LARGEST)
@@ -287,6 +287,11 @@ class _Walk:
         if storage.part == "transient":
             storage.part = "saved"
             self.saved_by[op.name] = self.saved_by.get(op.name, 0) + storage.num_bytes
+
+
+def _is_mean(op: Op) -> bool:
+    """Pooling to one pixel, which torch computes as a mean and which so keeps nothing."""
+    return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)
 
 
 def _bytes(type_name: str, shape: Sequence[int]) -> int:

@@ -8,8 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.graph import Role
-from qsync.lowering import lower
-from qsync.precision import Precision
+from qsync.lowering import Cast, lower
+from qsync.precision import PRECISIONS_BY_KIND, Precision, type_bytes
 from qsync.predictor.memory import Memory, peak_memory
 
 BF16, INT8 = Precision.BF16, Precision.INT8
@@ -170,3 +170,104 @@ def test_the_parts_sum_to_the_peak_and_adding_ranks_or_state_never_lowers_it(gra
 
 def test_a_wider_batch_needs_more():
     assert peak_memory(lower(mlp(rows=64), {})).peak_bytes > peak_memory(lower(mlp(rows=32), {})).peak_bytes
+
+
+def saved_by_torch(model, batch) -> int:
+    """Bytes of the storages that autograd keeps for backward; parameters, buffers and the batch left out."""
+    import torch
+
+    known = {tensor.untyped_storage().data_ptr() for tensor in (batch, *model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = model(batch)  # held, so that no address is used twice
+    assert result.requires_grad
+    return sum(kept.values())
+
+
+def transformer():
+    import torch
+    from torch.nn import functional
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int = 64, heads: int = 4) -> None:
+            super().__init__()
+            self.heads = heads
+            self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+            self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+            self.fc1, self.fc2 = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+            self.drop = torch.nn.Dropout(0.1)
+
+        def forward(self, x):
+            batch, length, width = x.shape
+            split = [
+                y.view(batch, length, self.heads, -1).transpose(1, 2)
+                for y in self.qkv(self.norm1(x)).chunk(3, -1)
+            ]
+            y = functional.scaled_dot_product_attention(*split, is_causal=True)
+            x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, width)))
+            return x + self.drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))))
+
+    class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256)
+            self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    return Transformer(), torch.randint(0, 256, (4, 32))
+
+
+def convolutional():
+    import torch
+    from torch.nn import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
+
+    first = (Conv2d(3, 16, 3, padding=1), BatchNorm2d(16), ReLU(), MaxPool2d(2))
+    second = (Conv2d(16, 16, 3), BatchNorm2d(16), ReLU(), AdaptiveAvgPool2d(1), Flatten(), Linear(16, 10))
+    return Sequential(*first, *second), torch.randn(8, 3, 16, 16)
+
+
+@pytest.mark.parametrize("build", [transformer, convolutional])
+def test_in_fp32_it_is_what_autograd_keeps_to_the_byte(build):
+    pytest.importorskip("torch")
+    from qsync.tracing import capture
+
+    model, batch = build()
+    memory = peak_memory(lower(capture(model, batch), {}))
+    assert sum(memory.saved_by.values()) == saved_by_torch(model, batch)
+
+
+@pytest.mark.parametrize("precision", [BF16, INT8])
+def test_in_low_precision_too_with_the_copies_of_the_weights(precision):
+    pytest.importorskip("torch")
+    import qsync
+
+    model, batch = transformer()
+    graph = qsync.capture(model, batch)
+    chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+    lowered = lower(graph, chosen)
+    weights = [(cast.target, cast.num_elements, cast.value) for cast in casts_of_weights(lowered)]
+    rows = {value.name: value.shape[0] for value in graph.parameters}
+    copies = sum(
+        type_bytes(target, n) + (4 * rows[name] if precision is INT8 else 0) for target, n, name in weights
+    )
+    wrapped = qsync.wrap(model, str(precision))
+    wrapped(batch)  # compiled here, so that only the step is seen below
+    assert sum(peak_memory(lowered).saved_by.values()) + copies == saved_by_torch(wrapped, batch)
+
+
+def casts_of_weights(lowered):
+    shapes = {value.name: value.shape for value in lowered.graph.parameters}
+    casts = [node for node in lowered.nodes if isinstance(node, Cast) and node.of_parameter]
+    return [cast for cast in casts if len(shapes[cast.value]) == 2]  # a bias is not kept
