@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync.experiments.workloads import Workload
 
@@ -78,5 +77,3 @@ def persistent_bytes(runner: Runner) -> int:
     return gradients + sum(t.numel() * t.element_size() for t in (*tensors, *state))
 
 
-def in_buckets(model: torch.nn.Module) -> bool:
-    return isinstance(model, DistributedDataParallel)

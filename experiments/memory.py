@@ -1,0 +1,32 @@
+"""Peak memory of one training step, measured: what stays between steps plus the most that a step allocates on top."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
+    """The most bytes of tensors that `step` has live at once beyond those it found.
+
+    From the allocator's own events: resident memory of the process would mix in everything else that runs in it.
+
+    >>> step_peak_bytes(lambda: model(batch).sum().backward(), torch.device("cpu"))
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak
