@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from qsync.backend.allocation import keep_freed_memory
 from qsync.experiments.emulation import Throttle, pin_to_core, throttled
 
 # On a machine with one kind of device, the rank that plays the inference device.
@@ -43,6 +44,7 @@ def placed(weak_share: float) -> Iterator[Place]:
         return
     pin_to_core(rank)
     torch.set_num_threads(1)
+    keep_freed_memory()  # in every run alike: page faults would cost each of them a few per cent, and unevenly
     if rank == WEAK_RANK and weak_share < 1:
         with throttled(weak_share) as throttle:
             yield Place(torch.device("cpu"), weak_share, throttle)

@@ -110,3 +110,27 @@ def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
 
 def _mean_of(measured: list[dict[str, Any]], key: str) -> dict[str, float]:
     return {rank: statistics.fmean(m[key][rank] for m in measured) for rank in measured[0][key]}
+
+
+def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
+    """What the table means, in words, and where the files are."""
+    runs = content["runs"]
+    limit = runs["fast_alone"]["measured_step_s"]
+    plain, plan = (runs[name]["measured_step_s"] for name in ("ddp_fp32", "qsync"))
+    lines = []
+    if limit and plain and plan:
+        lines.append(
+            f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, {plan / limit:.2f} times under the plan"
+            f"{' (weak rank emulated)' if content['emulated'] else ''}."
+        )
+    difference = content["heldout_difference"]
+    if difference["standard_error"] is not None:
+        lines.append(
+            f"Held-out loss against FP32 DDP: {difference['mean']:+.4f} +- {difference['standard_error']:.4f} "
+            f"(mean and standard error over {content['seeds']} seeds)."
+        )
+    same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
+    lines.append(f"Parameters are bitwise {same} on all ranks at the end of every run.")
+    lines.append(f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, timeline.png, steps.png")
+    lines.append(f"Why each operator is lowered: qsync explain {out / 'plan.json'}")
+    return lines

@@ -54,6 +54,7 @@ class Plan:
     classes: Mapping[str, ClassPlan]
     step_s: float | None = None
     target_s: float | None = None
+    bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -126,7 +127,8 @@ class Plan:
             }
             for name, class_plan in sorted(self.classes.items())
         }
-        body = {"model": self.model, "graph_hash": self.graph_hash, "step_s": self.step_s, "target_s": self.target_s}
+        body: dict[str, Any] = {"model": self.model, "graph_hash": self.graph_hash, "step_s": self.step_s, "target_s": self.target_s}
+        body["bucket_cap_bytes"] = self.bucket_cap_bytes
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -151,7 +153,7 @@ class Plan:
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
-        return cls(*header, classes, value.get("step_s"), value.get("target_s"))
+        return cls(*header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"))
 
     def save(self, path: str | Path) -> Path:
         """Write plan.json, whole or not at all."""
