@@ -83,8 +83,8 @@ def _lacking(precision: Precision, capability: tuple[int, int] | None) -> str | 
     """Why the device's hardware has no such multiplication; None if it has."""
     if capability is None:
         if precision is Precision.TF32:
-            return "TF32 is a format of NVIDIA tensor cores: a CPU has none"
-        return "no CPU multiplies FP8: only the reference can" if precision is Precision.FP8 else None
+            return "TF32 needs NVIDIA tensor cores"
+        return "no CPU multiplies FP8" if precision is Precision.FP8 else None
     least = _LEAST_CAPABILITY.get(precision, (0, 0))
     if capability >= least:
         return None

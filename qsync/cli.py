@@ -1,4 +1,8 @@
-"""The command line: doctor, demo, plan, explain, replay. Every command takes --json; bad input is one sentence, exit code 2."""
+"""The command line: doctor, demo, plan, explain, replay, diff.
+
+Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only doctor and
+demo import torch.
+"""
 
 from __future__ import annotations
 
@@ -11,40 +15,73 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+import qsync
 from qsync.errors import QSyncError
 
 app = typer.Typer(
     help="Train one model synchronously over unequal devices, and let nobody wait.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 console = Console()
 
+# Newer releases of typer carry their own click, so that click.UsageError would be another class.
+_UsageError = typer.BadParameter.__mro__[1]
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-PlanFile = Annotated[Path, typer.Argument(help="A plan.json.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan.json.", show_default=False)]
 BasisFolder = Annotated[
-    Path | None, typer.Option("--basis", help="Folder with the graph and profiles; default: the plan's own folder.")
+    Path | None,
+    typer.Option("--basis", help="Folder with the graph and profiles.", show_default="the plan's own folder"),
 ]
 
 
 def main() -> None:
     """Entry point of `qsync`."""
     try:
-        app()
-    except QSyncError as error:
-        print(f"qsync: {error}", file=sys.stderr)
-        sys.exit(2)
+        code = app(sys.argv[1:] or ["--help"], prog_name="qsync", standalone_mode=False)
+    except (QSyncError, _UsageError) as error:
+        message = str(error) if isinstance(error, QSyncError) else error.format_message()  # type: ignore[attr-defined]
+        _fail(message, 2)
+    except (KeyboardInterrupt, typer.Abort):
+        _fail("interrupted", 130)
     except BrokenPipeError:
+        sys.stderr.close()  # else Python complains once more on its way out
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _fail(f"cannot write or read {error.filename}: {error.strerror}; name another path", 2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(message: str, code: int) -> None:
+    print("qsync: " + " ".join(message.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"qsync {qsync.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Train one model synchronously over unequal devices, and let nobody wait."""
 
 
 @app.command()
 def doctor(as_json: Json = False) -> None:
-    """What this machine has: devices, precisions, the kernel chosen for each product, and why any is missing."""
-    from qsync import doctors
+    """What this machine has: devices, precisions, kernels chosen, and why any is missing."""
+    with Console(stderr=True).status("timing the kernels of this machine"):
+        from qsync import doctors
 
-    found = doctors.examine()
+        found = doctors.examine()
     if as_json:
         _print_json(found)
         return
@@ -58,14 +95,16 @@ def doctor(as_json: Json = False) -> None:
 def demo(
     workload: Annotated[str, typer.Option(help="gpt (source text) or resnet (digits).")] = "gpt",
     data: Annotated[Path | None, typer.Option(help="Your own text: a file or a folder.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the report, the plan, the trace and the pictures.")] = Path("demo-out"),
+    out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path("demo-out"),
     weak_share: Annotated[float, typer.Option(help="Share of its core that the emulated weak rank gets.")] = 0.5,
     seeds: Annotated[int, typer.Option(help="How many seeds to train with.")] = 1,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Training steps of each run.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """The main job on this machine: two unequal ranks, real training, measured against everything one could do instead."""
+    """The main job on this machine: two unequal ranks train, against every other way to run them."""
     from qsync.experiments.demo import run_demo
     from qsync.experiments.report import closing_lines, table
 
@@ -82,32 +121,50 @@ def demo(
 
 @app.command()
 def plan(
-    basis: Annotated[Path, typer.Argument(help="Folder with graph.json, cluster.json, sensitivity.json and profiles.")],
+    basis: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
-    cluster: Annotated[Path | None, typer.Option(help="cluster.toml to plan for, instead of the measured one.")] = None,
-    target_step: Annotated[float | None, typer.Option(help="Step time to reach, in seconds.")] = None,
-    slack: Annotated[float, typer.Option(help="How much slower than the fastest step may be, as a fraction.")] = 0.0,
-    memory: Annotated[list[str] | None, typer.Option(help="Memory budget of a class: CLASS=BYTES. Repeatable.")] = None,
-    pin: Annotated[list[str] | None, typer.Option(help="Fix operators: 'PATTERN=PRECISION'. Repeatable.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="cluster.toml to plan for.", show_default="the folder's cluster.json")
+    ] = None,
+    target_step: Annotated[
+        float | None, typer.Option(help="Step time to reach, in seconds.", show_default="the least possible")
+    ] = None,
+    slack: Annotated[float, typer.Option(help="How much longer than the least step, as a fraction.")] = 0.0,
+    memory: Annotated[
+        list[str] | None, typer.Option(help="Memory budget: CLASS=BYTES, or with K, M, G. Repeatable.")
+    ] = None,
+    pin: Annotated[
+        list[str] | None, typer.Option(help="Fix operators: 'PATTERN=PRECISION'. Repeatable.")
+    ] = None,
+    lower_all: Annotated[bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")] = False,
+    bucket_cap_mb: Annotated[
+        float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    from dataclasses import replace
-
     from qsync.allocator import allocate, check_plan
     from qsync.cluster import Cluster
     from qsync.folders import Basis
 
-    found = Basis.load(basis)
-    if cluster is not None:
-        found = replace(found, cluster=Cluster.load(cluster))
-    pins = dict(_pair(text, "--pin", "PATTERN=PRECISION") for text in pin or [])
-    budgets = {name: _bytes(text) for name, text in (_pair(t, "--memory", "CLASS=BYTES") for t in memory or [])}
+    pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
+    budgets = {name: _bytes(text) for name, text in _pairs(memory, "--memory", "CLASS=BYTES").items()}
+    if target_step is not None and not target_step > 0:
+        raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
+    found = Basis.load(basis, Cluster.load(cluster) if cluster else None)
     chosen = allocate(
-        found.graph, found.profiles, found.sensitivity, found.cluster,
-        target_s=target_step, slack=slack, budgets=budgets or None, pins=pins or None,
+        found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
+        budgets=budgets, pins=pins, lower_all=lower_all,
+        bucket_cap_bytes=int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
     )  # fmt: skip
-    certificate = check_plan(found.graph, chosen, found.profiles, found.sensitivity, found.cluster, budgets=budgets or None)
+    certificate = check_plan(
+        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
+        budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
+    )  # fmt: skip
     if not certificate.ok:
         raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
     chosen.save(out)
@@ -115,30 +172,34 @@ def plan(
         _print_json(chosen.to_json())
         return
     console.print(_plan_table(chosen))
-    console.print(f"written to {out}; checked by full replay (simulated)", highlight=False)
+    console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def explain(plan_file: PlanFile, basis: BasisFolder = None, as_json: Json = False) -> None:
-    """Why each lowered operator is lowered: time saved, variance added, and what would happen if it were raised."""
+    """Why each lowered operator is lowered: time saved, variance added, what raising it would do."""
     from qsync.allocator import explain as reasons_for
 
     chosen, found = _load(plan_file, basis)
-    reasons = reasons_for(found.graph, chosen, found.profiles, found.sensitivity, found.cluster)
+    reasons = reasons_for(
+        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
+        bucket_cap_bytes=chosen.bucket_cap_bytes,
+    )  # fmt: skip
     if as_json:
         _print_json({"simulated": True, "reasons": [reason.to_json() for reason in reasons]})
         return
-    table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
-    for heading in ("operator", "class", "runs in", "saves", "adds variance", "if raised to", "step", "why not"):
-        table.add_column(heading, justify="right" if heading in ("saves", "adds variance", "step") else "left")
-    for reason in reasons:
-        table.add_row(
-            reason.op, reason.device_class, str(reason.precision), f"{reason.time_saved_s * 1e3:.2f} ms",
-            f"{reason.added_variance:.2e}", str(reason.raised_to), f"{reason.step_if_raised_s * 1e3:.1f} ms", reason.verdict,
-        )  # fmt: skip
-    console.print(table)
     if not reasons:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
+        return
+    table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
+    for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
+        table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
+    for reason in reasons:
+        table.add_row(
+            reason.device_class, reason.op, str(reason.precision), f"{reason.time_saved_s * 1e3:.2f} ms",
+            f"{reason.added_variance:.2e}", reason.verdict.partition("; ")[2],
+        )  # fmt: skip
+    console.print(table)
 
 
 @app.command()
@@ -164,7 +225,7 @@ def replay(
     if as_json:
         _print_json(timeline.to_json())
         return
-    table = Table(title=f"One step: {timeline.step_s * 1e3:.1f} ms (simulated)")
+    table = Table(title=f"One step of {chosen.model}: {timeline.step_s * 1e3:.1f} ms (simulated)")
     for heading in ("class", "ranks", "compute", "communication", "waiting", "memory peak"):
         table.add_column(heading, justify="left" if heading == "class" else "right")
     for name, entry in timeline.classes.items():
@@ -176,12 +237,30 @@ def replay(
     console.print(table)
 
 
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="A plan.json.", show_default=False)],
+    after: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Which operators have another precision in the second plan."""
+    from qsync.plans import Plan
+
+    lines = Plan.load(before).diff(Plan.load(after)).splitlines()
+    if as_json:
+        _print_json({"differences": lines})
+        return
+    console.print("\n".join(lines) or "The plans assign the same precisions.", highlight=False, soft_wrap=True)
+
+
 def _load(plan_file: Path, basis: Path | None) -> tuple[Any, Any]:
     """A plan and what it was made from, known to belong together."""
     from qsync.folders import Basis
     from qsync.plans import Plan
 
     chosen = Plan.load(plan_file)
+    if basis is None and not (plan_file.parent / "graph.json").is_file():
+        raise QSyncError(f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis")
     found = Basis.load(basis or plan_file.parent)
     chosen.check_graph(found.graph)
     return chosen, found
@@ -189,7 +268,7 @@ def _load(plan_file: Path, basis: Path | None) -> tuple[Any, Any]:
 
 def _plan_table(chosen: Any) -> Table:
     table = Table(title=f"Plan for {chosen.model}: {chosen.step_s * 1e3:.1f} ms a step (simulated)")
-    for heading in ("class", "lowered operators", "precisions", "waiting", "memory peak", "added variance"):
+    for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
         table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
     for name, entry in chosen.classes.items():
         counts: dict[str, int] = {}
@@ -203,21 +282,29 @@ def _plan_table(chosen: Any) -> Table:
     return table
 
 
-def _pair(text: str, option: str, form: str) -> tuple[str, str]:
-    name, found, value = text.rpartition("=")
-    if not found or not name or not value:
-        raise QSyncError(f"{option} takes {form}, found {text!r}")
-    return name, value
+def _pairs(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
+    """Name -> value from 'name=value' options; the same name twice with another value is a contradiction."""
+    pairs: dict[str, str] = {}
+    for text in texts or []:
+        name, found, value = text.rpartition("=")
+        if not found or not name or not value:
+            raise QSyncError(f"{option} takes {form}, found {text!r}")
+        if pairs.get(name, value) != value:
+            raise QSyncError(f"{option} gives {name!r} both {pairs[name]} and {value}; give it once")
+        pairs[name] = value
+    return pairs
 
 
 def _bytes(text: str) -> int:
     units = {"k": 2**10, "m": 2**20, "g": 2**30}
     scale = units.get(text[-1:].lower(), 1)
     try:
-        number = float(text[:-1] if text[-1:].lower() in units else text)
-    except ValueError:
+        number = int(float(text[:-1] if text[-1:].lower() in units else text) * scale)
+    except (ValueError, OverflowError):
         raise QSyncError(f"--memory takes bytes, or a number with K, M or G, found {text!r}") from None
-    return int(number * scale)
+    if number < 1:
+        raise QSyncError(f"--memory must be positive, found {text!r}; give bytes, or a number with K, M or G")
+    return number
 
 
 def _print_json(value: Any) -> None:

@@ -36,12 +36,13 @@ class Basis:
             profile.save(folder / f"profile-{name}.json")
 
     @classmethod
-    def load(cls, folder: str | Path) -> Basis:
-        """Read a basis; FormatError names the file that is missing or malformed."""
+    def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
+        """Read a basis, for its own cluster or the one given; FormatError names the file that is missing or malformed."""
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
             raise FormatError(f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote")
-        cluster = Cluster.from_json(read_json(folder / "cluster.json"), where=str(folder / "cluster.json"))
+        if cluster is None:
+            cluster = Cluster.from_json(read_json(folder / "cluster.json"), where=str(folder / "cluster.json"))
         profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
