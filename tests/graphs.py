@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Cost, Profile, Sensitivity
+
+# No deadline: machines that run tests are busy.
+settings.register_profile("qsync", deadline=None, max_examples=60)
+settings.load_profile("qsync")
 
 ALL = tuple(Precision)
 CPU_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
@@ -168,7 +168,3 @@ def test_names_and_precisions_that_do_not_exist_are_refused():
         lower(mlp(), {"act0": BF16})
     with pytest.raises(FormatError, match=r"layer\.0\.attention: there is no int8 kernel for attention"):
         lower(encoder(1), {"layer.0.attention": INT8})
-
-
-settings.register_profile("qsync", deadline=None, max_examples=60)
-settings.load_profile("qsync")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qsync.graph import Role
 from qsync.lowering import Cast, lower
 from qsync.precision import PRECISIONS_BY_KIND, Precision, type_bytes
-from qsync.predictor.memory import Memory, peak_memory
+from qsync.predictor.memory import Memory, _Walk, peak_memory
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 ROWS, WIDTH = 1024, 16
@@ -146,6 +146,35 @@ def test_the_operator_that_holds_most_is_named():
     builder.loss("loss2", builder.follow("wide_gelu", "gelu", wide))
     memory = peak(builder)
     assert (memory.largest, memory.saved_by["wide_gelu"]) == ("wide_gelu", 64 * VALUE)
+
+
+def test_an_encoded_weight_is_kept_until_the_optimizer_changes_it():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.loss("loss", builder.linear("b", x, WIDTH))
+    for precision, copy, end in (
+        (BF16, "bf16", 6 - 1),
+        (INT8, "int8_row", 6),
+    ):  # b is 1 of 3, its backward at 5
+        walk = _Walk(lower(builder.build(), {"b": precision}), 1, "cpu")
+        assert walk.storages["b.weight", copy].death == end
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_ranks", "more"),
+    [
+        (Precision.FP32, 2, 4 * WIDTH * WIDTH),  # the weight's gradient, before it is copied to its bucket
+        (BF16, 1, 2 * WIDTH * WIDTH + 2 * ROWS * WIDTH),  # both gradients in BF16, before they are widened
+        (INT8, 1, 2 * WIDTH * WIDTH + 2 * ROWS * WIDTH),  # both operands in 16 bits
+    ],
+)
+def test_what_backward_of_a_product_needs_for_a_while(precision, num_ranks, more):
+    builder = Builder()
+    builder.output(builder.linear("b", builder.enter("x", (ROWS, WIDTH), grad=True), WIDTH))
+    graph = builder.build()
+    product = _Walk(lower(graph, {"b": precision}), num_ranks, "cpu")
+    backward = [span.num_bytes for span in product.spans if span.birth == span.death == 2 * len(graph.ops)]
+    assert backward == [more]
 
 
 def test_int8_keeps_a_quarter_of_an_encoder_s_products():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import assignments_for, cluster_of, encoder, graphs, mlp, precisions_for, profile_of
+from graphs import Builder, assignments_for, cluster_of, encoder, graphs, mlp, precisions_for, profile_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -104,8 +104,6 @@ def test_gradients_become_ready_at_the_first_operator_that_uses_them():
 
 
 def test_a_tied_weight_waits_for_its_first_use_and_an_unused_one_for_the_end():
-    from graphs import Builder
-
     builder = Builder()
     x = builder.enter("x", (4, 8))
     builder.enter("unused", (3,), "parameter")
@@ -113,6 +111,18 @@ def test_a_tied_weight_waits_for_its_first_use_and_an_unused_one_for_the_end():
     y = builder.linear("first", x, 8)
     builder.linear("last", builder.linear("middle", y, 8), 8, weight="first.weight")
     assert ready_positions(builder.build()) == {"middle.weight": 1, "first.weight": 0, "unused": -1}
+
+
+def test_a_parameter_of_a_checkpointed_graph_is_the_same_parameter():
+    builder = Builder()
+    x = builder.enter("x", (4, 8))
+    y = builder.linear("late", x, 8)
+    alias = builder.enter("late.weight@checkpoint", (8, 8), "alias", grad=True)
+    first = builder.linear("early", x, 8, weight=alias)
+    builder.follow("sum", "add", y, first)
+    graph = builder.build()
+    swapped = replace(graph, ops=(graph.ops[1], graph.ops[0], graph.ops[2]))
+    assert ready_positions(graph) == ready_positions(swapped) == {"late.weight": 0}
 
 
 def test_a_bucket_is_closed_once_it_reaches_the_cap():
