@@ -91,7 +91,7 @@ def as_plan(
         entry = timeline[name]
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
         classes[name] = ClassPlan(assignment, predicted, profiles[name].hash)
-    return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s)
+    return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes)
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
