@@ -49,9 +49,10 @@ def main() -> None:
         sys.stderr.close()  # else Python complains once more on its way out
         sys.exit(1)
     except OSError as error:
-        if error.filename is None:
+        path = error.filename2 or error.filename  # the second is where a finished file should have gone
+        if path is None:
             raise
-        _fail(f"cannot write or read {error.filename}: {error.strerror}; name another path", 2)
+        _fail(f"cannot write or read {path}: {error.strerror}; name another path", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

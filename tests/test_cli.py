@@ -1,0 +1,289 @@
+"""The command line: what each command prints and writes, and that bad input is one sentence, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync import cli
+from qsync.folders import Basis
+from qsync.plans import Plan
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
+
+CLUSTER_TOML = """
+[[classes]]
+name = "train"
+device = "cpu"
+count = 1
+memory_bytes = 1_000_000_000
+precisions = ["fp32", "bf16", "int8"]
+
+[[classes]]
+name = "infer"
+device = "cpu"
+count = 3
+memory_bytes = 1_000_000_000
+precisions = ["fp32", "bf16", "int8"]
+
+[link]
+latency_s = 1e-5
+bytes_per_s = 1e10
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch) -> None:
+    """An empty current directory, where what should not be written would show."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with a basis: `infer` is half as fast as `train`."""
+    graph = encoder()
+    profiles = {"train": profile_of(graph, "train"), "infer": profile_of(graph, "infer", slow=2.0)}
+    Basis(graph, cluster_of(), profiles, sensitivity_of(graph)).save(tmp_path / "basis")
+    return tmp_path / "basis"
+
+
+@pytest.fixture
+def qsync(monkeypatch, capsys):
+    """Run a command in this process: (exit code, stdout, stderr)."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qsync", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(exit_.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def refused(qsync):
+    """Run a command that must fail: its one sentence. Nothing may be written to the current directory."""
+
+    def run(*arguments: object) -> str:
+        code, out, err = qsync(*arguments)
+        assert code == 2, err
+        assert out == ""
+        assert err.startswith("qsync: ")
+        assert err.count("\n") == 1
+        assert list(Path.cwd().iterdir()) == []
+        return err
+
+    return run
+
+
+def test_plan_writes_what_it_shows(qsync, folder):
+    code, out, err = qsync("plan", folder)
+    assert (code, err) == (0, "")
+    assert "infer" in out and "simulated" in out
+    plan = Plan.load("plan.json")
+    assert plan["infer"].lowered and not plan["train"].lowered
+
+
+def test_plan_prints_its_file_with_json(qsync, folder):
+    code, out, _ = qsync("plan", folder, "--out", "a.json", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads(Path("a.json").read_text())
+
+
+def test_plan_takes_pins_slack_and_a_cluster(qsync, folder):
+    Path("cluster.toml").write_text(CLUSTER_TOML)
+    (folder / "cluster.json").unlink()
+    options = ("--pin", "layer.0.*=fp32", "--pin", "head=bf16", "--slack", "0.5", "--bucket-cap-mb", "1")
+    code, _, err = qsync("plan", folder, "--cluster", "cluster.toml", *options)
+    assert (code, err) == (0, "")
+    plan = Plan.load("plan.json")
+    assert plan.bucket_cap_bytes == 2**20
+    assert all(p == "fp32" for op, p in plan["infer"].assignment.items() if op.startswith("layer.0."))
+    assert plan["infer"].assignment["head"] == "bf16"
+
+
+def test_explain_gives_one_reason_for_each_lowered_operator(qsync, folder):
+    qsync("plan", folder, "--out", folder / "plan.json")
+    lowered = Plan.load(folder / "plan.json")["infer"].lowered
+    code, out, _ = qsync("explain", folder / "plan.json", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["simulated"] is True
+    assert [reason["op"] for reason in found["reasons"]] == list(lowered)
+    code, out, _ = qsync("explain", folder / "plan.json")
+    assert code == 0
+    assert f"Why {len(lowered)} operators are lowered" in out
+
+
+def test_explain_of_a_plan_that_lowers_nothing(qsync, folder):
+    qsync("plan", folder, "--pin", "*=fp32")
+    code, out, _ = qsync("explain", "plan.json", "--basis", folder)
+    assert code == 0
+    assert "lowers nothing" in out
+
+
+def test_replay_predicts_what_the_plan_says(qsync, folder):
+    qsync("plan", folder, "--bucket-cap-mb", "0.05")
+    code, out, _ = qsync("replay", "plan.json", "--basis", folder, "--trace", "trace.json", "--json")
+    assert code == 0
+    timeline = json.loads(out)
+    assert timeline["simulated"] is True
+    assert timeline["step_s"] == Plan.load("plan.json").step_s
+    assert json.loads(Path("trace.json").read_text())["traceEvents"]
+    code, out, _ = qsync("replay", "plan.json", "--basis", folder)
+    assert code == 0
+    assert "waiting" in out and "simulated" in out
+
+
+def test_diff_names_what_changed(qsync, folder):
+    qsync("plan", folder, "--out", "a.json")
+    Plan.load("a.json").pin("head", "int8").save("b.json")
+    code, out, _ = qsync("diff", "a.json", "b.json")
+    assert code == 0
+    assert "infer  head:" in out and out.count("\n") == 2
+    code, out, _ = qsync("diff", "a.json", "a.json", "--json")
+    assert (code, json.loads(out)) == (0, {"differences": []})
+
+
+def test_help_and_version_name_every_command(qsync):
+    code, out, _ = qsync()
+    assert code == 0
+    assert all(name in out for name in ("doctor", "demo", "plan", "explain", "replay", "diff", "--version"))
+    assert qsync("--version")[:2] == (0, "qsync 0.1.0\n")
+
+
+def test_usage_errors_are_one_sentence(refused, folder):
+    assert "FOLDER" in refused("plan")
+    assert "'bogus'" in refused("bogus")
+    assert "--bogus" in refused("plan", folder, "--bogus")
+    assert "--slack" in refused("plan", folder, "--slack", "much")
+
+
+def test_missing_files_are_named(refused, folder):
+    assert "nowhere has no graph.json" in refused("plan", "nowhere")
+    assert "cannot read nowhere.json" in refused("explain", "nowhere.json")
+    assert "cannot read nowhere.toml" in refused("plan", folder, "--cluster", "nowhere.toml")
+    (folder / "profile-infer.json").unlink()
+    assert "profile-infer.json" in refused("plan", folder)
+
+
+def test_malformed_files_are_named_with_their_line(refused, folder):
+    (folder / "sensitivity.json").write_text('{\n "kind": "sensitivity",\n "version": 1,,\n}')
+    assert "sensitivity.json, line 3" in refused("plan", folder)
+    toml = folder / "cluster.toml"
+    toml.write_text("[[classes]]\nname = train\n")
+    message = refused("plan", folder, "--cluster", toml)
+    assert "cluster.toml" in message and "line 2" in message
+
+
+def test_a_file_of_another_kind_is_refused(refused, folder):
+    assert "expected a plan file, found 'graph'" in refused("explain", folder / "graph.json")
+    (folder / "graph.json").write_text((folder / "sensitivity.json").read_text())
+    assert "expected a graph file, found 'sensitivity'" in refused("plan", folder)
+
+
+def test_a_plan_without_its_basis_says_how_to_name_it(refused, qsync, folder, tmp_path):
+    qsync("plan", folder, "--out", tmp_path / "plan.json")
+    assert "--basis" in refused("replay", tmp_path / "plan.json")
+
+
+def test_a_plan_of_another_model_is_refused(refused, qsync, folder, tmp_path):
+    graph = encoder(num_layers=1)
+    profiles = {name: profile_of(graph, name) for name in ("train", "infer")}
+    Basis(graph, cluster_of(), profiles, sensitivity_of(graph)).save(tmp_path / "other")
+    qsync("plan", folder, "--out", folder / "plan.json")
+    assert "layer.1.query" in refused("explain", folder / "plan.json", "--basis", tmp_path / "other")
+
+
+def test_a_hand_edited_plan_names_the_operator(refused, qsync, folder):
+    qsync("plan", folder, "--out", folder / "plan.json")
+    edited = json.loads((folder / "plan.json").read_text())
+    edited["classes"]["infer"]["assignment"]["head"] = "int7"
+    (folder / "plan.json").write_text(json.dumps(edited))
+    message = refused("replay", folder / "plan.json")
+    assert "'head'" in message and "'int7'" in message and "bf16" in message
+
+
+def test_memory_that_nothing_meets_says_what_is_missing(refused, folder):
+    message = refused("plan", folder, "--memory", "infer=1M")
+    assert "infer" in message and "bytes" in message
+    assert any(op.name in message for op in encoder().ops)
+
+
+def test_a_class_without_a_profile_is_named(refused, folder):
+    Path(folder / "cluster.toml").write_text(CLUSTER_TOML.replace('"infer"', '"edge"'))
+    assert "edge" in refused("plan", folder, "--cluster", folder / "cluster.toml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--pin", "haed=fp32", "nearest: 'head'"),
+        ("--pin", "head", "PATTERN=PRECISION"),
+        ("--pin", "head=int7", "unknown precision 'int7'"),
+        ("--pin", "layer.0.attention=int8", "no kernel"),
+        ("--memory", "infer", "CLASS=BYTES"),
+        ("--memory", "infer=lots", "bytes"),
+        ("--memory", "infer=-1G", "positive"),
+        ("--memory", "infer=nan", "bytes"),
+        ("--memory", "nobody=1G", "'nobody'"),
+        ("--slack", "-0.1", "slack must not be negative"),
+        ("--target-step", "0", "must be positive"),
+        ("--target-step", "1e-9", "too long"),
+        ("--bucket-cap-mb", "-1", "must be positive"),
+    ],
+)
+def test_bad_options_say_what_to_do(refused, folder, option, value, said):
+    assert said in refused("plan", folder, option, value)
+
+
+def test_contradictory_options_are_refused(refused, folder):
+    assert "give it once" in refused("plan", folder, "--memory", "infer=1G", "--memory", "infer=2G")
+    assert "give it once" in refused("plan", folder, "--pin", "head=fp32", "--pin", "head=bf16")
+
+
+def test_a_failed_plan_leaves_the_old_one(qsync, folder):
+    Path("plan.json").write_text("mine")
+    assert qsync("plan", folder, "--memory", "infer=1K")[0] == 2
+    assert Path("plan.json").read_text() == "mine"
+    assert list(Path.cwd().iterdir()) == [Path.cwd() / "plan.json"]
+
+
+def test_a_path_that_cannot_be_written_is_named(refused, folder):
+    assert str(folder) in refused("plan", folder, "--out", folder)
+
+
+def test_the_demo_refuses_bad_options_before_it_starts(refused):
+    assert "--weak-share" in refused("demo", "--weak-share", "0")
+    assert "--seeds" in refused("demo", "--seeds", "0")
+    assert "'vgg'" in refused("demo", "--workload", "vgg")
+    assert "nowhere" in refused("demo", "--data", "nowhere")
+
+
+def test_interrupting_is_no_traceback(qsync, folder, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Basis, "load", interrupted)
+    code, _, err = qsync("plan", folder)
+    assert code == 130
+    assert "Traceback" not in err
+
+
+def test_planning_imports_no_torch(folder):
+    """A laptop without a GPU plans in a moment: torch alone would take seconds to import."""
+    for command in (["plan", str(folder), "--out", str(folder / "plan.json")], ["explain", str(folder / "plan.json")],
+                    ["replay", str(folder / "plan.json")]):  # fmt: skip
+        code = (
+            f"import sys; sys.argv = ['qsync', *{command!r}]\n"
+            "from qsync import cli\n"
+            "try:\n    cli.main()\n"
+            "finally:\n    assert not {'torch', 'scipy', 'matplotlib'} & set(sys.modules)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
