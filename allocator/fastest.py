@@ -37,11 +37,12 @@ def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precis
     """The highest assignment, then one precision wherever it may be chosen, the highest first."""
     part = state.classes[device_class].part
     yield part.highest
-    for precision in reversed(Precision):
-        if any(precision in options and len(options) > 1 for options in part.choices.values()):
-            yield {
-                op: precision if precision in options else options[-1] for op, options in part.choices.items()
-            }
+    for precision in Precision:  # declared from the highest to the lowest
+        start = {
+            op: precision if precision in options else options[-1] for op, options in part.choices.items()
+        }
+        if start != part.highest:
+            yield start
 
 
 def _descend(state: State, device_class: str) -> None:

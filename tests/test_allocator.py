@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import pose
-from qsync.allocator.recovery import PRIORITIES, recover
+from qsync.allocator.recovery import PRIORITIES, recover, variance_regained
 from qsync.allocator.state import State
 from qsync.cluster import Link
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
@@ -274,6 +274,20 @@ def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(pri
             move = state.move("infer", {op: precision})
             assert state.step_s() > target
             state.back(move)
+
+
+def test_a_raise_that_was_refused_is_tried_again_once_its_neighbour_is_raised():
+    # fc0 in FP32 before fc1 in BF16 needs a dear cast; fc1 adds less variance, so its turn comes later; fc2 cannot move.
+    graph = mlp(3)
+    base = profile_of(graph, "infer", (FP32, BF16), latency_s=0.0, cast_s=0.0)
+    same = {name: dict.fromkeys(("fp32", "bf16"), Cost(1e-4)) for name in ("fc0", "fc1")}
+    ops = {**base.ops, **same, "fc2": {"fp32": Cost(1.0), "bf16": Cost(1e-4)}}
+    profile = replace(base, ops=ops, casts={("act0", "fp32", "bf16"): Cost(1e-3)})
+    sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 1.0, "fc2": 5.0})
+    state = State(pose(graph, {"infer": profile}, sensitivity, cluster_of({"infer": 1})))
+    state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), BF16))
+    recover(state, ["infer"], state.step_s() * 1.1, variance_regained)
+    assert state.assignments()["infer"] == {"fc0": FP32, "fc1": FP32, "fc2": BF16}
 
 
 # Memory.
