@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from qsync.cluster import Cluster, Link
+from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.graph import OpGraph
-from qsync.lowering import Lowering
+from qsync.lowering import LoweredGraph, Lowering
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.memory import peak_memory
@@ -152,33 +152,39 @@ def replay(
     works = [exchange.work(entry) for entry in costs.values()]
     step = steady_step(works, exchange.durations_s, exchange.link)
     blocked = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
-    exposed, zero = min(blocked), min(step.starts_s)
+    zero = min(step.starts_s)
+    flights = [(start - zero, end - zero) for start, end in step.flights]
     classes: dict[str, ClassTimeline] = {}
     events: list[Event] = []
     for c, (name, entry) in enumerate(costs.items()):
-        device_class, lowered = cluster[name], entry.lowering.lowered()
-        memory = peak_memory(
-            lowered,
-            optimizer_bytes=profiles[name].optimizer_bytes,
-            num_ranks=cluster.num_ranks,
-            device=device_class.device,
-        )
-        wait = blocked[c] - exposed
+        # A class is blocked for others as long as it is blocked longer than the one that is blocked least.
+        exposed, wait = min(blocked), blocked[c] - min(blocked)
+        lowered = entry.lowering.lowered()
         classes[name] = ClassTimeline(
-            works[c].total_s,
-            step.slowed_s[c],
-            exposed,
-            wait,
-            wait / step.reduced_s if step.reduced_s > 0 else 0.0,
-            memory.peak_bytes,
-            device_class.count,
-            lowered.nodes,
+            compute_s=works[c].total_s,
+            slowed_s=step.slowed_s[c],
+            exposed_s=exposed,
+            wait_s=wait,
+            wait_fraction=wait / step.reduced_s if step.reduced_s > 0 else 0.0,
+            memory_bytes=_memory_bytes(lowered, profiles[name], cluster, cluster[name]),
+            num_ranks=cluster[name].count,
+            nodes=lowered.nodes,
         )
         copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
         times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)
-        flights = [(start - zero, end - zero) for start, end in step.flights]
         events += class_events(name, entry, lowered, copies, times, flights, exchange.link.compute_rate)
     return Timeline(step.reduced_s, classes, tuple(events))
+
+
+def _memory_bytes(
+    lowered: LoweredGraph, profile: Profile, cluster: Cluster, device_class: DeviceClass
+) -> int:
+    return peak_memory(
+        lowered,
+        optimizer_bytes=profile.optimizer_bytes,
+        num_ranks=cluster.num_ranks,
+        device=device_class.device,
+    ).peak_bytes
 
 
 def checked_lowerings(

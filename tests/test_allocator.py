@@ -277,7 +277,7 @@ def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(pri
 
 
 def test_a_raise_that_was_refused_is_tried_again_once_its_neighbour_is_raised():
-    # fc0 in FP32 before fc1 in BF16 needs a dear cast; fc1 adds less variance, so its turn comes later; fc2 cannot move.
+    # fc0 in FP32 before fc1 in BF16 needs a dear cast; fc1 regains less, so its turn comes later; fc2 cannot move.
     graph = mlp(3)
     base = profile_of(graph, "infer", (FP32, BF16), latency_s=0.0, cast_s=0.0)
     same = {name: dict.fromkeys(("fp32", "bf16"), Cost(1e-4)) for name in ("fc0", "fc1")}
