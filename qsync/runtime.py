@@ -9,11 +9,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx
+from torch._dynamo import trace_rules
 
 from qsync import backend
 from qsync.errors import MismatchError, TracingError, UnsupportedError
@@ -107,11 +109,18 @@ programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyD
 def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call."""
     program = Program(model, choose, check)
-    model.compile(backend=program.compile)
-    compiled = model._compiled_call_impl
+    call = model._call_impl
+    if isinstance(model.forward, MethodType) and trace_rules.check(model.forward):
+        call = MethodType(_framed, model)
+    compiled = torch.compile(call, backend=program.compile)
     model._compiled_call_impl = lambda *args, **kwargs: program.call(compiled, *args, **kwargs)
     programs[model] = program
     return program
+
+
+def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no other."""
+    return self._call_impl(*args, **kwargs)
 
 
 def detach(model: torch.nn.Module) -> None:
