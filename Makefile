@@ -1,0 +1,56 @@
+# Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`.
+# `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# The package works with torch 2.11 to 2.13; what is measured and tested here is this one.
+TORCH := torch==2.13.0
+DEMO_ARGS ?=
+TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.folders \
+	qsync.planning qsync.lowering qsync.replayer qsync.allocator qsync.predictor
+
+.PHONY: demo test lint types format clean
+
+demo: $(VENV)/installed
+	$(BIN)/qsync demo $(DEMO_ARGS)
+
+test: $(VENV)/testable
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/testable types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# mypy reads files, not setup.py's mapping of folders to qsync.<folder>: lay the package out for it as it installs.
+types: $(VENV)/testable
+	rm -rf build/typed && mkdir -p build/typed/qsync
+	ln -s $(CURDIR)/qsync/*.py build/typed/qsync/
+	for room in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$room build/typed/qsync/$$room; done
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml $(TYPED:%=-p %)
+
+format: $(VENV)/testable
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "qsync needs Python 3.11 or newer; name one: make PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch on its own first: a failed download then says what failed.
+$(VENV)/torch: $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install $(TORCH)
+	touch $@
+
+$(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
+	$(BIN)/python -m pip install --quiet -e .
+	touch $@
+
+$(VENV)/testable: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	touch $@
