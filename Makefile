@@ -1,5 +1,6 @@
 # Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`.
-# `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`.
+# `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`,
+# `make test TEST_ARGS="-m 'not slow'"` to pytest.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,6 +8,7 @@ BIN := $(VENV)/bin
 # The package works with torch 2.11 to 2.13; what is measured and tested here is this one.
 TORCH := torch==2.13.0
 DEMO_ARGS ?=
+TEST_ARGS ?=
 TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.folders \
 	qsync.planning qsync.lowering qsync.replayer qsync.allocator qsync.predictor
 
@@ -16,7 +18,7 @@ demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
 
 test: $(VENV)/testable
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(VENV)/testable types
 	$(BIN)/ruff check .
@@ -27,7 +29,7 @@ types: $(VENV)/testable
 	rm -rf build/typed && mkdir -p build/typed/qsync
 	ln -s $(CURDIR)/qsync/*.py build/typed/qsync/
 	for room in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$room build/typed/qsync/$$room; done
-	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml $(TYPED:%=-p %)
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache $(TYPED:%=-p %)
 
 format: $(VENV)/testable
 	$(BIN)/ruff check --fix .
