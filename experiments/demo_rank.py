@@ -1,7 +1,9 @@
 """One rank of `qsync demo`: profile, plan, train every run side by side, measure. Rank 0 writes what came of it.
 
 All runs live in the same processes and take turns, a few steps each, so that a drift of the machine falls on all of them
-alike. Same seeds, same batches, same number of steps.
+alike. Same seeds, same batches, same number of steps. The profile takes turns too: plans are made from the rounds before
+training, and what replay predicts is told twice, from these (`planned_step_s`) and from all rounds (`predicted_step_s`), so
+that the replay's own error can be told from the machine's drift.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +26,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 import qsync
 from qsync import jobs, liveness, runtime
+from qsync.cluster import Cluster, Link
 from qsync.contract import agree
 from qsync.devices import machine
 from qsync.errors import QSyncError
 from qsync.experiments import report, workloads
-from qsync.experiments.demo_runs import FAST, WEAK, Planned, planned_runs
+from qsync.experiments.demo_runs import ALONE, FAST, WEAK, Planned, planned_runs, replayed
 from qsync.experiments.memory import step_peak_bytes
 from qsync.experiments.ranks import Place, backend_of, placed
 from qsync.experiments.training import Runner, make_optimizer, persistent_bytes
@@ -35,10 +39,15 @@ from qsync.experiments.workloads import Workload
 from qsync.folders import Basis, save_plan
 from qsync.hybrids import in_ddp
 from qsync.precision import Precision
+from qsync.predictor.clocks import clock_for
+from qsync.predictor.links import Exchanged
+from qsync.predictor.profiler import Profiler
+from qsync.profiles import Profile
 
-STEPS_A_TURN = 5
+STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
-BUCKET_CAP_MB = 4.0  # small buckets: little is left to reduce when the last gradient is ready
+ROUNDS_BEFORE = 3
+BUCKET_CAP_MB = 8.0  # smaller than DDP's 25: less is left to reduce when the last gradient is ready
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 
 
@@ -61,19 +70,20 @@ def main() -> None:
 def _run(config: dict[str, Any], place: Place) -> None:
     rank = dist.get_rank()
     out = Path(config["out"])
-    steps = config["steps"]
-    # Read on rank 0 first, so that bad data is one sentence and not two.
     workload = workloads.load(config["workload"], config["data"])
-    steps = steps or workload.steps
+    steps = config["steps"] or workload.steps
+    cap = int(BUCKET_CAP_MB * 2**20)
     with _progress(rank) as show:
-        basis = _measure(workload, place, show)
-        planned = planned_runs(basis, int(BUCKET_CAP_MB * 2**20))
+        measuring = Measuring(workload, place, show)
+        basis = measuring.basis()
+        planned = planned_runs(basis, cap)
         results = []
         for seed in range(config["seed"], config["seed"] + config["seeds"]):
-            results.append(_train(workload, planned, place, seed, steps, show))
+            results.append(_train(workload, planned, measuring, place, seed, steps, show))
+        basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
-        content = report.assemble(basis, planned, results, {
+        content = report.assemble(basis, planned, replayed(planned, basis, cap), results, {
             "workload": workload.name, "description": workload.description, "steps": steps, "seeds": config["seeds"],
             "seed": config["seed"], "machine": machine(), "commit": commit(), "qsync": qsync.__version__,
             "emulated": bool(shares), "emulated_share": shares, "bucket_cap_mb": BUCKET_CAP_MB,
@@ -83,30 +93,77 @@ def _run(config: dict[str, Any], place: Place) -> None:
     dist.barrier()
 
 
-def _measure(workload: Workload, place: Place, show: Callable[[str], None]) -> Basis:
-    """What every plan is made from. The batch is one of training, of a seed that no run uses."""
-    model = workload.make_model(0).to(place.device)
-    inputs, targets = workload.batch(10_000, 0, dist.get_rank())
-    batch = (inputs.to(place.device), targets.to(place.device))
+class Measuring:
+    """What every plan is made from, measured round by round. The batch is one of training, of a seed that no run uses."""
 
-    def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return workload.loss_fn(model(batch[0]), batch[1])
+    def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
+        self._place, self._show = place, show
+        self._model = workload.make_model(0).to(place.device)
+        inputs, targets = workload.batch(10_000, 0, dist.get_rank())
+        self._batch = (inputs.to(place.device), targets.to(place.device))
+        self._loss_fn = lambda model, batch: workload.loss_fn(model(batch[0]), batch[1])
+        show("finding out what this machine is")
+        jobs.check_models(self._model)
+        share = place.throttle.measured_share(2.0) if place.throttle else None
+        self._own = jobs.own_class(self._model, share, FAST if dist.get_rank() == 0 else WEAK)
+        self._graph = jobs.form_graph(self._model, self._batch, self._loss_fn)
+        on_cpu = place.device.type == "cpu"
+        precisions = [p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)]
+        found = agree("sensitivity", lambda: qsync.sensitivity(self._model, [self._batch], self._loss_fn).to_json())
+        self._sensitivity = jobs.mean_sensitivity(found)
+        self._profiler = self._make_profiler(workload, precisions)
+        # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise share.
+        dist.barrier()
+        self._alone = self._make_profiler(workload, [Precision.FP32]) if dist.get_rank() == 0 else None
+        self._links: list[tuple[Cluster, Exchanged]] = []
+        for _ in range(ROUNDS_BEFORE):
+            self.round()
 
-    show("finding out what this machine is")
-    jobs.check_models(model)
-    share = place.throttle.measured_share(2.0) if place.throttle else None
-    own = jobs.own_class(model, share, FAST if dist.get_rank() == 0 else WEAK)
-    graph = jobs.form_graph(model, batch, loss_fn)
-    cluster = jobs.form_cluster(own, place.device, show)
-    precisions = [p for p in PROFILED if p in own.precisions and not (p is Precision.FP16 and place.device.type == "cpu")]
-    return jobs.form_basis(
-        model, batch, loss_fn, own, cluster, graph=graph, precisions=precisions,
-        make_optimizer=make_optimizer(workload.lr), progress=show,
-    )  # fmt: skip
+    def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
+        model = workload.make_model(0).to(self._place.device)
+        program = runtime.attach(model, lambda graph: {})
+        return Profiler(
+            program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
+            clock_for(self._place.device, self._own.emulated_share), make_optimizer(workload.lr), self._show,
+        )  # fmt: skip
+
+    def round(self) -> None:
+        """One more round of the profile and of the link."""
+        dist.barrier()
+        agree("profiling", self._profiler.round)
+        dist.barrier()
+        agree("profiling the fast rank alone", lambda: self._alone.round() if self._alone else None)
+        self._links.append(jobs.form_cluster(self._own, self._place.device, self._show, rounds=2))
+
+    def basis(self) -> Basis:
+        """The basis from all rounds so far."""
+        profile = self._profiler.profile(self._own.name, machine(), self._own.emulated_share)
+        profile = jobs.with_toll(profile, median_exchange([exchanged for _, exchanged in self._links]))
+        profiles = jobs.first_of_each_class(agree("gathering profiles", profile.to_json))
+        alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
+        profiles[ALONE] = Profile.from_json(alone[0])
+        link = median_exchange([exchanged for _, exchanged in self._links]).link
+        cluster = replace(self._links[0][0], link=link)
+        return Basis(self._graph, cluster, profiles, self._sensitivity)
+
+
+    def _alone_profile(self) -> dict[str, Any] | None:
+        return self._alone.profile(ALONE, machine()).to_json() if self._alone else None
+
+
+def median_exchange(found: list[Exchanged]) -> Exchanged:
+    """The median of each number of several measurements of a link."""
+
+    def median(name: str, of: Callable[[Exchanged], object]) -> float:
+        return statistics.median(float(getattr(of(one), name)) for one in found)
+
+    link = Link(*(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")))
+    return Exchanged(link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte")))
 
 
 def _train(
-    workload: Workload, planned: dict[str, Planned], place: Place, seed: int, steps: int, show: Callable[..., None]
+    workload: Workload, planned: dict[str, Planned], measuring: Measuring, place: Place, seed: int, steps: int,
+    show: Callable[..., None],
 ) -> dict[str, dict[str, Any]]:
     """Train every run for the same number of steps, in turns; what each rank measured, by run."""
     rank = dist.get_rank()
@@ -122,6 +179,7 @@ def _train(
             dist.barrier()
             if runner is not None:
                 runner.train(min(STEPS_A_TURN, steps - turn * STEPS_A_TURN))
+        measuring.round()
     results = {}
     for name, runner in runners.items():
         show(f"held-out loss and memory of {name}")
@@ -143,7 +201,8 @@ def _runner(name: str, entry: Planned, workload: Workload, place: Place, seed: i
     if alone and rank != 0:
         return None
     model = workload.make_model(seed).to(place.device)
-    runtime.attach(model, runtime.following(entry.plan[FAST if rank == 0 else WEAK].assignment), entry.plan.check_graph)
+    device_class = ALONE if alone else FAST if rank == 0 else WEAK
+    runtime.attach(model, runtime.following(entry.plan[device_class].assignment), entry.plan.check_graph)
     trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
     optimizer = make_optimizer(workload.lr)([p for p in model.parameters() if p.requires_grad])
     return Runner(name, model, trained, optimizer, workload, seed, rank, place.device)
@@ -156,7 +215,7 @@ def _warm_up(runner: Runner) -> None:
     runner.model.load_state_dict(saved)
     runner.optimizer = make_optimizer(runner.workload.lr)([p for p in runner.model.parameters() if p.requires_grad])
     runner.step = 0
-    for samples in (runner.periods_s, runner.blocked_s, runner.losses):
+    for samples in (runner.periods_s, runner.blocked_s, runner.cpu_s, runner.losses):
         samples.clear()
 
 
@@ -173,6 +232,7 @@ def _outcome(runner: Runner) -> dict[str, Any]:
         "parameters": digest.hexdigest(),
         "periods_s": runner.periods_s,
         "blocked_s": statistics.fmean(runner.blocked_s) if runner.blocked_s else 0.0,
+        "cpu_s": statistics.median(runner.cpu_s) if runner.cpu_s else 0.0,
         "peak_memory_bytes": peak,
         "losses": runner.losses,
     }
@@ -187,6 +247,7 @@ def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
         "measured_step_s": step_s,
         "periods_s": periods,
         "wait_fraction": {str(e["rank"]): (e["blocked_s"] - least) / step_s for e in entries},
+        "cpu_s": {str(e["rank"]): e["cpu_s"] for e in entries},
         "peak_memory_bytes": {str(e["rank"]): e["peak_memory_bytes"] for e in entries},
         "parameters_identical": len({e["parameters"] for e in entries}) == 1,
         "losses": [statistics.fmean(values) for values in zip(*(e["losses"] for e in entries), strict=True)],

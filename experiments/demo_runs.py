@@ -15,6 +15,7 @@ from qsync.precision import Precision
 from qsync.replayer import Timeline, replay
 
 FAST, WEAK = "train", "infer"
+ALONE = "alone"  # the fast rank with the machine to itself
 NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
 
 
@@ -26,13 +27,14 @@ class Planned:
     cluster: Cluster
     timeline: Timeline
 
-    def summary(self, graph: OpGraph) -> dict[str, Any]:
-        """The predicted part of a run's entry in report.json."""
+    def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
+        """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the whole run."""
         variance = sum(c.predicted.added_variance for c in self.plan.classes.values() if c.predicted)
         return {
-            "predicted_step_s": self.timeline.step_s,
-            "predicted_wait_fraction": {name: c.wait_fraction for name, c in self.timeline.classes.items()},
-            "predicted_memory_bytes": {name: c.memory_bytes for name, c in self.timeline.classes.items()},
+            "predicted_step_s": again.step_s,
+            "planned_step_s": self.timeline.step_s,
+            "predicted_wait_fraction": {name: c.wait_fraction for name, c in again.classes.items()},
+            "predicted_memory_bytes": {name: c.memory_bytes for name, c in again.classes.items()},
             "added_variance": variance,
             **lowered_fractions(graph, self.plan, self.cluster),
         }
@@ -40,7 +42,7 @@ class Planned:
 
 def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
     """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such kernel."""
-    alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], count=1),))
+    alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),
         "ddp_fp32": (basis.cluster, {}),
@@ -63,6 +65,17 @@ def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: A
         )
         for name, (cluster, plan) in plans.items()
     }
+
+
+def replayed(planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None) -> dict[str, Timeline]:
+    """The same plans replayed from another basis: the profile and link that the whole of the training saw."""
+    return {
+        name: replay(
+            basis.graph, entry.plan, basis.profiles, replace(entry.cluster, link=basis.cluster.link),
+            bucket_cap_bytes=bucket_cap_bytes,
+        )
+        for name, entry in planned.items()
+    }  # fmt: skip
 
 
 def sixteen_bit(cluster: Cluster) -> Precision:

@@ -14,6 +14,7 @@ from qsync.experiments import pictures
 from qsync.experiments.demo_runs import Planned
 from qsync.files import write_json
 from qsync.folders import Basis
+from qsync.replayer import Timeline
 from qsync.replayer.trace import write_trace
 
 _TITLES = {
@@ -27,7 +28,11 @@ _TITLES = {
 
 
 def assemble(
-    basis: Basis, planned: Mapping[str, Planned], seeds: list[dict[str, dict[str, Any]]], header: dict[str, Any]
+    basis: Basis,
+    planned: Mapping[str, Planned],
+    again: Mapping[str, Timeline],
+    seeds: list[dict[str, dict[str, Any]]],
+    header: dict[str, Any],
 ) -> dict[str, Any]:
     """The content of report.json, from what was predicted and what each seed's runs measured."""
     runs = {}
@@ -37,8 +42,9 @@ def assemble(
         runs[name] = {
             "measured_step_s": statistics.median(periods) if periods else None,
             "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
-            **entry.summary(basis.graph),
+            **entry.summary(basis.graph, again[name]),
             "wait_fraction": _mean_of(measured, "wait_fraction"),
+            "cpu_s": _mean_of(measured, "cpu_s"),
             "peak_memory_bytes": {
                 rank: max(m["peak_memory_bytes"][rank] for m in measured) for rank in measured[0]["peak_memory_bytes"]
             },

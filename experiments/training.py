@@ -16,7 +16,8 @@ class Runner:
     """One run of the demo on one rank: a model, alone or in DDP, with its optimizer.
 
     `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long each backward
-    pass lasted after this rank's own last gradient was there.
+    pass lasted after this rank's own last gradient was there, `cpu_s` the CPU time of this process in that period (all
+    its threads: on a CPU that is compute and communication without pauses).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Runner:
     step: int = 0
     periods_s: list[float] = field(default_factory=list)
     blocked_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     _last_gradient: float = 0.0
 
@@ -44,16 +46,18 @@ class Runner:
     def train(self, num_steps: int) -> None:
         """Take steps; the first of them starts with all ranks aligned and is not a period."""
         reduced: float | None = None
+        reduced_cpu = 0.0
         for _ in range(num_steps):
             inputs, targets = self.workload.batch(self.seed, self.step, self.rank)
             loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
             loss.backward()  # type: ignore[no-untyped-call]
             self._wait()
-            now = time.perf_counter()
+            now, cpu = time.perf_counter(), time.process_time()
             if reduced is not None:
+                self.cpu_s.append(cpu - reduced_cpu)
                 self.periods_s.append(now - reduced)
                 self.blocked_s.append(now - self._last_gradient)
-            reduced = now
+            reduced, reduced_cpu = now, cpu
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.append(float(loss.detach()))

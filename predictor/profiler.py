@@ -24,6 +24,7 @@ from qsync.predictor.clocks import Clock
 from qsync.predictor.recorder import Recorder, StepTimes
 from qsync.profiles import Cost, Profile
 
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Choose = Callable[[OpGraph], Mapping[str, Precision]]
 
 
@@ -39,60 +40,77 @@ class Runner(Protocol):
     def lowered(self) -> tuple[LoweredGraph, ...]: ...
 
 
-def measure(
-    runner: Runner,
-    loss: Callable[[], torch.Tensor],
-    parameters: Sequence[torch.nn.Parameter],
-    precisions: Sequence[Precision],
-    clock: Clock,
-    *,
-    device_class: str,
-    machine: Mapping[str, Any],
-    emulated_share: float | None = None,
-    rounds: int = 3,
-    make_optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer] = torch.optim.AdamW,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Profile:
-    """A profile of this device class, from `rounds` steps at each of `precisions` and at mixtures of them.
+class Profiler:
+    """Measures one device class on one model and batch, a round at a time.
 
-    `loss` runs the model forward on the example batch and returns the scalar loss; this function runs backward. Raises
-    CalibrationError when the loss is not a finite number.
+    A round is one step at each of `precisions` and at mixtures of them. `loss` runs the model forward on the example batch
+    and returns the scalar loss; backward is run here. More rounds can be added at any time, for example between training
+    steps, so that the profile sees the machine as training does.
+
+    >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
+    >>> for _ in range(3): profiler.round()
+    >>> profile = profiler.profile("infer", machine={})
     """
-    recorder = Recorder(clock)
-    samples: list[StepTimes] = []
-    by_precision: dict[str, list[float]] = defaultdict(list)
-    choices = _choices(precisions)
-    graph: OpGraph | None = None
-    for turn in range(rounds + 1):
-        for label, choose in choices:
-            progress(f"profile {label}, round {turn} of {rounds}" if turn else f"profile {label}, warm-up")
-            runner.choose(choose, recorder)
-            step = _timed_step(recorder, loss, parameters)
-            if graph is None:
-                graph = runner.graph
-            if turn:
-                samples.append(step)
-                by_precision[label].append(step.total)
-    assert graph is not None
-    ops, casts = _medians(samples)
-    optimizer_s, optimizer_bytes = _time_optimizer(parameters, make_optimizer, clock)
-    forward, backward = _median(s.outside.forward_s for s in samples), _median(s.outside.backward_s for s in samples)
-    return Profile(
-        device_class=device_class,
-        graph_hash=graph.hash,
-        shapes_hash=graph.shapes_hash,
-        ops=ops,
-        casts=casts,
-        cast_fit=_fit_casts(casts, graph),
-        outside=Cost(forward, backward),
-        host_s=_median(s.before for s in samples),
-        optimizer_s=optimizer_s,
-        optimizer_bytes=optimizer_bytes,
-        step_s={label: statistics.median(times) for label, times in by_precision.items()},
-        machine=dict(machine),
-        emulated_share=emulated_share,
-        bucket_s_per_byte=_time_bucket_copy(parameters, clock),
-    )
+
+    def __init__(
+        self,
+        runner: Runner,
+        loss: Callable[[], torch.Tensor],
+        parameters: Sequence[torch.nn.Parameter],
+        precisions: Sequence[Precision],
+        clock: Clock,
+        make_optimizer: MakeOptimizer = torch.optim.AdamW,
+        progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._runner, self._loss, self._parameters = runner, loss, parameters
+        self._clock, self._make_optimizer, self._progress = clock, make_optimizer, progress
+        self._recorder = Recorder(clock)
+        self._choices = _choices(precisions)
+        self._samples: list[tuple[str, StepTimes]] = []
+        self._optimizer: list[tuple[float, int]] = []
+        self._bucket: list[float] = []
+        self._rounds = 0
+        for label, choose in self._choices:
+            progress(f"profile {label}, warm-up")
+            self._step(choose)
+        self.graph = runner.graph
+
+    def round(self) -> None:
+        """One more step at every precision. Raises CalibrationError when the loss is not a finite number."""
+        self._rounds += 1
+        for label, choose in self._choices:
+            self._progress(f"profile {label}, round {self._rounds}")
+            self._samples.append((label, self._step(choose)))
+        self._optimizer.append(_time_optimizer(self._parameters, self._make_optimizer, self._clock))
+        self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
+
+    def profile(self, device_class: str, machine: Mapping[str, Any], emulated_share: float | None = None) -> Profile:
+        """The profile of all rounds so far: medians."""
+        steps = [step for _, step in self._samples]
+        totals: dict[str, list[float]] = defaultdict(list)
+        for label, step in self._samples:
+            totals[label].append(step.total)
+        ops, casts = _medians(self._samples)
+        return Profile(
+            device_class=device_class,
+            graph_hash=self.graph.hash,
+            shapes_hash=self.graph.shapes_hash,
+            ops=ops,
+            casts=casts,
+            cast_fit=_fit_casts(casts, self.graph),
+            outside=_median_cost([step.outside for step in steps]),
+            host_s=_median(step.before for step in steps),
+            optimizer_s=_median(seconds for seconds, _ in self._optimizer),
+            optimizer_bytes=self._optimizer[-1][1],
+            step_s={label: statistics.median(times) for label, times in totals.items()},
+            machine=dict(machine),
+            emulated_share=emulated_share,
+            bucket_s_per_byte=_median(self._bucket),
+        )
+
+    def _step(self, choose: Choose) -> StepTimes:
+        self._runner.choose(choose, self._recorder)
+        return _timed_step(self._recorder, self._loss, self._parameters)
 
 
 def _choices(precisions: Sequence[Precision]) -> list[tuple[str, Choose]]:
@@ -138,29 +156,45 @@ def check_finite(loss: torch.Tensor) -> None:
 
 
 def _medians(
-    samples: Sequence[StepTimes],
+    samples: Sequence[tuple[str, StepTimes]],
 ) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str, str], Cost]]:
-    """Median cost of each (operator, mode) and of each cast, over all steps that contained it."""
+    """Median cost of each (operator, mode) and of each cast, over all steps that contained it.
+
+    Noise only ever adds, so medians of parts sum to less than the median of the whole: all are scaled by that one ratio.
+    """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
-    for step in samples:
+    for _, step in samples:
         for node, cost in step.nodes:
             if isinstance(node, Cast):
                 casts[node.value, node.source, node.target].append(cost)
             else:
                 runs[node.op, node.mode].append(cost)
+    scale = _whole_over_parts(samples)
     ops: dict[str, dict[str, Cost]] = defaultdict(dict)
     for (op, mode), costs in runs.items():
-        ops[op][mode] = _median_cost(costs)
-    return dict(ops), {key: _median_cost(costs) for key, costs in casts.items()}
+        ops[op][mode] = _median_cost(costs, scale)
+    return dict(ops), {key: _median_cost(costs, scale) for key, costs in casts.items()}
+
+
+def _whole_over_parts(samples: Sequence[tuple[str, StepTimes]]) -> float:
+    """Median time of a step's nodes together, over the sum of their medians; over all labels."""
+    whole = parts = 0.0
+    by_label: dict[str, list[StepTimes]] = defaultdict(list)
+    for label, step in samples:
+        by_label[label].append(step)
+    for steps in by_label.values():
+        whole += _median(sum(cost.total_s for _, cost in step.nodes) for step in steps)
+        parts += sum(_median_cost([cost for _, cost in same]).total_s for same in zip(*(s.nodes for s in steps), strict=True))
+    return whole / parts if parts else 1.0
 
 
 def _median(values: Any) -> float:
     return float(statistics.median(values))
 
 
-def _median_cost(costs: Sequence[Cost]) -> Cost:
-    return Cost(_median(cost.forward_s for cost in costs), _median(cost.backward_s for cost in costs))
+def _median_cost(costs: Sequence[Cost], scale: float = 1.0) -> Cost:
+    return Cost(scale * _median(cost.forward_s for cost in costs), scale * _median(cost.backward_s for cost in costs))
 
 
 def _fit_casts(
@@ -198,7 +232,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 def _time_optimizer(
     parameters: Sequence[torch.nn.Parameter],
-    make_optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
+    make_optimizer: MakeOptimizer,
     clock: Clock,
     limit: int = 64 * 2**20,
 ) -> tuple[float, int]:

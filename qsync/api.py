@@ -10,12 +10,12 @@ import torch
 from qsync import backend, runtime
 from qsync.cluster import DeviceClass
 from qsync.devices import candidates, detect_class, device_of, machine
-from qsync.graph import OpGraph
 from qsync.errors import CalibrationError, QSyncError, UnsupportedError
+from qsync.graph import OpGraph
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.clocks import clock_for
-from qsync.predictor.profiler import measure
+from qsync.predictor.profiler import Profiler
 from qsync.predictor.variance import variance
 from qsync.profiles import Profile, Sensitivity
 from qsync.tracing import call_arguments, capture, check_batch, undisturbed
@@ -52,19 +52,13 @@ def profile(
             known = ", ".join(chosen_class.precisions)
             raise UnsupportedError(f"{chosen_class.name} has no {precision}; it has {known}")
     with _running(model) as program:
-        return measure(
-            program,
-            _loss(model, example_inputs, loss_fn),
-            _trained(model),
-            chosen,
-            clock_for(device, chosen_class.emulated_share),
-            device_class=chosen_class.name,
-            machine=machine(),
-            emulated_share=chosen_class.emulated_share,
-            rounds=rounds,
-            make_optimizer=make_optimizer,
-            progress=progress,
-        )
+        profiler = Profiler(
+            program, _loss(model, example_inputs, loss_fn), _trained(model), chosen,
+            clock_for(device, chosen_class.emulated_share), make_optimizer, progress,
+        )  # fmt: skip
+        for _ in range(rounds):
+            profiler.round()
+        return profiler.profile(chosen_class.name, machine(), chosen_class.emulated_share)
 
 
 def sensitivity(

@@ -40,13 +40,12 @@ class DeviceClass:
 class Link:
     """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have arrived.
 
-    On a CPU communication takes time from compute: while an all-reduce runs, a rank computes at `compute_rate` of its
-    speed and the all-reduce itself at `overlap_rate` of its own. Both are 1 where a copy engine does the work.
+    On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of its speed
+    alone (1 where a copy engine does the work). What it takes from compute is each class's own: Profile.reduce_s_per_byte.
     """
 
     latency_s: float
     bytes_per_s: float
-    compute_rate: float = 1.0
     overlap_rate: float = 1.0
 
 
@@ -124,11 +123,10 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
 def _link(entry: Mapping[str, Any], where: str) -> Link:
     values = {"latency_s": field(entry, "latency_s", (int, float), where)}
     values["bytes_per_s"] = field(entry, "bytes_per_s", (int, float), where)
-    for name in ("compute_rate", "overlap_rate"):
-        values[name] = entry.get(name, 1.0)
+    values["overlap_rate"] = entry.get("overlap_rate", 1.0)
     if values["latency_s"] < 0:
         raise FormatError(f"{where}: latency_s must not be negative, found {values['latency_s']}")
-    for name in ("bytes_per_s", "compute_rate", "overlap_rate"):
+    for name in ("bytes_per_s", "overlap_rate"):
         if not isinstance(values[name], (int, float)) or not values[name] > 0:
             raise FormatError(f"{where}: {name} must be positive, found {values[name]!r}")
     return Link(**{name: float(number) for name, number in values.items()})

@@ -92,14 +92,15 @@ def _make_plan(
     from qsync.planning import plan as choose
 
     graph = jobs.form_graph(model, batch, loss_fn)
-    cluster = jobs.form_cluster(own, device_of(model), progress)
+    formed = jobs.form_cluster(own, device_of(model), progress)
+    cluster = formed[0]
     cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
     key = jobs.basis_key(graph, cluster, {"precisions": precisions, "optimizer": make_optimizer, "cap": cap, **options})
     folder = _cache(cache_dir) / key
     plan = _cached(folder)
     if plan is None:
         basis = jobs.form_basis(
-            model, batch, loss_fn, own, cluster, graph=graph, precisions=precisions,
+            model, batch, loss_fn, own, formed, graph=graph, precisions=precisions,
             make_optimizer=make_optimizer, progress=progress,
         )  # fmt: skip
         progress("allocation")

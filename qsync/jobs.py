@@ -23,7 +23,7 @@ from qsync.errors import MismatchError
 from qsync.folders import Basis
 from qsync.graph import OpGraph, digest
 from qsync.precision import Precision
-from qsync.predictor.links import measure_link
+from qsync.predictor.links import Exchanged, measure_link
 from qsync.profiles import Profile, Sensitivity
 
 Progress = Callable[[str], None]
@@ -61,7 +61,9 @@ def own_class(model: torch.nn.Module, emulated_share: float | None, name: str | 
     return replace(found, name=name) if name else found
 
 
-def form_cluster(own: DeviceClass, device: torch.device, progress: Progress = lambda text: None) -> Cluster:
+def form_cluster(
+    own: DeviceClass, device: torch.device, progress: Progress = lambda text: None, rounds: int = 6
+) -> tuple[Cluster, Exchanged]:
     """The classes of all ranks, with their counts, and the link between them as measured here."""
     everyone = agree("finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]})
     classes: dict[str, DeviceClass] = {}
@@ -75,8 +77,9 @@ def form_cluster(own: DeviceClass, device: torch.device, progress: Progress = la
         count = known.count + 1 if known else 1
         memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
         classes[found.name] = replace(found, count=count, memory_bytes=memory)
-    link = measure_link(device, progress=progress) if len(everyone) > 1 else Link(0.0, 1e12)
-    return Cluster(tuple(classes.values()), link)
+    alone = Exchanged(Link(0.0, 1e12), 0.0, 0.0)
+    exchanged = measure_link(device, own.emulated_share, rounds, progress) if len(everyone) > 1 else alone
+    return Cluster(tuple(classes.values()), exchanged.link), exchanged
 
 
 def form_basis(
@@ -84,7 +87,7 @@ def form_basis(
     example_batch: Any,
     loss_fn: api.LossFunction | None,
     own: DeviceClass,
-    cluster: Cluster,
+    formed: tuple[Cluster, Exchanged],
     *,
     graph: OpGraph,
     precisions: Sequence[Precision | str] | None = None,
@@ -104,15 +107,29 @@ def form_basis(
             model, example_batch, loss_fn, device_class=own, precisions=chosen, rounds=rounds,
             make_optimizer=make_optimizer, progress=progress,
         )  # fmt: skip
-        return profile.to_json()
+        return with_toll(profile, exchanged).to_json()
 
-    profiles: dict[str, Profile] = {}
-    for entry in agree("profiling", measure):
-        profile = Profile.from_json(entry)
-        profiles.setdefault(profile.device_class, profile)
+    cluster, exchanged = formed
+    profiles = first_of_each_class(agree("profiling", measure))
     progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(model, [example_batch], loss_fn).to_json())
-    return Basis(graph, cluster, profiles, _mean([Sensitivity.from_json(entry) for entry in found]))
+    return Basis(graph, cluster, profiles, mean_sensitivity(found))
+
+
+def with_toll(profile: Profile, exchanged: Exchanged) -> Profile:
+    """A profile that knows what an all-reduce takes from its class's compute."""
+    return replace(
+        profile, reduce_s_per_call=exchanged.toll_s_per_call, reduce_s_per_byte=exchanged.toll_s_per_byte
+    )
+
+
+def first_of_each_class(found: Sequence[Mapping[str, Any]]) -> dict[str, Profile]:
+    """Profiles by class, from what each rank measured, in rank order."""
+    profiles: dict[str, Profile] = {}
+    for entry in found:
+        profile = Profile.from_json(entry)
+        profiles.setdefault(profile.device_class, profile)
+    return profiles
 
 
 def form_graph(model: torch.nn.Module, example_batch: Any, loss_fn: api.LossFunction | None) -> OpGraph:
@@ -134,7 +151,9 @@ def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
     return digest([graph.hash, graph.shapes_hash, classes, versions, {k: str(v) for k, v in options.items()}])
 
 
-def _mean(found: list[Sensitivity]) -> Sensitivity:
+def mean_sensitivity(entries: Sequence[Mapping[str, Any]]) -> Sensitivity:
+    """The mean of what each rank found on its own batch."""
+    found = [Sensitivity.from_json(entry) for entry in entries]
     first = found[0]
     omega = {
         op: {mode: sum(entry.omega[op][mode] for entry in found) / len(found) for mode in modes}

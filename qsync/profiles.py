@@ -40,7 +40,7 @@ class Profile:
     -> (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is what runs
     before and after the graph (the loss). `host_s` is the rest of a step: batches, zero_grad, Python.
     `optimizer_s` is one optimizer step; `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets
-    adds to backward; `kernels` names the kernel that ran each (kind, precision).
+    adds to backward. An all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
     """
 
     device_class: str
@@ -57,6 +57,8 @@ class Profile:
     machine: Mapping[str, Any]
     emulated_share: float | None = None
     bucket_s_per_byte: float = 0.0
+    reduce_s_per_call: float = 0.0
+    reduce_s_per_byte: float = 0.0
 
     @property
     def hash(self) -> str:

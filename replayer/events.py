@@ -19,7 +19,7 @@ def class_events(
     copies_s: FloatArray,
     times: tuple[float, float, float, float],
     flights: Sequence[tuple[float, float]],
-    compute_rate: float,
+    rates: Sequence[float],
 ) -> list[Event]:
     """Events of one class: every lowered node forward, those that have a backward, and what stands between.
 
@@ -35,7 +35,7 @@ def class_events(
         line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", _cost(costs, node).forward_s)
     line.add("loss", "loss", profile.outside.forward_s)
     line.add("loss, backward", "loss", profile.outside.backward_s)
-    line.events += _backward(name, costs, lowered, copies_s, _Clock(line.now, flights, compute_rate))
+    line.events += _backward(name, costs, lowered, copies_s, _Clock(line.now, flights, rates))
     for k, (begin, end) in enumerate(flights):
         line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
     if wait > 0.0:
@@ -59,9 +59,9 @@ class _Line:
 class _Clock:
     """When a given amount of backward work is done, slower where an all-reduce is in flight."""
 
-    def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rate: float) -> None:
+    def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rates: Sequence[float]) -> None:
         times, work = [begin], [0.0]
-        for flight_start, flight_end in flights:
+        for (flight_start, flight_end), rate in zip(flights, rates, strict=True):
             for until, speed in ((flight_start, 1.0), (flight_end, rate)):
                 if until > times[-1]:
                     work.append(work[-1] + (until - times[-1]) * speed)

@@ -33,6 +33,9 @@ from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 # computes after the last all-reduce.
 NUM_STEPS = 3
 
+# However dear an all-reduce, the scheduler leaves compute some of the core.
+LEAST_RATE = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -42,6 +45,7 @@ class Work:
     ready_s: tuple[float, ...]
     backward_s: float
     optimizer_s: float
+    tolls_s: tuple[float, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -97,7 +101,10 @@ class Exchange:
         total += self.unused_bytes * profile.bucket_s_per_byte
         ready = tuple(total if i < 0 else float(until[i]) for i in self._ready)
         lead = profile.host_s + float(costs.forward_s.sum()) + profile.outside.total_s
-        return Work(lead, ready, total, profile.optimizer_s)
+        tolls = tuple(
+            profile.reduce_s_per_call + profile.reduce_s_per_byte * b.num_bytes for b in self.buckets
+        )
+        return Work(lead, ready, total, profile.optimizer_s, tolls)
 
 
 def steady_step(works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
@@ -139,8 +146,8 @@ def replay(
     """What a step under this plan would take, on every class of the cluster. Simulated.
 
     `plan` may also map class names to assignments. `bucket_cap_bytes` is DDP's cap in bytes (None: its
-    defaults). The model: backward of a class runs at `link.compute_rate` of its speed while an all-reduce is
-    in flight, the all-reduce at `link.overlap_rate` of its own while any class still computes (ours). Raises
+    defaults). The model: an all-reduce takes its toll from each class that computes beside it, and runs at
+    `link.overlap_rate` of its speed while any class still computes (ours). Raises
     MismatchError if plan, graph, profiles and cluster do not belong together, UnsupportedError if a class
     lacks a precision.
 
@@ -172,7 +179,8 @@ def replay(
         )
         copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
         times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)
-        events += class_events(name, entry, lowered, copies, times, flights, exchange.link.compute_rate)
+        rates = [compute_rate(works[c], k, d, exchange.link) for k, d in enumerate(exchange.durations_s)]
+        events += class_events(name, entry, lowered, copies, times, flights, rates)
     return Timeline(step.reduced_s, classes, tuple(events))
 
 
@@ -227,6 +235,17 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
         profiles[device_class.name].check_graph(graph)
 
 
+def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:
+    """At which part of its speed a class computes while a bucket's all-reduce, `duration_s` long alone, is in flight.
+
+    Work is conserved: over the whole flight the class loses its toll (ours).
+    """
+    toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
+    if duration_s <= 0.0:
+        return 1.0
+    return max(LEAST_RATE, 1.0 - toll_s * link.overlap_rate / duration_s)
+
+
 def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
     """One step of all classes from where each starts. O(buckets x classes)."""
     now = 0.0
@@ -241,16 +260,17 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
         now += gap
         done = [min(total[c], done[c] + gap) for c in range(len(works))]
         left = [total[c] - done[c] for c in range(len(works))]
-        computing = max(left) / link.compute_rate
+        rates = [compute_rate(work, k, duration, link) for work in works]
+        computing = max(one / rate for one, rate in zip(left, rates, strict=True))
         elapsed = duration / link.overlap_rate
         if (
             elapsed > computing
         ):  # the last class stops computing on the way: from there the all-reduce has full speed
             elapsed = computing + duration - computing * link.overlap_rate
-        for c in range(len(works)):
+        for c, rate in enumerate(rates):
             if left[c] > 0.0:
-                slowed[c] += min(elapsed, left[c] / link.compute_rate) * (1.0 - link.compute_rate)
-                done[c] = min(total[c], done[c] + elapsed * link.compute_rate)
+                slowed[c] += min(elapsed, left[c] / rate) * (1.0 - rate)
+                done[c] = min(total[c], done[c] + elapsed * rate)
         flights.append((now, now + elapsed))
         now += elapsed
     finished = [

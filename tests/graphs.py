@@ -172,6 +172,7 @@ def profile_of(
     }
     fields: dict[str, object] = {
         "host_s": slow * 1e-5, "optimizer_s": slow * 2e-5, "optimizer_bytes": 0, "outside": Cost(1e-6, 2e-6),
+        "reduce_s_per_call": slow * 1e-7, "reduce_s_per_byte": slow * 1e-10,
     }  # fmt: skip
     fields.update(changes)
     return Profile(

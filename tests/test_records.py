@@ -181,7 +181,7 @@ bytes_per_s = 1e9
 def test_a_cluster_file_reads(tmp_path):
     path = write_text(tmp_path / "cluster.toml", TOML)
     cluster = Cluster.load(path)
-    assert cluster["infer"].count == 2 and cluster.link.compute_rate == 1.0
+    assert cluster["infer"].count == 2 and cluster.link.overlap_rate == 1.0
     assert cluster["infer"].narrow is None
     with pytest.raises(FormatError, match="no device class 'train' in this cluster; it has infer"):
         cluster["train"]
