@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from qsync.allocator.state import Move, State
+from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
 from qsync.graph import OpGraph
 from qsync.precision import Precision
+from qsync.predictor.memory import Memory
 
 # A change must save this fraction of the class's time to count: less is rounding.
 _MEANINGFUL = 1e-9
@@ -83,58 +84,51 @@ def _cheapest(state: State, device_class: str, group: tuple[str, ...]) -> bool:
 def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
     """Give up as little time as possible for memory, from here or, failing that, from each start."""
     one = state.classes[device_class]
-    missing = []
+    least: Memory | None = None
     for start in [one.lowering.assignment(), *starts]:
         state.move(device_class, start)
         _save_memory(state, device_class)
         if one.fits():
             return
-        missing.append((-one.margin, one.memory()))
-    least, memory = min(missing, key=lambda entry: entry[0])
+        memory = one.memory()
+        if least is None or memory.peak_bytes < least.peak_bytes:
+            least = memory
+    assert least is not None
     raise InfeasibleError(
         f"{device_class}: no assignment fits in its memory of {one.part.budget_bytes} bytes; the smallest "
-        f"step found needs {least} bytes more, and {memory.largest} holds most "
-        f"({memory.saved_by.get(memory.largest, 0)} bytes for backward); give the class more memory "
-        "or a smaller batch"
+        f"step found needs {least.peak_bytes - one.part.budget_bytes} bytes more, and {least.largest} holds "
+        f"most ({least.saved_by.get(least.largest, 0)} bytes for backward); give the class more memory or a "
+        "smaller batch"
     )
 
 
 def _save_memory(state: State, device_class: str) -> None:
     """Lower the peak until it fits or nothing lowers it, by the best bytes saved per second lost first."""
     one = state.classes[device_class]
-    while True:
-        peak = one.memory().peak_bytes
-        one.margin = one.part.budget_bytes - peak
-        if one.margin >= 0:
-            return
-        moves = sorted(_savings(state, device_class, peak), key=lambda entry: entry[0])
-        reached = peak
-        for _, op, precision in moves:
+    while not one.fits():
+        before = reached = one.peak_bytes
+        for _, op, precision in sorted(_savings(state, device_class), key=lambda entry: entry[0]):
             move = state.move(device_class, {op: precision})
-            smaller = one.memory().peak_bytes
-            if smaller >= reached:
+            if one.peak_bytes >= reached:
                 state.back(move)
                 continue
-            reached = smaller
-            one.margin = one.part.budget_bytes - reached
-            if one.margin >= 0:
+            reached = one.peak_bytes
+            if one.fits():
                 return
-        if reached == peak:
+        if reached == before:
             return
 
 
-def _savings(
-    state: State, device_class: str, peak: int
-) -> Iterator[tuple[tuple[float, int], str, Precision]]:
+def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int], str, Precision]]:
     """Single changes that save memory, keyed so that the best sorts first, ties in model order."""
     one = state.classes[device_class]
-    now = one.costs.total_s
+    now, peak = one.costs.total_s, one.peak_bytes
     for place, (op, options) in enumerate(one.part.choices.items()):
         for precision in options:
             if precision is one.precision(op):
                 continue
-            move: Move = state.move(device_class, {op: precision})
-            saved, lost = peak - one.memory().peak_bytes, one.costs.total_s - now
+            move = state.move(device_class, {op: precision})
+            saved, lost = peak - one.peak_bytes, one.costs.total_s - now
             state.back(move)
             if saved > 0:
                 yield (-saved / max(lost, 1e-12), place), op, precision

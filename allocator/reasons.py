@@ -75,7 +75,7 @@ def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
     state.back(move)
     raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
     move = state.move(name, {op: raised})
-    step_s, memory = state.step_s(), one.memory().peak_bytes
+    step_s, memory = state.step_s(), one.peak_bytes
     state.back(move)
     verdict = _verdict(state.problem, name, op, precision, raised, saved, step_s, memory, target_s)
     regained = variance[precision] - variance[raised]

@@ -8,30 +8,16 @@ no storage of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qsync.graph import Op, OpGraph, num_elements
-from qsync.lowering import Cast, LoweredGraph, Run
-from qsync.precision import LARGEST, Precision, is_encoded, type_bytes
+import numpy as np
 
-# What each kind of operator keeps for backward, as torch's derivatives.yaml has it. A kind that is not named
-# keeps its inputs: too much rather than too little.
-SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
-SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
-    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
-)  # fmt: skip
-# Kinds that keep what is no float among what they read: indices and masks.
-SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
-# The two operands of a product: each is kept if the other one has a gradient.
-FACTORS = {"linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1)}
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
-ALIASES = ("view", "input", "float")
-FP32_BYTES = 4
-
-Key = tuple[str, str]  # a storage: the value whose storage it is, and the type it is stored in
+from qsync.graph import Input, Op, OpGraph, num_elements
+from qsync.lowering import Cast, LoweredGraph, Lowering, Run
+from qsync.precision import Precision, is_encoded, type_bytes
+from qsync.predictor.kept import FP32_BYTES, families, kept_by, made_for_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,215 +69,244 @@ def peak_memory(
 
     >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
     """
-    graph = lowered.graph
-    parameters = sum(type_bytes(v.dtype, v.num_elements) for v in graph.parameters)
-    gradients = sum(FP32_BYTES * v.num_elements for v in graph.parameters if v.requires_grad)
-    inputs = sum(type_bytes(v.dtype, v.num_elements) for v in graph.inputs if v.kind in ("buffer", "batch"))
-    walk = _Walk(lowered, num_ranks, device)
-    casts, saved, transient = walk.peak()
-    return Memory(
-        parameters,
-        gradients,
-        optimizer_bytes,
-        gradients if num_ranks > 1 and not gradient_as_bucket_view else 0,
-        inputs,
-        casts,
-        saved,
-        transient,
-        walk.saved_by,
-    )
+    memory = StepMemory(lowered, optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device)
+    return memory.at_peak(gradient_as_bucket_view)
 
 
 @dataclass(slots=True)
-class _Storage:
-    """Bytes alive from `birth` to `death`, both included; `part` says what for."""
+class Span:
+    """Bytes alive from `birth` to `death`, both included: what for (`part`) and which operator keeps it."""
 
     num_bytes: int
     birth: int
     death: int
     part: str = "transient"
+    saver: str = ""
 
 
-class _Walk:
-    """Every storage of one step with its lifetime: operator i of n runs at time i, and backward at 2n - i."""
+class StepMemory:
+    """Everything that is alive during one step. Operator i of n runs at time i, and backward at 2n - i.
 
-    def __init__(self, lowered: LoweredGraph, num_ranks: int, device: str) -> None:
+    The spans are held by value (its storages in every type, with those of its views, and its gradient) and by
+    operator (what it needs besides), so that `update` looks again only at what a changed operator can have
+    changed.
+    """
+
+    def __init__(
+        self, lowered: LoweredGraph, *, optimizer_bytes: int = 0, num_ranks: int = 1, device: str = "cpu"
+    ) -> None:
         self.graph: OpGraph = lowered.graph
-        self.num_ranks = num_ranks
-        self.device = device
+        self.optimizer_bytes, self.num_ranks, self.device = optimizer_bytes, num_ranks, device
         self.end = 2 * len(self.graph.ops)
-        self.storages: dict[Key, _Storage] = {}
-        self.spans: list[_Storage] = []  # gradients
-        self.saved_by: dict[str, int] = {}
-        self._key = {
-            value.name: (value.name, value.dtype) for value in self.graph.inputs
-        }  # value -> its own storage
-        self._carried = {value.name: value.dtype for value in self.graph.inputs}
-        self._shape = {value.name: value.shape for value in self.graph.inputs}
-        self._grad = {value.name: value.requires_grad for value in self.graph.inputs}
+        entries: list[Input | Op] = [*self.graph.inputs, *self.graph.ops]
+        self._dtype = {entry.name: entry.dtype for entry in entries}
+        self._shape = {entry.name: entry.shape for entry in entries}
+        self._elements = {entry.name: entry.num_elements for entry in entries}
+        self._grad = {entry.name: entry.requires_grad for entry in entries}
         self._parameters = {value.name for value in self.graph.parameters}
+        self._position = {op.name: i for i, op in enumerate(self.graph.ops)}
+        self._root = families(self.graph, self._dtype)
+        self._kept = [kept_by(op, self._grad, self._dtype) for op in self.graph.ops]
+        self._involved = self._involve()
         self._loss_inside = any(op.kind in ("cross_entropy", "loss") for op in self.graph.ops)
-        self._first_gradient: dict[Key, int] = {}
-        self._walk(lowered)
+        self._persistent = optimizer_bytes + _throughout(self.graph)
+        self._read(lowered)
+        self._change = np.zeros(
+            self.end + 2, dtype=np.int64
+        )  # bytes by which each time differs from the one before
+        self._spans: dict[str | int, list[Span]] = {}
+        self._look((*self._involved, *range(len(self.graph.ops))))
 
-    def peak(self) -> tuple[int, int, int]:
-        """Copies of parameters, saved and transient bytes at the time when their sum is largest."""
-        change = [0] * (self.end + 2)
-        alive = [*self.storages.values(), *self.spans]
-        for storage in alive:
-            change[storage.birth] += storage.num_bytes
-            change[storage.death + 1] -= storage.num_bytes
-        total = best = when = 0
-        for time, delta in enumerate(change):
-            total += delta
-            if total > best:
-                best, when = total, time
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes in use at any time of the step, DDP's buckets being the gradients."""
+        return self._persistent + max(0, int(self._change.cumsum().max()))
+
+    def update(self, lowering: Lowering, positions: Iterable[int]) -> None:
+        """Look again at the operators at these positions: those that `Lowering.assign` or `undo` touched."""
+        stale: dict[str | int, None] = {}
+        for i in positions:
+            op = self.graph.ops[i]
+            self._runs[i] = lowering.run(i)
+            self._casts[op.name] = [(i, cast) for cast in lowering.output_casts(i)]
+            for value in lowering.anchored[i]:
+                self._casts[self.graph.inputs[value].name] = []
+            for cast in lowering.anchored_casts(i):
+                self._casts[cast.value].append((i, cast))
+            values = [self._root[name] for name in (op.name, *op.inputs, *op.kept)]
+            # Those that read its result may cast from another type now, though they run as before.
+            stale |= dict.fromkeys([i, *values, *self._involved[values[0]]])
+        self._look(stale)
+
+    def at_peak(self, gradient_as_bucket_view: bool = True) -> Memory:
+        """What the memory is used for at the time when most of it is."""
+        when = int(self._change.cumsum().argmax())
         parts = {"casts": 0, "saved": 0, "transient": 0}
-        for storage in alive:
-            if storage.birth <= when <= storage.death:
-                parts[storage.part] += storage.num_bytes
-        return parts["casts"], parts["saved"], parts["transient"]
-
-    def _walk(self, lowered: LoweredGraph) -> None:
-        i = -1
-        for node in lowered.nodes:
-            if isinstance(node, Cast):
-                made_inside = i >= 0 and self.graph.ops[i].name == node.value
-                self._cast(node, i if made_inside else i + 1)
-            else:
-                i += 1
-                self._run(i, node)
-        for i, op in enumerate(self.graph.ops):
-            key = self._key[op.name]
-            if op.requires_grad and key == (op.name, self._carried[op.name]) and key in self._first_gradient:
-                size = type_bytes(self._carried[op.name], op.num_elements)
-                self.spans.append(_Storage(size, self._first_gradient[key], self.end - i))
-
-    def _cast(self, cast: Cast, time: int) -> None:
-        storage = self._new((cast.value, cast.target), _bytes(cast.target, self._shape[cast.value]), time)
-        if cast.of_parameter:
-            storage.part = "casts"
-            if is_encoded(cast.target):  # encoded once per optimizer step and kept until the next one
-                storage.death = self.end
-
-    def _run(self, i: int, run: Run) -> None:
-        op = self.graph.ops[i]
-        operands = [self._key_as(value, taken) for value, taken in zip(op.inputs, run.operands, strict=True)]
-        for key in (*operands, *(self._key[value] for value in op.kept)):
-            self._use(key, i)
-        self._carried[op.name], self._shape[op.name], self._grad[op.name] = (
-            run.output,
-            op.shape,
-            op.requires_grad,
+        saved_by = dict.fromkeys(self._position, 0)
+        for span in self.spans():
+            if span.birth <= when <= span.death:
+                parts[span.part] += span.num_bytes
+            if span.saver:
+                saved_by[span.saver] += span.num_bytes
+        beside = [value for value in self.graph.inputs if value.kind in ("buffer", "batch")]
+        gradients = sum(FP32_BYTES * v.num_elements for v in self.graph.parameters if v.requires_grad)
+        return Memory(
+            parameters=sum(type_bytes(v.dtype, v.num_elements) for v in self.graph.parameters),
+            gradients=gradients,
+            optimizer=self.optimizer_bytes,
+            buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
+            inputs=sum(type_bytes(v.dtype, v.num_elements) for v in beside),
+            **parts,
+            saved_by={op: num_bytes for op, num_bytes in saved_by.items() if num_bytes},
         )
-        if op.kind in ALIASES and len(operands) == 1:
-            self._key[op.name] = operands[0]
-        else:
-            self._key[op.name] = (op.name, run.output)
+
+    def spans(self) -> Iterator[Span]:
+        """Everything that lives for a part of the step."""
+        for held in self._spans.values():
+            yield from held
+
+    def _involve(self) -> dict[str, list[int]]:
+        """For every storage the operators that make it, or read it or one of its views, in order."""
+        involved: dict[str, list[int]] = {name: [] for name, root in self._root.items() if name == root}
+        for i, op in enumerate(self.graph.ops):
+            for root in dict.fromkeys(self._root[name] for name in (op.name, *op.inputs, *op.kept)):
+                involved[root].append(i)
+        return involved
+
+    def _read(self, lowered: LoweredGraph) -> None:
+        self._runs: list[Run] = []
+        self._casts: dict[str, list[tuple[int, Cast]]] = {name: [] for name in self._root}
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                self._runs.append(node)
+            else:
+                # A cast of a result has its operator's time, one of a graph input the next operator's.
+                self._casts[node.value].append((self._position.get(node.value, len(self._runs)), node))
+
+    def _look(self, stale: Iterable[str | int]) -> None:
+        for what in stale:
+            for span in self._spans.get(what, ()):
+                self._change[span.birth] -= span.num_bytes
+                self._change[span.death + 1] += span.num_bytes
+            found = _Family(self, what).spans if isinstance(what, str) else list(self._needs(what))
+            for span in found:
+                self._change[span.birth] += span.num_bytes
+                self._change[span.death + 1] -= span.num_bytes
+            self._spans[what] = found
+
+    def _needs(self, i: int) -> Iterator[Span]:
+        """What operator `i` makes for its backward beside its result, and what that needs for a moment."""
+        op, run, time = self.graph.ops[i], self._runs[i], self.end - i
+        if op.kind == "output" and not self._loss_inside:  # the loss, outside, keeps an FP32 copy
+            copy = sum(FP32_BYTES * self._elements[value] for value in op.inputs if self._grad[value])
+            yield Span(copy, len(self.graph.ops), len(self.graph.ops))
+        if not op.requires_grad:
+            return
+        for num_bytes in made_for_backward(op, run.mode, self._shape, self.device):
+            yield Span(num_bytes, i, time, "saved", op.name)
+        moment = sum(
+            self._for_a_moment(run, value, taken)
+            for value, taken in zip(op.inputs, run.operands, strict=True)
+        )
+        if moment:
+            yield Span(moment, time, time)
+
+    def _for_a_moment(self, run: Run, value: str, taken: str) -> int:
+        elements, num_bytes = self._elements[value], 0
+        if self._grad[value]:
+            if taken != self.carried(value) and not is_encoded(taken):
+                num_bytes += type_bytes(taken, elements)  # the gradient as it is made, before it is cast
+            if value in self._parameters and self.num_ranks > 1:
+                num_bytes += FP32_BYTES * elements  # made here, then copied into its bucket
+        if run.mode == Precision.INT8 and is_encoded(taken):
+            num_bytes += type_bytes("bf16", elements)  # its backward has 16-bit operands
+        return num_bytes
+
+    def carried(self, value: str) -> str:
+        """The type in which a value is carried."""
+        i = self._position.get(value)
+        return self._dtype[value] if i is None else self._runs[i].output
+
+
+class _Family:
+    """One value with its views: its storage, its casts, and its gradient."""
+
+    def __init__(self, memory: StepMemory, root: str) -> None:
+        self.memory = memory
+        self.root = root
+        self.storages: dict[tuple[str, str], Span] = {}
+        self.key: dict[str, tuple[str, str]] = {}  # value -> its storage
+        self.first_gradient: int | None = None
+        if (
+            root not in memory._position
+        ):  # what enters the graph is there throughout; only its casts come and go
+            self._enter(root, (root, memory._dtype[root]))
+        for i in memory._involved[root]:
+            self._visit(i, memory.graph.ops[i], memory._runs[i])
+        self.spans = [*self.storages.values(), *self._gradient()]
+
+    def _visit(self, i: int, op: Op, run: Run) -> None:
+        memory, kept = self.memory, self.memory._kept[i]
+        last = len(memory.graph.ops) if op.kind == "output" else i
+        for j, (value, taken) in enumerate(zip(op.inputs, run.operands, strict=True)):
+            if value in self.key:
+                key = self.key[value] if taken == memory.carried(value) else (value, taken)
+                self._use(key, last)
+                if j in kept.inputs or value in kept.indices:
+                    self._save(key, i, op)
+                if memory._grad[value] and (op.requires_grad or op.kind == "output"):
+                    at = memory.end - last
+                    self.first_gradient = at if self.first_gradient is None else min(self.first_gradient, at)
+                if memory._root[op.name] == self.root:
+                    self._enter(op.name, key)
+        for value in op.kept:
+            if value in self.key:
+                self._use(self.key[value], i)
+                if value in kept.indices:
+                    self._save(self.key[value], i, op)
+        if op.name == self.root:
             if op.kind != "output":
-                self._new(self._key[op.name], _bytes(run.output, op.shape), i)
-        if op.kind == "output":
-            self._output(i, op, operands)
-        if op.requires_grad:
-            for key in self._saved(op, operands):
-                self._save(key, op, i)
-            for name, size in self._extras(op, run):
-                self._new((op.name, name), size, i)
-                self._save((op.name, name), op, i)
-            self._gradients(i, op, run, operands)
+                self._make((op.name, run.output), i)
+            self._enter(op.name, (op.name, run.output))
+        if kept.output and op.name in self.key:
+            self._save(self.key[op.name], i, op)
 
-    def _saved(self, op: Op, operands: Sequence[Key]) -> Iterator[Key]:
-        """The storages that this operator keeps for its backward."""
-        if op.kind in FACTORS and len(operands) > max(FACTORS[op.kind]):
-            first, second = FACTORS[op.kind]
-            yield from self._crosswise(op, operands, first, second)
-        elif op.kind == "attention":
-            yield from operands
-            yield self._key[op.name]
-        elif op.kind == "mul" and len(operands) == 2:
-            yield from self._crosswise(op, operands, 0, 1)
-        elif op.kind in SAVES_OUTPUT:
-            yield self._key[op.name]
-        elif op.kind not in SAVES_NOTHING and not _is_mean(op):
-            yield from operands
-        if op.kind in SAVES_INDICES and (op.kind != "view" or len(operands) > 1):
-            yield from (self._key[v] for v in (*op.inputs, *op.kept) if self._carried[v] not in LARGEST)
+    def _enter(self, value: str, key: tuple[str, str]) -> None:
+        """A value of this family, the storage it has, and its casts."""
+        self.key[value] = key
+        for time, cast in self.memory._casts[value]:
+            storage = self._make((value, cast.target), time)
+            if cast.of_parameter:
+                storage.part = "casts"
+                if is_encoded(cast.target):  # encoded once per optimizer step and kept until the next one
+                    storage.death = self.memory.end
 
-    def _crosswise(self, op: Op, operands: Sequence[Key], first: int, second: int) -> Iterator[Key]:
-        if self._grad[op.inputs[second]]:
-            yield operands[first]
-        if self._grad[op.inputs[first]]:
-            yield operands[second]
-
-    def _extras(self, op: Op, run: Run) -> Iterator[tuple[str, int]]:
-        """What an operator makes for its backward beside its result: masks, indices, statistics."""
-        if op.kind == "dropout":
-            # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
-            # element.
-            yield "mask", op.num_elements if self.device == "cuda" else type_bytes(run.mode, op.num_elements)
-        elif op.kind == "max_pool2d":
-            yield "indices", type_bytes("int64", op.num_elements)
-        elif op.kind == "attention":
-            yield "logsumexp", FP32_BYTES * num_elements(op.shape[:-1])
-        elif op.kind == "cross_entropy":
-            yield "log_probabilities", FP32_BYTES * num_elements(self._shape[op.inputs[0]])
-        elif op.kind in NORMS:
-            rows = (
-                op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
-            )
-            yield "statistics", 2 * FP32_BYTES * rows
-
-    def _output(self, i: int, op: Op, operands: Sequence[Key]) -> None:
-        """What leaves the graph is read by the loss, which, if outside the graph, keeps an FP32 copy."""
-        middle = len(self.graph.ops)
-        for key, value in zip(operands, op.inputs, strict=True):
-            self._use(key, middle)
-            if self._grad[value]:
-                self._first_gradient[key] = min(self._first_gradient.get(key, self.end), middle)
-                if not self._loss_inside:
-                    self.spans.append(_Storage(FP32_BYTES * num_elements(self._shape[value]), middle, middle))
-
-    def _gradients(self, i: int, op: Op, run: Run, operands: Sequence[Key]) -> None:
-        """Gradients that this operator's backward makes, and what it needs while it makes them."""
-        time, extra = self.end - i, 0
-        for key, value, taken in zip(operands, op.inputs, run.operands, strict=True):
-            own = self._key[value]
-            if self._grad[value]:
-                self._first_gradient[own] = min(self._first_gradient.get(own, self.end), time)
-                if taken != self._carried[value] and not is_encoded(taken):
-                    extra += type_bytes(taken, num_elements(self._shape[value]))
-                if value in self._parameters and self.num_ranks > 1:  # made here, then copied into its bucket
-                    extra += FP32_BYTES * num_elements(self._shape[value])
-            if run.mode == Precision.INT8 and key != own and is_encoded(taken):  # 16-bit backward
-                extra += type_bytes("bf16", num_elements(self._shape[value]))
-        if extra:
-            self.spans.append(_Storage(extra, time, time))
-
-    def _key_as(self, value: str, taken: str) -> Key:
-        """The storage that holds this value in this type: its own, or the cast's."""
-        return self._key[value] if taken == self._carried[value] else (value, taken)
-
-    def _new(self, key: Key, num_bytes: int, time: int) -> _Storage:
-        storage = self.storages[key] = _Storage(num_bytes, time, time)
+    def _make(self, key: tuple[str, str], time: int) -> Span:
+        storage = self.storages[key] = Span(_bytes(key[1], self.memory._shape[key[0]]), time, time)
         return storage
 
-    def _use(self, key: Key, time: int) -> None:
-        if key in self.storages:  # else it is a graph input, which lives throughout
+    def _use(self, key: tuple[str, str], time: int) -> None:
+        if key in self.storages:
             self.storages[key].death = max(self.storages[key].death, time)
 
-    def _save(self, key: Key, op: Op, i: int) -> None:
-        storage = self.storages.get(key)
-        if storage is None:
-            return
-        storage.death = max(storage.death, self.end - i)
-        if storage.part == "transient":
-            storage.part = "saved"
-            self.saved_by[op.name] = self.saved_by.get(op.name, 0) + storage.num_bytes
+    def _save(self, key: tuple[str, str], i: int, op: Op) -> None:
+        if key in self.storages:
+            storage = self.storages[key]
+            storage.death = max(storage.death, self.memory.end - i)
+            if storage.part == "transient":
+                storage.part, storage.saver = "saved", op.name
+
+    def _gradient(self) -> Iterator[Span]:
+        position = self.memory._position.get(self.root)
+        if position is not None and self.first_gradient is not None and self.memory._grad[self.root]:
+            size = type_bytes(self.memory.carried(self.root), self.memory._elements[self.root])
+            yield Span(size, self.first_gradient, self.memory.end - position)
 
 
-def _is_mean(op: Op) -> bool:
-    """Pooling to one pixel, which torch computes as a mean and which so keeps nothing."""
-    return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)
+def _throughout(graph: OpGraph) -> int:
+    """Bytes of what enters the graph and of the gradients of parameters, which are there all the time."""
+    entering = sum(type_bytes(v.dtype, v.num_elements) for v in graph.inputs if v.kind != "alias")
+    return entering + sum(FP32_BYTES * v.num_elements for v in graph.parameters if v.requires_grad)
 
 
 def _bytes(type_name: str, shape: Sequence[int]) -> int:

@@ -127,6 +127,14 @@ class Lowering:
         """The casts of graph inputs that stand right before operator `i`."""
         return [cast for value in self.anchored[i] for cast in self._casts_of(value)]
 
+    def run(self, i: int) -> Run:
+        """Operator `i` as it runs."""
+        operands = tuple(
+            self._carried[value] if (taken := self._taken(i, j)) is None else taken
+            for j, value in enumerate(self._operands[i])
+        )
+        return Run(self.graph.ops[i].name, self._mode[i], operands, self._carried[self._offset + i])
+
     def assignment(self) -> dict[str, Precision]:
         """The assignment as it is now: every adjustable operator with its precision."""
         return {
@@ -136,14 +144,8 @@ class Lowering:
     def lowered(self) -> LoweredGraph:
         """The lowered graph as it is now."""
         nodes: list[Cast | Run] = []
-        for i, op in enumerate(self.graph.ops):
-            nodes += self.anchored_casts(i)
-            operands = tuple(
-                self._carried[value] if (taken := self._taken(i, j)) is None else taken
-                for j, value in enumerate(self._operands[i])
-            )
-            nodes.append(Run(op.name, self._mode[i], operands, self._carried[self._offset + i]))
-            nodes += self.output_casts(i)
+        for i in range(len(self.graph.ops)):
+            nodes += [*self.anchored_casts(i), self.run(i), *self.output_casts(i)]
         return LoweredGraph(self.graph, tuple(nodes))
 
     def assign(self, name: str, precision: Precision) -> Change:

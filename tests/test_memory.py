@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from qsync.graph import Role
 from qsync.lowering import Cast, lower
 from qsync.precision import PRECISIONS_BY_KIND, Precision, type_bytes
-from qsync.predictor.memory import Memory, _Walk, peak_memory
+from qsync.predictor.memory import Memory, StepMemory, peak_memory
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 ROWS, WIDTH = 1024, 16
@@ -152,12 +152,9 @@ def test_an_encoded_weight_is_kept_until_the_optimizer_changes_it():
     builder = Builder()
     x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
     builder.loss("loss", builder.linear("b", x, WIDTH))
-    for precision, copy, end in (
-        (BF16, "bf16", 6 - 1),
-        (INT8, "int8_row", 6),
-    ):  # b is 1 of 3, its backward at 5
-        walk = _Walk(lower(builder.build(), {"b": precision}), 1, "cpu")
-        assert walk.storages["b.weight", copy].death == end
+    for precision, end in ((BF16, 5), (INT8, 6)):  # b is at 1 of 3, so its backward is at 5
+        memory = StepMemory(lower(builder.build(), {"b": precision}))
+        assert [(span.part, span.death) for span in memory._spans["b.weight"]] == [("casts", end)]
 
 
 @pytest.mark.parametrize(
@@ -172,8 +169,8 @@ def test_what_backward_of_a_product_needs_for_a_while(precision, num_ranks, more
     builder = Builder()
     builder.output(builder.linear("b", builder.enter("x", (ROWS, WIDTH), grad=True), WIDTH))
     graph = builder.build()
-    product = _Walk(lower(graph, {"b": precision}), num_ranks, "cpu")
-    backward = [span.num_bytes for span in product.spans if span.birth == span.death == 2 * len(graph.ops)]
+    memory = StepMemory(lower(graph, {"b": precision}), num_ranks=num_ranks)
+    backward = [span.num_bytes for span in memory.spans() if span.birth == span.death == 2 * len(graph.ops)]
     assert backward == [more]
 
 

@@ -1,0 +1,98 @@
+"""What each operator keeps for its backward, by kind: as torch's derivatives.yaml and kernels have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qsync.graph import Op, OpGraph, num_elements
+from qsync.precision import LARGEST, type_bytes
+
+# A kind that no table names keeps its inputs: too much rather than too little.
+SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
+SAVES_NOTHING = (
+    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
+    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+)  # fmt: skip
+# Kinds that keep what is no float among what they read: indices and masks.
+SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
+# The two factors of a product: each is kept if the other one has a gradient.
+FACTORS = {
+    "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
+}  # fmt: skip
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one operator keeps: inputs, by place, in the type it takes them; its result; indices, by name."""
+
+    inputs: tuple[int, ...] = ()
+    output: bool = False
+    indices: tuple[str, ...] = ()
+
+
+def kept_by(op: Op, requires_grad: Mapping[str, bool], dtypes: Mapping[str, str]) -> Kept:
+    """What this operator keeps for backward; nothing if it has none.
+
+    `requires_grad` and `dtypes` are those of every value, as traced.
+
+    >>> kept_by(graph.ops[0], requires_grad, dtypes)
+    Kept(inputs=(0, 1), output=False, indices=())
+    """
+    if not op.requires_grad:
+        return Kept()
+    everything = tuple(range(len(op.inputs)))
+    indices: tuple[str, ...] = ()
+    if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
+        indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
+    if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
+        pair = FACTORS[op.kind]
+        return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+    if op.kind == "attention":
+        return Kept(everything, output=True)
+    if op.kind in SAVES_OUTPUT:
+        return Kept(output=True)
+    if op.kind in SAVES_NOTHING or _is_mean(op):
+        return Kept(indices=indices)
+    return Kept(everything)
+
+
+def made_for_backward(
+    op: Op, mode: str, graph_shapes: Mapping[str, tuple[int, ...]], device: str
+) -> Iterator[int]:
+    """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics."""
+    if op.kind == "dropout":
+        # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
+        # element.
+        yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
+    elif op.kind == "max_pool2d":
+        yield type_bytes("int64", op.num_elements)
+    elif op.kind == "attention":
+        yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
+    elif op.kind == "cross_entropy":
+        yield FP32_BYTES * num_elements(graph_shapes[op.inputs[0]])  # log-probabilities
+    elif op.kind in NORMS:
+        rows = op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
+        yield 2 * FP32_BYTES * rows  # mean and deviation
+
+
+def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
+    """Whether the result of an operator is its input's storage."""
+    if op.kind in ("view", "input"):
+        return len(op.inputs) == 1
+    return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype
+
+
+def families(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """For every value the value whose storage it is: itself, or what it is a view of."""
+    root = {value.name: value.name for value in graph.inputs}
+    for op in graph.ops:
+        root[op.name] = root[op.inputs[0]] if is_alias(op, dtypes) else op.name
+    return root
+
+
+def _is_mean(op: Op) -> bool:
+    """Pooling to one pixel, which torch computes as a mean and which so keeps nothing."""
+    return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)
