@@ -1,4 +1,5 @@
-"""The public verbs that need a model, wired from the rooms that do the work. Those that need none: planning.py."""
+"""The public verbs that need a model, wired from the rooms that do the work. Those that need none:
+planning.py."""
 
 from __future__ import annotations
 
@@ -36,11 +37,13 @@ def profile(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Profile:
-    """Measure what each operator takes at each precision on this device, inside running steps of the real model.
+    """Measure what each operator takes at each precision on this device, inside running steps of the real
+    model.
 
-    `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss` is used.
-    The model's weights, buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
-    CalibrationError for an empty batch or a loss that is not finite, TracingError for a model that cannot be traced.
+    `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
+    is used. The model's weights, buffers, gradients and the random state are as before afterwards. Times are
+    in seconds. Raises CalibrationError for an empty batch or a loss that is not finite, TracingError for a
+    model that cannot be traced.
 
     >>> profile = qsync.profile(model, batch)
     """
@@ -71,7 +74,8 @@ def sensitivity(
 ) -> Sensitivity:
     """How much gradient variance each operator adds at each precision, from one FP32 step per batch.
 
-    The model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that met it.
+    The model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that
+    met it.
 
     >>> sensitivity = qsync.sensitivity(model, [batch])
     """
@@ -83,12 +87,14 @@ def sensitivity(
         return variance(program, losses, _trained(model), chosen)
 
 
-def wrap(model: torch.nn.Module, plan: Plan | str | Precision, *, device_class: str | None = None) -> torch.nn.Module:
+def wrap(
+    model: torch.nn.Module, plan: Plan | str | Precision, *, device_class: str | None = None
+) -> torch.nn.Module:
     """Make the model run as the plan says for a device class, or in one precision wherever that is possible.
 
-    In place: the same object, class and state_dict keys. The graph is traced at the first call and compared with the
-    plan's. Raises MismatchError for a plan of another model or class, UnsupportedError for a precision that the device
-    does not have.
+    In place: the same object, class and state_dict keys. The graph is traced at the first call and compared
+    with the plan's. Raises MismatchError for a plan of another model or class, UnsupportedError for a
+    precision that the device does not have.
 
     >>> model = qsync.wrap(model, plan, device_class="infer")
     >>> model = qsync.wrap(model, "bf16")
@@ -103,15 +109,17 @@ def wrap(model: torch.nn.Module, plan: Plan | str | Precision, *, device_class: 
         return model
     if device_class is None:
         if len(plan.classes) > 1:
-            raise UnsupportedError(f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}")
+            raise UnsupportedError(
+                f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}"
+            )
         device_class = next(iter(plan.classes))
     assignment = plan[device_class].assignment
     available = backend.select(device_of(model)).precisions()
     for op, precision in assignment.items():
         if precision not in available:
             raise UnsupportedError(
-                f"the plan runs {op} in {precision} on {device_class}, but this device has only {', '.join(available)}; "
-                "name this device's own class, or plan again"
+                f"the plan runs {op} in {precision} on {device_class}, but this device has only "
+                f"{', '.join(available)}; name this device's own class, or plan again"
             )
     runtime.attach(model, runtime.following(assignment), plan.check_graph)
     return model
@@ -151,7 +159,9 @@ class _running:
 def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise CalibrationError(f"no parameter of {type(model).__name__} requires a gradient; nothing would be trained")
+        raise CalibrationError(
+            f"no parameter of {type(model).__name__} requires a gradient; nothing would be trained"
+        )
     return trained
 
 
@@ -168,7 +178,8 @@ def _loss(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> C
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if loss is None:
             raise QSyncError(
-                f"{type(model).__name__} returns no .loss; pass loss_fn=lambda model, batch: ... that returns a scalar"
+                f"{type(model).__name__} returns no .loss; "
+                "pass loss_fn=lambda model, batch: ... that returns a scalar"
             )
         return loss
 

@@ -39,14 +39,16 @@ def hybrid(
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
 
-    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. Detects each rank's device class,
-    checks that all ranks agree on model and software, profiles every class on `example_batch`, plans, and rewrites. The
-    plan is cached on disk, so a restart does not profile again. `loss_fn(model, batch)` returns the scalar loss; without
-    it the model's own `.loss` is used. `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`).
+    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. Detects each rank's
+    device class, checks that all ranks agree on model and software, profiles every class on `example_batch`,
+    plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
+    batch)` returns the scalar loss; without it the model's own `.loss` is used. `options` go to the allocator
+    (`target_s`, `slack`, `pins`, `budgets`).
 
-    Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model itself. Raises
-    the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch that cannot be used,
-    InfeasibleError when no plan fits the memory. If a rank dies or falls silent for `timeout_s`, the others stop and name it.
+    Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
+    itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
+    that cannot be used, InfeasibleError when no plan fits the memory. If a rank dies or falls silent for
+    `timeout_s`, the others stop and name it.
 
     >>> model = qsync.hybrid(model, batch, loss_fn=lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
@@ -55,7 +57,9 @@ def hybrid(
     distributed = jobs.world_size() > 1
     if distributed:
         liveness.start(timeout_s)
-    jobs.check_models(model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"})
+    jobs.check_models(
+        model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"}
+    )
     own = agree_on_class(model, emulated_share, device_class)
     if plan is None:
         with shown_on_rank_zero("qsync: planning") as progress:
@@ -75,7 +79,9 @@ def in_ddp(model: torch.nn.Module, bucket_cap_mb: float | None = None) -> Distri
     """The model in DDP with gradients living in the buckets, as replay assumes."""
     device = device_of(model)
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(model, device_ids=ids, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True)
+    return DistributedDataParallel(
+        model, device_ids=ids, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
+    )
 
 
 def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: str | None) -> Any:
@@ -86,8 +92,9 @@ def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: s
 
 
 def _make_plan(
-    model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any, progress: jobs.Progress, *,
-    precisions: Any, make_optimizer: Any, cache_dir: str | Path | None, bucket_cap_mb: float | None, options: dict[str, Any],
+    model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any,
+    progress: jobs.Progress, *, precisions: Any, make_optimizer: Any, cache_dir: str | Path | None,
+    bucket_cap_mb: float | None, options: dict[str, Any],
 ) -> Plan:  # fmt: skip
     from qsync.planning import plan as choose
 
@@ -95,7 +102,9 @@ def _make_plan(
     formed = jobs.form_cluster(own, device_of(model), progress)
     cluster = formed[0]
     cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
-    key = jobs.basis_key(graph, cluster, {"precisions": precisions, "optimizer": make_optimizer, "cap": cap, **options})
+    key = jobs.basis_key(
+        graph, cluster, {"precisions": precisions, "optimizer": make_optimizer, "cap": cap, **options}
+    )
     folder = _cache(cache_dir) / key
     plan = _cached(folder)
     if plan is None:
@@ -126,7 +135,8 @@ def _on_rank_zero(step: str, make: Callable[[], Plan], folder: Path, basis: Basi
 
 
 def _cached(folder: Path) -> Plan | None:
-    """Rank 0's cached plan for every rank, None if there is none (or it is malformed: then it is made anew)."""
+    """Rank 0's cached plan for every rank, None if there is none (or it is malformed: then it is made
+    anew)."""
 
     def look() -> dict[str, Any] | None:
         if dist.is_initialized() and dist.get_rank() != 0:

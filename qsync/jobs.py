@@ -1,4 +1,5 @@
-"""What the ranks of a running job find out together before the first step: who they are, what they cost, what to run.
+"""What the ranks of a running job find out together before the first step: who they are, what they cost, what
+to run.
 
 Every phase is one `agree`: an error on one rank is raised, with its rank, on all of them, and nobody hangs.
 """
@@ -43,12 +44,17 @@ def world_size() -> int:
 
 
 def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = None) -> None:
-    """MismatchError on every rank, with both sides, unless all ranks run the same software on the same parameters."""
+    """MismatchError on every rank, with both sides, unless all ranks run the same software on the same
+    parameters."""
     layout = [
         f"{name} {tuple(p.shape)} strides {p.stride()} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()
     ]
-    facts: dict[str, object] = {"qsync": qsync.__version__, "torch": torch.__version__, "the model's class": type(model).__name__}
+    facts: dict[str, object] = {
+        "qsync": qsync.__version__,
+        "torch": torch.__version__,
+        "the model's class": type(model).__name__,
+    }
     facts["the number of parameters"] = len(layout)
     check_same({**facts, **(extra or {})})
     check_same({f"parameter {i}": text for i, text in enumerate(layout)})
@@ -65,7 +71,9 @@ def form_cluster(
     own: DeviceClass, device: torch.device, progress: Progress = lambda text: None, rounds: int = 6
 ) -> tuple[Cluster, Exchanged]:
     """The classes of all ranks, with their counts, and the link between them as measured here."""
-    everyone = agree("finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]})
+    everyone = agree(
+        "finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]}
+    )
     classes: dict[str, DeviceClass] = {}
     for rank, entry in enumerate(everyone):
         found = DeviceClass(**{**entry, "precisions": tuple(Precision(p) for p in entry["precisions"])})
@@ -73,7 +81,9 @@ def form_cluster(
         if known is not None and (known.device, known.precisions, known.emulated_share) != (
             found.device, found.precisions, found.emulated_share,
         ):  # fmt: skip
-            raise MismatchError(f"rank {rank} calls itself {found.name!r} but differs from the others of that class")
+            raise MismatchError(
+                f"rank {rank} calls itself {found.name!r} but differs from the others of that class"
+            )
         count = known.count + 1 if known else 1
         memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
         classes[found.name] = replace(found, count=count, memory_bytes=memory)
@@ -97,8 +107,8 @@ def form_basis(
 ) -> Basis:
     """Profile every class on its own ranks, all at the same time, and gather the sensitivity of the model.
 
-    The ranks of a class measure alike; the first one's profile stands for the class. Each rank takes the sensitivity on
-    its own batch, and the mean over ranks counts.
+    The ranks of a class measure alike; the first one's profile stands for the class. Each rank takes the
+    sensitivity on its own batch, and the mean over ranks counts.
     """
     chosen = precisions or candidates(own)
 
@@ -142,11 +152,14 @@ def form_graph(model: torch.nn.Module, example_batch: Any, loss_fn: api.LossFunc
 
 
 def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
-    """What a cached plan is filed under: the model, its batch shapes, the classes, the versions and the options.
+    """What a cached plan is filed under: the model, its batch shapes, the classes, the versions and the
+    options.
 
     The link is left out: it is measured anew in every job and never twice the same.
     """
-    classes = [[c.name, c.device, c.count, c.memory_bytes, [str(p) for p in c.precisions]] for c in cluster.classes]
+    classes = [
+        [c.name, c.device, c.count, c.memory_bytes, [str(p) for p in c.precisions]] for c in cluster.classes
+    ]
     versions = [qsync.__version__, torch.__version__]
     return digest([graph.hash, graph.shapes_hash, classes, versions, {k: str(v) for k, v in options.items()}])
 

@@ -24,26 +24,30 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
 }
 
-# Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's storage, and
-# norms take 16-bit input beside FP32 parameters and statistics (they reduce in FP32 inside).
+# Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
+# storage, and norms take 16-bit input beside FP32 parameters and statistics (they reduce in FP32 inside).
 FOLLOWING: dict[str, str] = {
     **{name: name for name in (
-        "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax", "dropout",
-        "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg", "pow", "mean",
-        "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack", "where", "masked_fill", "pad",
-        "clone", "roll",
+        "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
+        "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
+        "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack", "where",
+        "masked_fill", "pad", "clone", "roll",
     )},
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (
-        "view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand", "expand_as",
-        "getitem", "chunk", "split", "unbind", "t", "view_as", "movedim", "narrow", "select", "swapaxes",
+        "view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
+        "expand_as", "getitem", "chunk", "split", "unbind", "t", "view_as", "movedim", "narrow", "select",
+        "swapaxes",
     )},
 }  # fmt: skip
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
 FIXED: dict[str, str] = {
     **{name: "embedding" for name in ("embedding",)},
-    **{name: "loss" for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")},
+    **{
+        name: "loss"
+        for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
+    },
     "cross_entropy": "cross_entropy",
     **{name: "float" for name in ("to", "float", "type_as", "type")},
 }
@@ -52,8 +56,8 @@ NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
-    "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad", "clone",
-    "float", "input", "other",
+    "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
+    "clone", "float", "input", "other",
 )  # fmt: skip
 
 # In-place calls whose name is not simply the functional one with an underscore.
@@ -61,7 +65,7 @@ _OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "t
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """The bare name of what a node calls: `linear`, `add`, `view`; in-place spellings keep their underscore."""
+    """The bare name of what a node calls: `linear`, `add`, `view`; in place with its underscore."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
@@ -91,8 +95,6 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     """The nodes that an operator computes on, in the order of Op.inputs."""
-    if kind == "matmul" and call_name(node) == "matmul":
-        return [argument for argument in node.args[:2] if isinstance(argument, torch.fx.Node)]
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
     if not names:
         return list(node.all_input_nodes)
@@ -120,7 +122,7 @@ def names_a_type(node: torch.fx.Node) -> bool:
 
 
 def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
-    """Forward floating-point operations of a product, a multiply-add counted as two; 0 for everything else."""
+    """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
     if kind == "linear":
         return 2 * num_elements(output) * shapes[1][-1]
     if kind == "addmm":
@@ -140,4 +142,6 @@ def _is_torch(target: str | Callable[..., Any]) -> bool:
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""
+    if module.startswith("torch._ops."):  # registered operators: torch's own are in the namespace aten
+        return module.split(".")[2] == "aten"
     return module.startswith(("torch", "_operator", "operator")) or module in ("math", "builtins", "")

@@ -1,8 +1,8 @@
-"""The FX pass: a traced segment and its lowered graph -> a GraphModule that runs the lowered graph, node for node.
+"""The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
-The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type; every other
-precision calls the backend's kernel for it. Nothing here decides where a cast goes: each Cast node of the lowered graph
-becomes one call, each Run node one call, in the lowered graph's order.
+The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type;
+every other precision calls the backend's kernel for it. Nothing here decides where a cast goes: each Cast
+node of the lowered graph becomes one call, each Run node one call, in the lowered graph's order.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def rewrite(
 ) -> torch.fx.GraphModule:
     """A GraphModule that computes the segment as the lowered graph says.
 
-    `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran; the
-    numbers are the same.
+    `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
+    the numbers are the same.
     """
     return _Rewriter(lowered, kernels, observer).module(segment)
 
@@ -56,7 +56,9 @@ class CastCall(torch.nn.Module):
         super().__init__()
         self._kernels, self._target = kernels, target
 
-    def forward(self, value: torch.Tensor) -> Any:
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):  # what split and chunk return
+            return type(value)(self.forward(item) for item in value)
         return self._kernels.cast(value, self._target)
 
 
@@ -114,8 +116,7 @@ class _Rewriter:
             for cast in self._before.get(name, ()) if name else ():
                 self._emit_cast(module, cast)
             if node.op == "output":
-                returned = torch.fx.map_arg(node.args[0], lambda n: self._operand(segment, name, n, new))
-                graph.output(returned)
+                graph.output(self._returned(segment, node, name, new))
                 continue
             if node in segment.nested:
                 new[node] = self._emit_checkpoint(module, segment, node, new)
@@ -127,7 +128,7 @@ class _Rewriter:
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
             if name is not None:
-                new[node] = self._report(module, self._runs[name], new[node], segment, node, new)
+                new[node] = self._report(module, self._runs[name], new[node])
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
@@ -135,10 +136,22 @@ class _Rewriter:
         module.recompile()
         return module
 
+    def _returned(
+        self,
+        segment: Segment,
+        node: torch.fx.Node,
+        name: str | None,
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> Any:
+        """What the graph hands out, in the types that it was traced in."""
+        return torch.fx.map_arg(node.args[0], lambda n: self._operand(segment, name, n, new))
+
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
         source = self._node_of[cast.value, cast.source]
         call: torch.nn.Module = (
-            WeightCast(self._kernels, cast.target) if cast.of_parameter else CastCall(self._kernels, cast.target)
+            WeightCast(self._kernels, cast.target)
+            if cast.of_parameter
+            else CastCall(self._kernels, cast.target)
         )
         node = _call(module, f"cast_{cast.target}", call, (source,), {})
         if self._observer is not None:
@@ -146,7 +159,12 @@ class _Rewriter:
         self._node_of[cast.value, cast.target] = node
 
     def _emit_run(
-        self, module: torch.fx.GraphModule, segment: Segment, node: torch.fx.Node, run: Run, new: dict[Any, torch.fx.Node]
+        self,
+        module: torch.fx.GraphModule,
+        segment: Segment,
+        node: torch.fx.Node,
+        run: Run,
+        new: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
         op = self._ops[run.op]
         native = op.role != "adjustable" or run.mode in _NATIVE
@@ -170,7 +188,11 @@ class _Rewriter:
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
 
     def _operand(
-        self, segment: Segment, name: str | None, source: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
+        self,
+        segment: Segment,
+        name: str | None,
+        source: torch.fx.Node,
+        new: dict[torch.fx.Node, torch.fx.Node],
     ) -> torch.fx.Node:
         """The node that stands for `source` in the type that operator `name` takes it in."""
         value = segment.value_of.get(source)
@@ -180,7 +202,11 @@ class _Rewriter:
         return self._node_of[value, taken] if taken != self._carried[value] else new[source]
 
     def _emit_checkpoint(
-        self, module: torch.fx.GraphModule, segment: Segment, node: torch.fx.Node, new: dict[torch.fx.Node, torch.fx.Node]
+        self,
+        module: torch.fx.GraphModule,
+        segment: Segment,
+        node: torch.fx.Node,
+        new: dict[torch.fx.Node, torch.fx.Node],
     ) -> torch.fx.Node:
         inner = self.module(segment.nested[node])
         name = _attach(module, "checkpointed", inner)
@@ -188,10 +214,7 @@ class _Rewriter:
         args = torch.fx.map_arg(node.args[1:], lambda n: new[n])
         return module.graph.call_function(checkpoint, (body, *args), dict(node.kwargs))
 
-    def _report(
-        self, module: torch.fx.GraphModule, run: Run, result: torch.fx.Node, segment: Segment, node: torch.fx.Node,
-        new: dict[torch.fx.Node, torch.fx.Node],
-    ) -> torch.fx.Node:  # fmt: skip
+    def _report(self, module: torch.fx.GraphModule, run: Run, result: torch.fx.Node) -> torch.fx.Node:
         if self._observer is None:
             return result
         op = self._ops[run.op]
@@ -211,6 +234,10 @@ def _attach(module: torch.fx.GraphModule, stem: str, child: torch.nn.Module) -> 
 
 
 def _call(
-    module: torch.fx.GraphModule, stem: str, child: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: torch.fx.GraphModule,
+    stem: str,
+    child: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> torch.fx.Node:
     return module.graph.call_module(_attach(module, stem, child), args, kwargs)

@@ -1,14 +1,16 @@
-"""Running a model as a plan says: the backend that torch.compile calls, and the program it keeps for each model.
+"""Running a model as a plan says: the backend that torch.compile calls, and the program it keeps for each
+model.
 
-`attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same state_dict keys). Each
-graph the tracer hands over is kept as a Segment, so that another assignment rewrites the segments without tracing again.
+`attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same
+state_dict keys). Each graph the tracer hands over is kept as a Segment, so that another assignment rewrites
+the segments without tracing again.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -18,12 +20,22 @@ import torch.fx
 from torch._dynamo import trace_rules
 
 from qsync import backend
-from qsync.errors import MismatchError, TracingError, UnsupportedError
+from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.graph import OpGraph
-from qsync.lowering import LoweredGraph, lower
+from qsync.lowering import Cast, LoweredGraph, Run, lower
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.rewriting import Observer, rewrite
-from qsync.tracing import Segment, dynamo_settings, join, read_segment, tensor_names
+from qsync.tracing import (
+    Segment,
+    dynamo_settings,
+    graph_breaks,
+    join,
+    nothing_to_lower,
+    read_segment,
+    repeat_prefix,
+    tensor_names,
+)
+from qsync.weights import forget_copies
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
@@ -37,12 +49,31 @@ class _Entry:
     run: torch.fx.GraphModule
 
 
+class _Placed:
+    """An observer told of nodes under the names that they bear in the joined graph."""
+
+    def __init__(self, observer: Observer, program: Program) -> None:
+        self._observer, self._program = observer, program
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        prefix = self._program.prefix
+        if prefix and isinstance(node, Run):
+            node = replace(node, op=prefix + node.op)
+        elif prefix and not node.of_parameter:
+            node = replace(node, value=prefix + node.value)
+        self._observer.seen(node, result, operands)
+
+
 class Program:
     """What runs in a model's place: its traced segments, rewritten for the assignment in force."""
 
-    def __init__(self, model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None
+    ) -> None:
         self._model = weakref.ref(model)
         self._choose, self._check, self._observer = choose, check, None
+        self._checked = False
+        self.prefix = ""  # what stands before the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
         parameter = next(model.parameters(), None)
@@ -52,7 +83,11 @@ class Program:
     @property
     def graph(self) -> OpGraph:
         """The graph of the last call: its segments joined in the order they ran."""
-        return join([entry.segment for entry in self._ran], type(self._model()).__name__)
+        return join(self._segments, type(self._model()).__name__)
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [entry.segment for entry in self._ran]
 
     @property
     def lowered(self) -> tuple[LoweredGraph, ...]:
@@ -64,20 +99,21 @@ class Program:
         self._choose, self._observer = choose, observer
         for entry in self._entries:
             entry.lowered = self._lower(entry.graph)
-            entry.run = rewrite(entry.segment, entry.lowered, self.kernels, observer)
+            entry.run = self._rewrite(entry.segment, entry.lowered)
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The backend that torch.compile calls for each traced graph."""
         model = self._model()
         assert model is not None, "a program outlived its model"
-        segment = read_segment(module, example_inputs, tensor_names(model))
+        segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
         graph = join([segment], type(model).__name__)
         lowered = self._lower(graph)
-        entry = _Entry(segment, graph, lowered, rewrite(segment, lowered, self.kernels, self._observer))
+        entry = _Entry(segment, graph, lowered, self._rewrite(segment, lowered))
         self._entries.append(entry)
 
         def run(*args: Any) -> Any:
             self._ran.append(entry)
+            self.prefix = repeat_prefix(self._segments, len(self._ran) - 1)
             return entry.run.forward(*args)
 
         return run
@@ -85,19 +121,48 @@ class Program:
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """One call of the model."""
         if torch.is_autocast_enabled(self.device.type):
-            raise UnsupportedError("torch.autocast is on and would undo qsync's casts; call the model outside of autocast")
+            raise UnsupportedError(
+                "torch.autocast is on and would undo qsync's casts; call the model outside of autocast"
+            )
+        model = self._model()
+        assert model is not None, "a program outlived its model"
+        if not model.training:
+            forget_copies()
+        if self._checked:
+            return self._run(compiled, args, kwargs)
+        # Until a call has shown that the plan fits the model, a call that fails leaves no trace in running
+        # statistics.
+        breaks = graph_breaks()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            result = self._run(compiled, args, kwargs)
+            if not self._ran:
+                raise nothing_to_lower(model, breaks)
+            if self._check is not None:
+                self._check(self.graph)
+        except QSyncError:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            raise
+        self._checked = True
+        return result
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
         try:
             with dynamo_settings():
-                result = compiled(*args, **kwargs)
+                return compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise TracingError(f"the model was traced too often to go on: {error}; keep its input shapes alike") from error
-        if self._check is not None and self._ran:
-            check, self._check = self._check, None
-            check(self.graph)
-        return result
+            raise TracingError(
+                f"the model was traced too often to go on: {error}; keep its input shapes alike"
+            ) from error
+
+    def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
+        observer = _Placed(self._observer, self) if self._observer is not None else None
+        return rewrite(segment, lowered, self.kernels, observer)
 
     def _lower(self, graph: OpGraph) -> LoweredGraph:
         return lower(graph, self._choose(graph), self.kernels.narrow)
@@ -106,7 +171,9 @@ class Program:
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
-def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None) -> Program:
+def attach(
+    model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None
+) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call."""
     program = Program(model, choose, check)
     call = model._call_impl
@@ -119,7 +186,8 @@ def attach(model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], N
 
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no other."""
+    """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no
+    other."""
     return self._call_impl(*args, **kwargs)
 
 
@@ -144,5 +212,6 @@ def uniform(precision: Precision) -> Chooser:
 
 
 def following(assignment: Mapping[str, Precision]) -> Chooser:
-    """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for (evaluation)."""
+    """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for
+    (evaluation)."""
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}

@@ -1,14 +1,15 @@
 """model -> OpGraph and the torch.fx graphs it was read from, through torch.compile's tracer.
 
-A model is traced as one graph, or as several where Python code between operators cannot be traced (graph breaks); each is
-a `Segment`, and `join` makes one OpGraph of them in the order they ran. Activation checkpointing is a graph inside a graph;
-its operators are listed like any others.
+A model is traced as one graph, or as several where Python code between operators cannot be traced (graph
+breaks); each is a `Segment`, and `join` makes one OpGraph of them in the order they ran. Activation
+checkpointing is a graph inside a graph; its operators are listed like any others.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,9 +26,9 @@ from qsync.operators import NORMS, PASSES_MAGNITUDE, classify, constants, flops,
 from qsync.precision import LARGEST
 
 DTYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "int64",
-    torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool",
-    torch.complex64: "complex64",
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8",
+    torch.bool: "bool", torch.complex64: "complex64",
 }  # fmt: skip
 
 _CHECKPOINT = "tag_activation_checkpoint"
@@ -37,7 +38,8 @@ _CHECKPOINT = "tag_activation_checkpoint"
 class Segment:
     """One traced graph: a private copy of the module, and which operator or value each of its nodes is.
 
-    `nested` maps a node that calls a checkpointed graph to that graph's own Segment.
+    `nested` maps a node that calls a checkpointed graph to that graph's own Segment; `counts` says how often
+    each name was given, here and in the segments before it.
     """
 
     module: torch.fx.GraphModule
@@ -47,14 +49,16 @@ class Segment:
     value_of: dict[torch.fx.Node, str] = field(default_factory=dict)
     nested: dict[torch.fx.Node, Segment] = field(default_factory=dict)
     output_values: list[str | None] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
     """The operators of `model` when it runs on these inputs.
 
-    Runs the model once (its buffers and the random state are restored), on any device; on the meta device nothing is
-    computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple (positional) or a dict
-    (keywords). Raises TracingError when torch.compile finds no operator to trace, and CalibrationError for an empty batch.
+    Runs the model once (its buffers and the random state are restored), on any device; on the meta device
+    nothing is computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple
+    (positional) or a dict (keywords). Raises TracingError when torch.compile finds no operator to trace, and
+    CalibrationError for an empty batch.
 
     >>> graph = qsync.capture(torch.nn.Linear(4, 2), torch.randn(8, 4))
     """
@@ -69,71 +73,97 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
     segments: list[Segment] = []
 
     def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        segments.append(read_segment(module, inputs, names))
-        return module.forward
+        segment = read_segment(module, inputs, names, segments)
 
-    breaks = dict(counters["graph_break"])
-    with undisturbed(model), dynamo_settings():
+        def run(*args: Any) -> Any:
+            segments.append(segment)
+            return module.forward(*args)
+
+        return run
+
+    breaks = graph_breaks()
+    with undisturbed(model), dynamo_settings(), unwrapped(model):
         try:
             # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
             torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise TracingError(f"torch.compile cannot trace {type(model).__name__}: {_first_line(error)}") from error
-    if not any(op.role is not Role.FIXED for segment in segments for op in segment.ops):
-        new = [reason for reason in counters["graph_break"] if reason not in breaks]
-        reason = _first_line(new[0]) if new else "no tensor operator was reached"
-        raise TracingError(
-            f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without qsync.wrap, "
-            "or make its forward traceable"
-        )
+            raise TracingError(
+                f"torch.compile cannot trace {type(model).__name__}: {_first_line(error)}"
+            ) from error
+    if not any(op.role is Role.ADJUSTABLE for segment in segments for op in segment.ops):
+        raise nothing_to_lower(model, breaks)
     return segments
 
 
-def join(segments: list[Segment], model: str) -> OpGraph:
-    """One OpGraph of several segments. An operator that occurs in two segments under one name cannot be told apart
-    when it runs, so both stay fixed."""
-    seen: dict[str, int] = {}
-    for segment in segments:
-        for name in {op.name for op in segment.ops}:
-            seen[name] = seen.get(name, 0) + 1
+def graph_breaks() -> dict[str, int]:
+    """How often the tracer stopped so far, by reason."""
+    return dict(counters["graph_break"])
+
+
+def nothing_to_lower(model: torch.nn.Module, before: dict[str, int]) -> TracingError:
+    """The error for a model of which no operator was traced, with where the graph broke since `before`."""
+    new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
+    reason = _first_line(new[0]) if new else "no tensor operator was reached"
+    return TracingError(
+        f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without "
+        "qsync.wrap, or make its forward traceable"
+    )
+
+
+def join(segments: Sequence[Segment], model: str) -> OpGraph:
+    """One OpGraph of the segments of one call, in order. A segment that ran twice (torch.compile uses one
+    graph for layers that are alike) has one precision for all its runs, so its operators stay fixed; later
+    runs bear their place's prefix."""
     inputs: dict[str, Input] = {}
     ops: list[Op] = []
-    for number, segment in enumerate(segments, start=1):
-        prefix = f"segment{number}:"
-        entering = {value.name for value in segment.inputs if value.kind == "batch"}
-        own = entering | {op.name for op in segment.ops if seen[op.name] > 1}
-        rename = {name: prefix + name if number > 1 and name in own else name for name in own}
+    runs = Counter(id(segment) for segment in segments)
+    for place, segment in enumerate(segments):
+        prefix = repeat_prefix(segments, place)
+        own = {op.name for op in segment.ops} | {
+            value.name for value in segment.inputs if value.kind == "batch"
+        }
+
+        def named(name: str, prefix: str = prefix, own: set[str] = own) -> str:
+            return prefix + name if name in own else name
+
         for value in segment.inputs:
-            name = rename.get(value.name, value.name)
-            inputs.setdefault(name, replace(value, name=name))
+            inputs.setdefault(named(value.name), replace(value, name=named(value.name)))
         for op in segment.ops:
-            role = Role.FIXED if seen[op.name] > 1 and op.role is Role.ADJUSTABLE else op.role
-            ops.append(
-                replace(
-                    op,
-                    name=rename.get(op.name, op.name),
-                    role=role,
-                    inputs=tuple(rename.get(name, name) for name in op.inputs),
-                    kept=tuple(rename.get(name, name) for name in op.kept),
-                )
-            )
+            role = Role.FIXED if runs[id(segment)] > 1 and op.role is Role.ADJUSTABLE else op.role
+            reads, kept = tuple(map(named, op.inputs)), tuple(map(named, op.kept))
+            ops.append(replace(op, name=named(op.name), role=role, inputs=reads, kept=kept))
     return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
 
 
-def read_segment(module: torch.fx.GraphModule, example_inputs: list[Any], names: dict[int, str]) -> Segment:
-    """Read one traced graph. `names` maps the id of each parameter and buffer to its name."""
+def repeat_prefix(segments: Sequence[Segment], place: int) -> str:
+    """What stands before the names of a segment at this place of a call: nothing unless it ran in this call
+    before."""
+    again = any(segment is segments[place] for segment in segments[:place])
+    return f"segment{place + 1}:" if again else ""
+
+
+def read_segment(
+    module: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    names: dict[int, str],
+    earlier: Sequence[Segment] = (),
+) -> Segment:
+    """Read one traced graph. `names` maps the id of each parameter and buffer to its name; `earlier` segments
+    ran before it in the same call, and their names are taken."""
     private = _copy(module)
-    reader = _Reader(names)
+    reader = _Reader(names, earlier)
     segment = Segment(private)
     placeholders = [node for node in private.graph.nodes if node.op == "placeholder"]
     for node, value in zip(placeholders, example_inputs, strict=True):
         if isinstance(value, torch.Tensor):
             reader.enter(segment, node, value)
+    reader.roots = _roots(segment)
     reader.read(segment)
     segment.inputs = list(reader.inputs.values())
     segment.ops = reader.ops
+    segment.counts = dict(reader.count)
     return segment
 
 
@@ -152,10 +182,14 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """CalibrationError unless the example batch holds at least one tensor and no tensor is empty."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if not tensors:
-        raise CalibrationError("the example batch holds no tensor; pass one real batch, as you would to the model")
+        raise CalibrationError(
+            "the example batch holds no tensor; pass one real batch, as you would to the model"
+        )
     for value in tensors:
         if value.numel() == 0:
-            raise CalibrationError(f"the example batch has a tensor of shape {tuple(value.shape)}; pass a batch that is not empty")
+            raise CalibrationError(
+                f"the example batch has a tensor of shape {tuple(value.shape)}; pass one that is not empty"
+            )
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
@@ -185,25 +219,44 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+@contextmanager
+def unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a model that was wrapped or compiled runs its plain forward."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
+
+
 def dynamo_settings() -> Any:
     """The tracer's settings for qsync's graphs.
 
-    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph. The
-    recompile limit is lifted and made an error: past it torch runs the plain model without a word, that is, in FP32.
+    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
+    The recompile limit is lifted and made an error: past it torch runs the plain model without a word, that
+    is, in FP32.
     """
     return torch._dynamo.config.patch(
-        optimize_ddp=False, recompile_limit=256, accumulated_recompile_limit=4096, fail_on_recompile_limit_hit=True
+        optimize_ddp=False,
+        recompile_limit=256,
+        accumulated_recompile_limit=4096,
+        fail_on_recompile_limit_hit=True,
     )
 
 
 class _Reader:
     """Turns the nodes of a segment, and of the graphs nested in it, into operators and values."""
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], earlier: Sequence[Segment]) -> None:
         self.names = names
+        self.roots: dict[str, str] = {}
         self.inputs: dict[str, Input] = {}
         self.ops: list[Op] = []
-        self._count: dict[str, int] = {}
+        self.count: Counter[str] = Counter()
+        for segment in earlier:
+            self.count |= Counter(segment.counts)
+        self._place = len(earlier) + 1
+        self._entered = {value.name for segment in earlier for value in segment.inputs}
         self._dtype: dict[str, str] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._magnitude: dict[str, float] = {}
@@ -213,9 +266,12 @@ class _Reader:
         """A tensor that enters the outermost graph."""
         name = self.names.get(id(value))
         if name is None:
-            kind, name = "batch", f"input:{_argument_name(node.name)}"
+            prefix = f"segment{self._place}:" if self._place > 1 else ""
+            kind, name = "batch", self._unique(f"{prefix}input:{_argument_name(node.name)}")
         else:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
+            if name in self._entered:  # each segment casts for itself
+                kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
         self._declare(Input(name, kind, _dtype(value), _shape(value), value.requires_grad))
         segment.value_of[node] = name
 
@@ -246,26 +302,44 @@ class _Reader:
             name = f"constant:{node.name}"
             self._declare(Input(name, "buffer", _dtype(value), _shape(value)))
             segment.value_of[node] = name
-    
-    def _read_call(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]) -> None:
+
+    def _read_call(
+        self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]
+    ) -> None:
         kind, role = classify(node)
         read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
         kept = [name for name in dict.fromkeys(everything) if name not in read]
         if kind in NORMS:
-            read, kept = read[:1], read[1:]
+            # Parameters and statistics are read as they are; what the model computes (adaptive norms) is an
+            # operand.
+            kept = [name for name in read[1:] if name in self.inputs]
+            read = [name for name in read if name not in kept]
         magnitude = max([self._magnitude.get(name, 0.0) for name in everything], default=0.0)
         if role is not Role.ADJUSTABLE:
-            magnitude = max([magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])])
-        if node in pinned or names_a_type(node) or not self._may_change(read, value, kind, role, magnitude, node):
+            magnitude = max(
+                [magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])]
+            )
+        if (
+            node in pinned
+            or names_a_type(node)
+            or not self._may_change(read, value, kind, role, magnitude, node)
+        ):
             role = Role.FIXED
         name = self._name(node, kind)
         self._add(segment, node, name, kind, role, read, kept, value, magnitude)
 
     def _may_change(
-        self, read: list[str], value: torch.Tensor, kind: str, role: Role, magnitude: float, node: torch.fx.Node
+        self,
+        read: list[str],
+        value: torch.Tensor,
+        kind: str,
+        role: Role,
+        magnitude: float,
+        node: torch.fx.Node,
     ) -> bool:
-        """Whether an operator's tensors let it leave FP32: those traced in another type are their author's choice."""
+        """Whether an operator's tensors let it leave FP32: those traced in another type are their author's
+        choice."""
         floats = [self._dtype[name] for name in read if self._dtype[name] in (*LARGEST, "complex64")]
         if any(dtype != "fp32" for dtype in [*floats, _dtype(value)] if dtype in (*LARGEST, "complex64")):
             return False
@@ -275,14 +349,26 @@ class _Reader:
         return True
 
     def _add(
-        self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str], kept: list[str],
-        value: torch.Tensor, magnitude: float = 0.0,
+        self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str],
+        kept: list[str], value: torch.Tensor, magnitude: float = 0.0,
     ) -> None:  # fmt: skip
         shape = _shape(value)
-        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + (role is Role.ADJUSTABLE)
+        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + (
+            role is Role.ADJUSTABLE
+        )
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
         op = Op(
-            name, kind, role, tuple(read), tuple(kept), _dtype(value), shape, count, value.requires_grad, magnitude, depth
+            name,
+            kind,
+            role,
+            tuple(read),
+            tuple(kept),
+            _dtype(value),
+            shape,
+            count,
+            value.requires_grad,
+            magnitude,
+            depth,
         )
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -291,7 +377,8 @@ class _Reader:
         segment.value_of[node] = name
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
-        """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator each."""
+        """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator
+        each."""
         body = node.args[0]
         assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
         inner = Segment(getattr(outer.module, body.target))
@@ -304,7 +391,16 @@ class _Reader:
             if source in self.inputs and self.inputs[source].kind != "batch":
                 self._enter_parameter(inner, placeholder, source, shared=len(argument.users) > 1)
             else:
-                self._add(inner, placeholder, self._name(placeholder, "input"), "input", Role.FOLLOWING, [source], [], value)
+                self._add(
+                    inner,
+                    placeholder,
+                    self._name(placeholder, "input"),
+                    "input",
+                    Role.FOLLOWING,
+                    [source],
+                    [],
+                    value,
+                )
         self.read(inner, nested=True)
         outer.nested[node] = inner
 
@@ -316,7 +412,8 @@ class _Reader:
         self._add(outer, node, self._name(node, "view"), "view", Role.FOLLOWING, [source], [], value)
 
     def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
-        """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its own."""
+        """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its
+        own."""
         name = source
         if shared:
             name = self._unique(f"{source}@checkpoint")
@@ -324,7 +421,8 @@ class _Reader:
         inner.value_of[placeholder] = name
 
     def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
-        """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the model."""
+        """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the
+        model."""
         returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         segment.output_values = [
             segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
@@ -337,14 +435,45 @@ class _Reader:
 
     def _name(self, node: torch.fx.Node, kind: str) -> str:
         """Module path of an operator; its kind is added unless it is its module's own product."""
-        stack = node.meta.get("nn_module_stack")
-        path = _module_path(next(reversed(stack.values()))[0]) if stack else ""
+        base, path = _module_place(node)
+        path = f"{self.roots.get(base, '')}.{path}".strip(".")
         own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
         return self._unique(path if own and path else f"{path}.{kind}" if path else kind)
 
     def _unique(self, name: str) -> str:
-        self._count[name] = self._count.get(name, 0) + 1
-        return name if self._count[name] == 1 else f"{name}#{self._count[name]}"
+        self.count[name] += 1
+        return name if self.count[name] == 1 else f"{name}#{self.count[name]}"
+
+
+def _roots(segment: Segment) -> dict[str, str]:
+    """Where in the model the modules are that the traced frame calls by a local name, `self` or another.
+
+    Read off the parameters: one named `layers.0.fc.weight` that module `self.fc` uses shows that `self` is
+    `layers.0`.
+    """
+    votes: dict[str, list[str]] = {}
+    for node in segment.module.graph.nodes:
+        base, path = _module_place(node)
+        for source in node.all_input_nodes if base else ():
+            owner = segment.value_of.get(source, "").partition("@")[0].rpartition(".")[0]
+            if source.op != "placeholder" or not owner:
+                continue
+            # A frame's own `self` may use the weights of its children directly; other local names are of
+            # layers.
+            if path and (owner == path or owner.endswith("." + path)):
+                votes.setdefault(base, []).append(owner.removesuffix(path).rstrip("."))
+            elif not path and base.startswith("___stack"):
+                votes.setdefault(base, []).append(owner)
+    return {base: "" if "" in found else found[0] for base, found in votes.items()}
+
+
+def _module_place(node: torch.fx.Node) -> tuple[str, str]:
+    """The local name from which a node's module was reached, and its path from there; empty for a node of no
+    module."""
+    stack = node.meta.get("nn_module_stack")
+    text = next(reversed(stack.values()))[0] if stack else ""
+    base = re.match(r"^L\['([^']*)'\]", text)
+    return (base[1] if base else "", _module_path(text))
 
 
 def _example(node: torch.fx.Node) -> torch.Tensor | None:
@@ -360,7 +489,8 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on it."""
+    """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on
+    it."""
     return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 

@@ -1,8 +1,9 @@
 """Casts of weights, once per optimizer step: micro-batches that accumulate gradients share one copy.
 
-A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, and no optimizer
-has stepped since. It serves training only: evaluation may swap weights in ways that leave no mark (`p.data.copy_(ema)`),
-so outside of training each call casts anew and keeps nothing.
+A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
+optimizer has stepped since, and a gradient is being accumulated. It serves training only: evaluation may swap
+weights in ways that leave no mark (`p.data.copy_(ema)`), so every call of a model in evaluation, or without
+gradients, casts anew.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ class WeightCast(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self._kernels.cast(weight, self._target)
         key = (weight.data_ptr(), weight._version, _steps.count)
-        if key != self._key:
+        # Without a gradient this is the first micro-batch: a loop that steps by hand through `.data` leaves
+        # no other mark. Inside backward it is a checkpoint that runs forward again.
+        first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
+        if key != self._key or first:
             with torch.no_grad():
                 self._copy = self._kernels.cast(weight, self._target)
             self._key = key
@@ -54,8 +58,14 @@ class _Copied(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+def forget_copies() -> None:
+    """Let every weight be cast anew at its next use."""
+    _steps.count += 1
+
+
 class _Steps:
-    """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version behind."""
+    """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version
+    behind."""
 
     def __init__(self) -> None:
         self.count = 0
