@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# setuptools warns of every editable install that the current directory might shadow the package.
+INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
 TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.folders \
 	qsync.planning qsync.lowering qsync.replayer qsync.allocator qsync.predictor
 
@@ -50,9 +52,9 @@ $(VENV)/torch: $(VENV)/bin/python
 	touch $@
 
 $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
-	$(BIN)/python -m pip install --quiet -e .
+	$(INSTALL) -e .
 	touch $@
 
 $(VENV)/testable: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet -e '.[test]'
+	$(INSTALL) -e '.[test]'
 	touch $@
