@@ -117,7 +117,7 @@ def _gpt(data: str | Path | None, batch_size: int = 4) -> Workload:
         batch=batch,
         loss_fn=_next_token_loss,
         heldout=heldout,
-        steps=40,
+        steps=32,
         lr=1e-3,
         description=f"byte-level GPT, 10.9 M parameters, {batch_size} x {CONTEXT} tokens per rank; "
         f"text: {text.source}",
@@ -148,7 +148,7 @@ def _resnet(batch_size: int = 96) -> Workload:
         batch=batch,
         loss_fn=F.cross_entropy,
         heldout=heldout,
-        steps=40,
+        steps=48,
         lr=1e-3,
         description=f"ResNet with BatchNorm, 2.8 M parameters, {batch_size} images per rank; "
         "scikit-learn's digits, 16 x 16",

@@ -75,10 +75,16 @@ class Profiler:
             self._step(choose)
         self.graph = runner.graph
 
-    def round(self) -> None:
-        """One more step at every precision. Raises CalibrationError when the loss is not a finite number."""
+    def round(self, warm_up: bool = False) -> None:
+        """One more step at every precision. Raises CalibrationError when the loss is not a finite number.
+
+        With `warm_up` each is preceded by one that does not count: after other work the first step of a small model finds
+        caches and freed buffers cold.
+        """
         self._rounds += 1
         for label, choose in self._choices:
+            if warm_up:
+                self._step(choose)
             self._progress(f"profile {label}, round {self._rounds}")
             self._samples.append((label, self._step(choose)))
         self._optimizer.append(_time_optimizer(self._parameters, self._make_optimizer, self._clock))
