@@ -109,7 +109,7 @@ class Measuring:
         self._graph = jobs.form_graph(self._model, self._batch, self._loss_fn)
         on_cpu = place.device.type == "cpu"
         precisions = [p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)]
-        found = agree("sensitivity", lambda: qsync.sensitivity(self._model, [self._batch], self._loss_fn).to_json())
+        found = agree("sensitivity", lambda: self._sense(PROFILED))
         self._sensitivity = jobs.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise share.
@@ -118,6 +118,9 @@ class Measuring:
         self._links: list[tuple[Cluster, Exchanged]] = []
         for _ in range(ROUNDS_BEFORE):
             self.round()
+
+    def _sense(self, precisions: tuple[Precision, ...]) -> dict[str, Any]:
+        return qsync.sensitivity(self._model, [self._batch], self._loss_fn, precisions=precisions).to_json()
 
     def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
         model = workload.make_model(0).to(self._place.device)

@@ -7,8 +7,7 @@ which colour-blind readers tell apart; FP32 is grey, so that what was lowered st
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +20,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qsync.errors import QSyncError
+from qsync.files import write_bytes
 from qsync.graph import OpGraph
 from qsync.plans import Plan
 from qsync.precision import Precision
@@ -348,14 +348,6 @@ def _plain(axes: Axes, grid: str) -> None:
 
 def _save(figure: Figure, path: str | Path) -> Path:
     """Write the PNG whole or not at all."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            figure.savefig(file, format="png", dpi=150, facecolor="white")
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return path
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=150, facecolor="white")
+    return write_bytes(path, drawn.getvalue())

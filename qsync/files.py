@@ -12,19 +12,32 @@ from typing import Any
 from qsync.errors import FormatError
 
 
-def write_text(path: str | Path, text: str) -> Path:
-    """Write `text` to `path` so that a reader sees the old file or the new one, never a part."""
+def write_bytes(path: str | Path, data: bytes) -> Path:
+    """Write `data` to `path` so that a reader sees the old file or the new one, never a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
     return path
+
+
+def write_text(path: str | Path, text: str) -> Path:
+    """Write `text` as UTF-8, whole or not at all."""
+    return write_bytes(path, text.encode("utf-8"))
+
+
+def _umask() -> int:
+    """The process's umask, which can only be read by setting it: temporary files are private until they are whole."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def write_json(path: str | Path, value: Mapping[str, Any]) -> Path:
@@ -47,14 +60,18 @@ def read_json(path: str | Path) -> dict[str, Any]:
             f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file anew"
         ) from error
     if not isinstance(value, dict):
-        raise FormatError(f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote")
+        raise FormatError(
+            f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote"
+        )
     return value
 
 
 def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
     """Refuse a record of another kind or of a version this code does not read."""
     if value.get("kind") != kind:
-        raise FormatError(f"expected a {kind} file, found {value.get('kind', 'no kind')!r}; give a {kind} file")
+        raise FormatError(
+            f"expected a {kind} file, found {value.get('kind', 'no kind')!r}; give a {kind} file"
+        )
     if value.get("version") != version:
         raise FormatError(
             f"this {kind} file has version {value.get('version')!r}, this qsync reads version {version}; write it anew"
@@ -66,7 +83,9 @@ def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...]
     if name not in value:
         raise FormatError(f"{where} lacks the field {name!r}; write the file anew or add the field")
     found = value[name]
-    if not isinstance(found, expected) or (isinstance(found, bool) and expected in (int, float, (int, float))):
+    if not isinstance(found, expected) or (
+        isinstance(found, bool) and expected in (int, float, (int, float))
+    ):
         names = " or ".join(t.__name__ for t in (expected if isinstance(expected, tuple) else (expected,)))
         raise FormatError(f"{where}: field {name!r} must be {names}, found {found!r}")
     return found
