@@ -26,13 +26,15 @@ def run_demo(
 ) -> dict[str, Any]:
     """Train the same model in every way the demo compares, on two ranks; the content of report.json.
 
-    Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a
-    workload, data, share, or number that cannot be used, and when a rank failed.
+    Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts,
+    for a workload, data, share, or number that cannot be used, and when a rank failed.
 
     >>> run_demo(workload="resnet", out=Path("demo-out"))["runs"]["qsync"]["measured_step_s"]
     """
     if not 0 < weak_share <= 1:
-        raise QSyncError(f"--weak-share must lie in (0, 1], found {weak_share}; 0.5 gives the weak rank half of its core")
+        raise QSyncError(
+            f"--weak-share must lie in (0, 1], found {weak_share}; 0.5 gives the weak rank half of its core"
+        )
     for name, value in (("--seeds", seeds), ("--steps", steps)):
         if value is not None and value < 1:
             raise QSyncError(f"{name} must be at least 1, found {value}")
@@ -52,5 +54,7 @@ def run_demo(
     ]  # fmt: skip
     done = subprocess.run(command, env=environment, check=False)
     if done.returncode != 0:
-        raise QSyncError(f"the demo's ranks stopped with exit code {done.returncode}; the first message above says why")
+        raise QSyncError(
+            f"the demo's ranks stopped with exit code {done.returncode}; the first message above says why"
+        )
     return read_json(out / "report.json")

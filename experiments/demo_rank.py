@@ -1,9 +1,10 @@
-"""One rank of `qsync demo`: profile, plan, train every run side by side, measure. Rank 0 writes what came of it.
+"""One rank of `qsync demo`: profile, plan, train every run side by side, measure. Rank 0 writes what came of
+it.
 
-All runs live in the same processes and take turns, a few steps each, so that a drift of the machine falls on all of them
-alike. Same seeds, same batches, same number of steps. The profile takes turns too: plans are made from the rounds before
-training, and what replay predicts is told twice, from these (`planned_step_s`) and from all rounds (`predicted_step_s`), so
-that the replay's own error can be told from the machine's drift.
+All runs live in the same processes and take turns, a few steps each, so that a drift of the machine falls on
+all of them alike. Same seeds, same batches, same number of steps. The profile takes turns too: plans are made
+from the rounds before training, and what replay predicts is told twice, from these (`planned_step_s`) and
+from all rounds (`predicted_step_s`), so that the replay's own error can be told from the machine's drift.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -84,8 +84,8 @@ def _run(config: dict[str, Any], place: Place) -> None:
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
         content = report.assemble(basis, planned, replayed(planned, basis, cap), results, {
-            "workload": workload.name, "description": workload.description, "steps": steps, "seeds": config["seeds"],
-            "seed": config["seed"], "machine": machine(), "commit": commit(), "qsync": qsync.__version__,
+            "workload": workload.name, "description": workload.description, "steps": steps,
+            "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(), "qsync": qsync.__version__,
             "emulated": bool(shares), "emulated_share": shares, "bucket_cap_mb": BUCKET_CAP_MB,
         })  # fmt: skip
         save_plan(out, planned["qsync"].plan, basis)
@@ -94,7 +94,8 @@ def _run(config: dict[str, Any], place: Place) -> None:
 
 
 class Measuring:
-    """What every plan is made from, measured round by round. The batch is one of training, of a seed that no run uses."""
+    """What every plan is made from, measured round by round. The batch is one of training, of a seed that no
+    run uses."""
 
     def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
         self._place, self._show = place, show
@@ -108,11 +109,14 @@ class Measuring:
         self._own = jobs.own_class(self._model, share, FAST if dist.get_rank() == 0 else WEAK)
         self._graph = jobs.form_graph(self._model, self._batch, self._loss_fn)
         on_cpu = place.device.type == "cpu"
-        precisions = [p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)]
+        precisions = [
+            p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
+        ]
         found = agree("sensitivity", lambda: self._sense(PROFILED))
         self._sensitivity = jobs.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
-        # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise share.
+        # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise
+        # share.
         dist.barrier()
         self._alone = self._make_profiler(workload, [Precision.FP32]) if dist.get_rank() == 0 else None
         self._links: list[tuple[Cluster, Exchanged]] = []
@@ -135,7 +139,9 @@ class Measuring:
         dist.barrier()
         agree("profiling", self._profiler.round)
         dist.barrier()
-        agree("profiling the fast rank alone", lambda: self._alone.round(warm_up=True) if self._alone else None)
+        agree(
+            "profiling the fast rank alone", lambda: self._alone.round(warm_up=True) if self._alone else None
+        )
         self._links.append(jobs.form_cluster(self._own, self._place.device, self._show, rounds=2))
 
     def basis(self) -> Basis:
@@ -149,7 +155,6 @@ class Measuring:
         cluster = replace(self._links[0][0], link=link)
         return Basis(self._graph, cluster, profiles, self._sensitivity)
 
-
     def _alone_profile(self) -> dict[str, Any] | None:
         return self._alone.profile(ALONE, machine()).to_json() if self._alone else None
 
@@ -160,12 +165,21 @@ def median_exchange(found: list[Exchanged]) -> Exchanged:
     def median(name: str, of: Callable[[Exchanged], object]) -> float:
         return statistics.median(float(getattr(of(one), name)) for one in found)
 
-    link = Link(*(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")))
-    return Exchanged(link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte")))
+    link = Link(
+        *(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate"))
+    )
+    return Exchanged(
+        link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
+    )
 
 
 def _train(
-    workload: Workload, planned: dict[str, Planned], measuring: Measuring, place: Place, seed: int, steps: int,
+    workload: Workload,
+    planned: dict[str, Planned],
+    measuring: Measuring,
+    place: Place,
+    seed: int,
+    steps: int,
     show: Callable[..., None],
 ) -> dict[str, dict[str, Any]]:
     """Train every run for the same number of steps, in turns; what each rank measured, by run."""
@@ -178,7 +192,10 @@ def _train(
             _warm_up(runner)
     for turn in range(turns):
         for name, runner in runners.items():
-            show(f"training {name}, seed {seed}", (turn * len(runners) + list(runners).index(name)) / (turns * len(runners)))
+            show(
+                f"training {name}, seed {seed}",
+                (turn * len(runners) + list(runners).index(name)) / (turns * len(runners)),
+            )
             dist.barrier()
             if runner is not None:
                 runner.train(min(STEPS_A_TURN, steps - turn * STEPS_A_TURN))
@@ -216,14 +233,17 @@ def _warm_up(runner: Runner) -> None:
     saved = {name: value.clone() for name, value in runner.model.state_dict().items()}
     runner.train(2)
     runner.model.load_state_dict(saved)
-    runner.optimizer = make_optimizer(runner.workload.lr)([p for p in runner.model.parameters() if p.requires_grad])
+    runner.optimizer = make_optimizer(runner.workload.lr)(
+        [p for p in runner.model.parameters() if p.requires_grad]
+    )
     runner.step = 0
     for samples in (runner.periods_s, runner.blocked_s, runner.cpu_s, runner.losses):
         samples.clear()
 
 
 def _outcome(runner: Runner) -> dict[str, Any]:
-    """What one rank knows of a run that is over. The step that measures memory changes the weights after their digest."""
+    """What one rank knows of a run that is over. The step that measures memory changes the weights after
+    their digest."""
     digest = hashlib.sha256()
     for value in runner.model.parameters():
         digest.update(value.detach().cpu().contiguous().numpy().tobytes())
@@ -242,7 +262,8 @@ def _outcome(runner: Runner) -> dict[str, Any]:
 
 
 def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run from what its ranks know. A rank waits for as long as it is blocked beyond what the least blocked one is."""
+    """One run from what its ranks know. A rank waits for as long as it is blocked beyond what the least
+    blocked one is."""
     periods = entries[0]["periods_s"]
     step_s = statistics.median(periods) if periods else float("nan")
     least = min(entry["blocked_s"] for entry in entries)
@@ -266,7 +287,9 @@ def _heldout(runner: Runner, workload: Workload, place: Place) -> float:
 def commit() -> str:
     """The commit of this source tree, `unknown` outside of one."""
     where = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False
+    )
     return done.stdout.strip() or "unknown"
 
 
@@ -280,7 +303,12 @@ class _progress:
 
     def __enter__(self) -> Callable[..., None]:
         if self._rank == 0:
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
             self._task = self._bar.add_task("starting", total=1.0)
             self._bar.start()

@@ -28,7 +28,8 @@ class Planned:
     timeline: Timeline
 
     def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
-        """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the whole run."""
+        """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the
+        whole run."""
         variance = sum(c.predicted.added_variance for c in self.plan.classes.values() if c.predicted)
         return {
             "predicted_step_s": again.step_s,
@@ -41,7 +42,8 @@ class Planned:
 
 
 def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
-    """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such kernel."""
+    """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such
+    kernel."""
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),
@@ -57,17 +59,22 @@ def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: A
             sensitivity=basis.sensitivity, bucket_cap_bytes=bucket_cap_bytes,
         ))  # fmt: skip
     plans["qsync"] = (basis.cluster, allocate(
-        basis.graph, basis.profiles, basis.sensitivity, basis.cluster, bucket_cap_bytes=bucket_cap_bytes, **options
+        basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
+        bucket_cap_bytes=bucket_cap_bytes, **options,
     ))  # fmt: skip
     return {
         name: Planned(
-            plan, cluster, replay(basis.graph, plan, basis.profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+            plan,
+            cluster,
+            replay(basis.graph, plan, basis.profiles, cluster, bucket_cap_bytes=bucket_cap_bytes),
         )
         for name, (cluster, plan) in plans.items()
     }
 
 
-def replayed(planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None) -> dict[str, Timeline]:
+def replayed(
+    planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None
+) -> dict[str, Timeline]:
     """The same plans replayed from another basis: the profile and link that the whole of the training saw."""
     return {
         name: replay(

@@ -1,7 +1,7 @@
-"""The limits that qsync promises to keep, measured on this machine: `python -m qsync.experiments.limits [OUT.json]`.
+"""The limits that qsync promises to keep: `python -m qsync.experiments.limits [OUT.json]` measures them.
 
-Everything here is measured but for the profiles that `qsync plan` is timed on: those are SYNTHETIC (costs from FLOPs and
-bytes at round rates), since only their size matters to how long planning takes.
+Everything here is measured but for the profiles that `qsync plan` is timed on: those are SYNTHETIC (costs
+from FLOPs and bytes at round rates), since only their size matters to how long planning takes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ def main() -> None:
         for measure in (import_time, plan_time, large_capture, wrapped_step):
             status.update(str(measure.__doc__).splitlines()[0])
             rows += measure()
-    content = {"measured": True, "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "limits": rows}
+    content = {
+        "measured": True,
+        "machine": machine(),
+        "qsync": qsync.__version__,
+        "commit": commit(),
+        "limits": rows,
+    }
     write_json(out, content)
     Console().print(_table(rows))
 
@@ -74,14 +80,16 @@ def plan_time() -> list[dict[str, Any]]:
         command = ["-m", "qsync.cli", "plan", folder, "--out", f"{folder}/plan.json"]
         seconds = statistics.median(_wall_s(command) for _ in range(PLANS))
         lowered = sum(len(entry.lowered) for entry in Plan.load(f"{folder}/plan.json").classes.values())
-    how = f"wall time of the command, median of {PLANS}; {len(basis.graph.adjustable)} operators, {lowered} lowered"
-    return [_row("qsync plan, BERT-base", seconds, 2.0, "s", f"{how}; SYNTHETIC profiles")]
+    size = f"{len(basis.graph.adjustable)} operators, {lowered} lowered"
+    how = f"wall time of the command, median of {PLANS}; {size}; SYNTHETIC profiles"
+    return [_row("qsync plan, BERT-base", seconds, 2.0, "s", how)]
 
 
 def large_capture() -> list[dict[str, Any]]:
     """How long capturing a Llama-3-70B-sized model takes, and how much memory."""
     found = _in_fresh_process("capture_llama")
-    how = f"meta device, one fresh process; {found['num_ops']} operators, {found['num_parameters'] / 1e9:.1f} G parameters"
+    size = f"{found['num_ops']} operators, {found['num_parameters'] / 1e9:.1f} G parameters"
+    how = f"meta device, one fresh process; {size}"
     return [
         _row("capture, Llama-3-70B", found["seconds"], 30.0, "s", how),
         _row("its peak memory", found["peak_bytes"] / 2**30, 2.0, "GiB", "resident, the whole process"),
@@ -91,20 +99,31 @@ def large_capture() -> list[dict[str, Any]]:
 def wrapped_step() -> list[dict[str, Any]]:
     """What a step costs under a plan that lowers nothing."""
     found = _in_fresh_process("compare_steps")
-    how = f"BERT 4x512, {PAIRED_STEPS} training steps in turn, one thread; plain step {found['plain_s'] * 1e3:.0f} ms"
+    plain = f"plain step {found['plain_s'] * 1e3:.0f} ms"
+    how = f"BERT 4x512, {PAIRED_STEPS} training steps in turn, one thread; {plain}"
     return [
         _row("step, all-FP32 plan / unwrapped", found["ratio"], 1.02, "x", f"median of pairs; {how}"),
-        _row("loss, gradients bitwise equal", found["bitwise"], True, "", "every step, dropout on; parameters at the end"),
+        _row(
+            "loss, gradients bitwise equal",
+            found["bitwise"],
+            True,
+            "",
+            "every step, dropout on; parameters at the end",
+        ),
     ]
 
 
 def capture_llama() -> dict[str, Any]:
-    """Capture a model of Llama-3-70B's sizes on the meta device. For a fresh process, whose peak memory is read."""
+    """Capture a model of Llama-3-70B's sizes on the meta device.
+
+    For a fresh process, whose peak memory is read.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
+        use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
@@ -121,7 +140,7 @@ def capture_llama() -> dict[str, Any]:
 
 
 def compare_steps() -> dict[str, Any]:
-    """Train a BERT of 4 layers, 512 wide, and its twin under an all-FP32 plan, in turn and on the same batches."""
+    """Train a BERT of 4 layers, 512 wide, and its twin under an all-FP32 plan, in turn on equal batches."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     plain = _bert(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
@@ -165,13 +184,20 @@ def bert_base() -> OpGraph:
 def synthetic_basis(graph: OpGraph) -> Basis:
     """A complete basis for any graph whose costs are made up: two ranks, one of them at half speed."""
     classes = tuple(DeviceClass(name, "cpu", 1, 64 * 2**30, PRECISIONS) for name in ("train", "infer"))
-    profiles = {"train": synthetic_profile(graph, "train", 1.0), "infer": synthetic_profile(graph, "infer", 2.0)}
+    profiles = {
+        "train": synthetic_profile(graph, "train", 1.0),
+        "infer": synthetic_profile(graph, "infer", 2.0),
+    }
     omega = {
-        op.name: {str(p): {"bf16": 1.0, "int8": 20.0}[p] * (1 + place) for p in _measured(op) if p is not Precision.FP32}
+        op.name: {
+            str(p): {"bf16": 1.0, "int8": 20.0}[p] * (1 + place)
+            for p in _measured(op)
+            if p is not Precision.FP32
+        }
         for place, op in enumerate(graph.adjustable)
     }
     sensitivity = Sensitivity(graph.hash, "synthetic", omega)
-    return Basis(graph, Cluster(classes, Link(1e-4, 1e9, 0.6, 0.6)), profiles, sensitivity)
+    return Basis(graph, Cluster(classes, Link(1e-4, 1e9, 0.6)), profiles, sensitivity)
 
 
 def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
@@ -184,7 +210,10 @@ def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
         ops[op.name] = {str(mode): _synthetic_cost(op, mode, slow) for mode in modes}
     sources = ("fp64", "fp32", "bf16", "fp16")
     targets = (*sources, *(f"int8_{layout}" for layout in ("row", "col", "sample")))
-    latency, per_element = Cost(slow * 1e-6, slow * 1e-6), Cost(slow * 4 / _BYTES_PER_S, slow * 4 / _BYTES_PER_S)
+    latency, per_element = (
+        Cost(slow * 1e-6, slow * 1e-6),
+        Cost(slow * 4 / _BYTES_PER_S, slow * 4 / _BYTES_PER_S),
+    )
     fit = {(s, t): (latency, per_element) for s in sources for t in targets if s != t}
     return Profile(
         name, graph.hash, graph.shapes_hash, ops, {}, fit, outside=Cost(0.0), host_s=slow * 1e-3,
@@ -229,7 +258,9 @@ def _equal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | 
 
 def _peak_resident_bytes() -> int:
     """This process's own peak. Not getrusage's: that one remembers the process it was started from."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -250,7 +281,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
     for heading in ("what", "measured", "limit", "holds", "how"):
         table.add_column(heading, justify="right" if heading in ("measured", "limit") else "left")
     for row in rows:
-        shown = (f"{row[key]:.3g} {row['unit']}" if row["unit"] else str(row[key]) for key in ("measured", "limit"))
+        shown = (
+            f"{row[key]:.3g} {row['unit']}" if row["unit"] else str(row[key]) for key in ("measured", "limit")
+        )
         table.add_row(row["name"], *shown, "yes" if row["holds"] else "NO", row["how"])
     return table
 

@@ -1,4 +1,5 @@
-"""Peak memory of one training step, measured: what stays between steps plus the most that a step allocates on top."""
+"""Peak memory of one training step, measured: what stays between steps plus the most that a step allocates on
+top."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     """The most bytes of tensors that `step` has live at once beyond those it found.
 
-    From the allocator's own events: resident memory of the process would mix in everything else that runs in it.
+    From the allocator's own events: resident memory of the process would mix in everything else that runs in
+    it.
 
     >>> step_peak_bytes(lambda: model(batch).sum().backward(), torch.device("cpu"))
     """
@@ -37,7 +39,8 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """The profiler writes its start and stop, and every block it did not see allocated, straight to file descriptor 2."""
+    """The profiler writes its start and stop, and every block it did not see allocated, straight to file
+    descriptor 2."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

@@ -27,10 +27,11 @@ class Place:
 
 @contextlib.contextmanager
 def placed(weak_share: float) -> Iterator[Place]:
-    """Give this rank its device. Real differences are used where there are any; else the weak rank is emulated.
+    """Give this rank its device. Real differences are used where there are any; else the weak rank is
+    emulated.
 
-    Real: GPUs of different kinds (one rank each), or one kind of GPU with the second rank on the CPU. Emulated: each rank
-    on one core, and the weak one paused and resumed so that it gets `weak_share` of it.
+    Real: GPUs of different kinds (one rank each), or one kind of GPU with the second rank on the CPU.
+    Emulated: each rank on one core, and the weak one paused and resumed so that it gets `weak_share` of it.
     """
     rank = int(os.environ["LOCAL_RANK"])
     kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -44,7 +45,7 @@ def placed(weak_share: float) -> Iterator[Place]:
         return
     pin_to_core(rank)
     torch.set_num_threads(1)
-    keep_freed_memory()  # in every run alike: page faults would cost each of them a few per cent, and unevenly
+    keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
     if rank == WEAK_RANK and weak_share < 1:
         with throttled(weak_share) as throttle:
             yield Place(torch.device("cpu"), weak_share, throttle)

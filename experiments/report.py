@@ -46,7 +46,8 @@ def assemble(
             "wait_fraction": _mean_of(measured, "wait_fraction"),
             "cpu_s": _mean_of(measured, "cpu_s"),
             "peak_memory_bytes": {
-                rank: max(m["peak_memory_bytes"][rank] for m in measured) for rank in measured[0]["peak_memory_bytes"]
+                rank: max(m["peak_memory_bytes"][rank] for m in measured)
+                for rank in measured[0]["peak_memory_bytes"]
             },
             "heldout_loss": statistics.fmean(m["heldout_loss"] for m in measured),
             "heldout_losses": [m["heldout_loss"] for m in measured],
@@ -66,7 +67,8 @@ def assemble(
 
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Held-out loss of the plan minus that of FP32 DDP, seed by seed: mean, and its standard error over seeds."""
+    """Held-out loss of the plan minus that of FP32 DDP, seed by seed: mean, and its standard error over
+    seeds."""
     pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp_fp32"]["heldout_losses"], strict=True)
     differences = [plan - full for plan, full in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -80,7 +82,9 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     write_trace(entry.timeline, out / "trace.json")
     pictures.allocation(entry.plan, basis.graph, basis.sensitivity, out / "allocation.png", emulated=weak)
     lanes = pictures.lanes_of(entry.timeline, weak)
-    pictures.timelines(lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan")
+    pictures.timelines(
+        lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
+    )
     pictures.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
     write_json(out / "report.json", content)
 
@@ -88,9 +92,20 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
 def table(content: Mapping[str, Any]) -> Table:
     """The one table that the demo prints."""
     note = "; the weak rank is emulated" if content["emulated"] else ""
-    title = f"{content['workload']}, {content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps{note}"
+    size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
+    title = f"{content['workload']}, {size}{note}"
     shown = Table(title=title)
-    for heading in ("run", "step", "x limit", "predicted", "error", "waiting", "low FLOPs", "added variance", "held-out"):
+    for heading in (
+        "run",
+        "step",
+        "x limit",
+        "predicted",
+        "error",
+        "waiting",
+        "low FLOPs",
+        "added variance",
+        "held-out",
+    ):
         shown.add_column(heading, justify="left" if heading == "run" else "right")
     limit = content["runs"]["fast_alone"]["measured_step_s"]
     for name, run in content["runs"].items():
@@ -126,17 +141,21 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     lines = []
     if limit and plain and plan:
         lines.append(
-            f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, {plan / limit:.2f} times under the plan"
+            f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, "
+            f"{plan / limit:.2f} times under the plan"
             f"{' (weak rank emulated)' if content['emulated'] else ''}."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:
         lines.append(
-            f"Held-out loss against FP32 DDP: {difference['mean']:+.4f} +- {difference['standard_error']:.4f} "
-            f"(mean and standard error over {content['seeds']} seeds)."
+            f"Held-out loss against FP32 DDP: {difference['mean']:+.4f} "
+            f"+- {difference['standard_error']:.4f} (mean and standard error over {content['seeds']} seeds)."
         )
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
     lines.append(f"Parameters are bitwise {same} on all ranks at the end of every run.")
-    lines.append(f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, timeline.png, steps.png")
+    lines.append(
+        f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
+        "timeline.png, steps.png"
+    )
     lines.append(f"Why each operator is lowered: qsync explain {out / 'plan.json'}")
     return lines

@@ -15,9 +15,9 @@ from qsync.experiments.workloads import Workload
 class Runner:
     """One run of the demo on one rank: a model, alone or in DDP, with its optimizer.
 
-    `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long each backward
-    pass lasted after this rank's own last gradient was there, `cpu_s` the CPU time of this process in that period (all
-    its threads: on a CPU that is compute and communication without pauses).
+    `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long
+    each backward pass lasted after this rank's own last gradient was there, `cpu_s` the CPU time of this
+    process in that period (all its threads: on a CPU that is compute and communication without pauses).
     """
 
     name: str
@@ -74,10 +74,11 @@ def make_optimizer(lr: float) -> Callable[[object], torch.optim.Optimizer]:
 
 
 def persistent_bytes(runner: Runner) -> int:
-    """Bytes that stay between steps: parameters, buffers, gradients (they live in DDP's buckets) and optimizer state."""
+    """Bytes that stay between steps: parameters, buffers, gradients (they live in DDP's buckets) and
+    optimizer state."""
     tensors = [*runner.model.parameters(), *runner.model.buffers()]
     gradients = sum(p.numel() * p.element_size() for p in runner.model.parameters() if p.requires_grad)
-    state = [v for entry in runner.optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
+    state = [
+        v for entry in runner.optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)
+    ]
     return gradients + sum(t.numel() * t.element_size() for t in (*tensors, *state))
-
-

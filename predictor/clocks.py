@@ -32,9 +32,11 @@ class WallClock:
 
 
 class ShareClock:
-    """Time of an emulated device that is paused and resumed: CPU time of this thread, divided by the share it is given.
+    """Time of an emulated device that is paused and resumed: CPU time of this thread, divided by the share it
+    is given.
 
-    Wall time would put the whole of a pause on whichever operator it fell on; CPU time does not pass while paused.
+    Wall time would put the whole of a pause on whichever operator it fell on; CPU time does not pass while
+    paused.
     """
 
     def __init__(self, share: float) -> None:

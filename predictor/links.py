@@ -1,7 +1,8 @@
 """Measures the link between the real ranks: how long an all-reduce takes, and what it takes from compute.
 
-On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is conserved: whatever CPU
-time an all-reduce needs, compute beside it loses (ours). On a GPU the loss is measured as compute not done meanwhile.
+On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
+conserved: whatever CPU time an all-reduce needs, compute beside it loses (ours). On a GPU the loss is
+measured as compute not done meanwhile.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOST_CHUNKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """What a rank measured: the link, the same on every rank, and this rank's own toll in seconds of its compute."""
+    """What a rank measured: the link, the same on every rank, and this rank's own toll in seconds of its
+    compute."""
 
     link: Link
     toll_s_per_call: float
@@ -38,8 +40,8 @@ def measure_link(
 ) -> Exchanged:
     """The link of the default process group, and what it costs this rank. Every rank must call this.
 
-    Seconds of an all-reduce are the mean over rounds (a paused rank makes them vary, and the mean is what a step pays),
-    fitted as latency + bytes / bandwidth.
+    Seconds of an all-reduce are the mean over rounds (a paused rank makes them vary, and the mean is what a
+    step pays), fitted as latency + bytes / bandwidth.
     """
     buffers = {size: torch.ones(size, device=device) for size in _SIZES}
     for buffer in buffers.values():
@@ -82,7 +84,8 @@ def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float
 def _measure_overlap(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Speed of an all-reduce beside compute, as a share of its speed alone, and the seconds of compute lost to it."""
+    """Speed of an all-reduce beside compute, as a share of its speed alone, and the seconds of compute lost
+    to it."""
     operand = torch.ones(256, 256, device=device)
     buffer = torch.ones(_OVERLAPPED, device=device)
     chunk = _repeats_for(operand, device, 0.1 * alone_s)

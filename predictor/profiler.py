@@ -1,8 +1,8 @@
 """Measures what each node of the lowered graph takes on this device, inside running steps of the real model.
 
-Every operator is timed at every precision in the company it will run in: one step per uniform precision, and a few with
-mixed precisions so that casts between any two types occur. Rounds are interleaved and the median is kept, so that a drift
-of the machine falls on all precisions alike.
+Every operator is timed at every precision in the company it will run in: one step per uniform precision, and
+a few with mixed precisions so that casts between any two types occur. Rounds are interleaved and the median
+is kept, so that a drift of the machine falls on all precisions alike.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Runner(Protocol):
 class Profiler:
     """Measures one device class on one model and batch, a round at a time.
 
-    A round is one step at each of `precisions` and at mixtures of them. `loss` runs the model forward on the example batch
-    and returns the scalar loss; backward is run here. More rounds can be added at any time, for example between training
-    steps, so that the profile sees the machine as training does.
+    A round is one step at each of `precisions` and at mixtures of them. `loss` runs the model forward on the
+    example batch and returns the scalar loss; backward is run here. More rounds can be added at any time, for
+    example between training steps, so that the profile sees the machine as training does.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -78,8 +78,8 @@ class Profiler:
     def round(self, warm_up: bool = False) -> None:
         """One more step at every precision. Raises CalibrationError when the loss is not a finite number.
 
-        With `warm_up` each is preceded by one that does not count: after other work the first step of a small model finds
-        caches and freed buffers cold.
+        With `warm_up` each is preceded by one that does not count: after other work the first step of a small
+        model finds caches and freed buffers cold.
         """
         self._rounds += 1
         for label, choose in self._choices:
@@ -90,7 +90,9 @@ class Profiler:
         self._optimizer.append(_time_optimizer(self._parameters, self._make_optimizer, self._clock))
         self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
 
-    def profile(self, device_class: str, machine: Mapping[str, Any], emulated_share: float | None = None) -> Profile:
+    def profile(
+        self, device_class: str, machine: Mapping[str, Any], emulated_share: float | None = None
+    ) -> Profile:
         """The profile of all rounds so far: medians."""
         steps = [step for _, step in self._samples]
         totals: dict[str, list[float]] = defaultdict(list)
@@ -123,13 +125,19 @@ def _choices(precisions: Sequence[Precision]) -> list[tuple[str, Choose]]:
     """Uniform assignments, and two mixtures in which neighbours differ."""
 
     def uniform(precision: Precision) -> Choose:
-        return lambda graph: {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+        return lambda graph: {
+            op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
+        }
 
     def mixture(seed: int) -> Choose:
         def choose(graph: OpGraph) -> dict[str, Precision]:
             draw = random.Random(seed)
             drawn = {op.name: draw.choice(list(precisions)) for op in graph.adjustable}
-            return {op.name: drawn[op.name] for op in graph.adjustable if drawn[op.name] in PRECISIONS_BY_KIND[op.kind]}
+            return {
+                op.name: drawn[op.name]
+                for op in graph.adjustable
+                if drawn[op.name] in PRECISIONS_BY_KIND[op.kind]
+            }
 
         return choose
 
@@ -156,9 +164,13 @@ def _timed_step(
 def check_finite(loss: torch.Tensor) -> None:
     """CalibrationError unless the loss is one finite number."""
     if loss.numel() != 1:
-        raise CalibrationError(f"the loss has shape {tuple(loss.shape)}; return one number, for example its mean")
+        raise CalibrationError(
+            f"the loss has shape {tuple(loss.shape)}; return one number, for example its mean"
+        )
     if not math.isfinite(loss.item()):
-        raise CalibrationError(f"the loss on the example batch is {loss.item()}; check the batch for NaN and Inf")
+        raise CalibrationError(
+            f"the loss on the example batch is {loss.item()}; check the batch for NaN and Inf"
+        )
 
 
 def _medians(
@@ -166,7 +178,8 @@ def _medians(
 ) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str, str], Cost]]:
     """Median cost of each (operator, mode) and of each cast, over all steps that contained it.
 
-    Noise only ever adds, so medians of parts sum to less than the median of the whole: all are scaled by that one ratio.
+    Noise only ever adds, so medians of parts sum to less than the median of the whole: all are scaled by that
+    one ratio.
     """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
@@ -191,7 +204,10 @@ def _whole_over_parts(samples: Sequence[tuple[str, StepTimes]]) -> float:
         by_label[label].append(step)
     for steps in by_label.values():
         whole += _median(sum(cost.total_s for _, cost in step.nodes) for step in steps)
-        parts += sum(_median_cost([cost for _, cost in same]).total_s for same in zip(*(s.nodes for s in steps), strict=True))
+        parts += sum(
+            _median_cost([cost for _, cost in same]).total_s
+            for same in zip(*(s.nodes for s in steps), strict=True)
+        )
     return whole / parts if parts else 1.0
 
 
@@ -200,13 +216,16 @@ def _median(values: Any) -> float:
 
 
 def _median_cost(costs: Sequence[Cost], scale: float = 1.0) -> Cost:
-    return Cost(scale * _median(cost.forward_s for cost in costs), scale * _median(cost.backward_s for cost in costs))
+    return Cost(
+        scale * _median(cost.forward_s for cost in costs), scale * _median(cost.backward_s for cost in costs)
+    )
 
 
 def _fit_casts(
     casts: Mapping[tuple[str, str, str], Cost], graph: OpGraph
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
-    """For each pair of types, latency and seconds per element, forward and backward (least squares, not negative)."""
+    """For each pair of types, latency and seconds per element, forward and backward (least squares, not
+    negative)."""
     sizes = {value.name: value.num_elements for value in (*graph.inputs, *graph.ops)}
     pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)
     for (value, source, target), cost in casts.items():
@@ -216,7 +235,8 @@ def _fit_casts(
         forward = _line([(n, cost.forward_s) for n, cost in points])
         backward = _line([(n, cost.backward_s) for n, cost in points])
         fits[pair] = (Cost(forward[0], backward[0]), Cost(forward[1], backward[1]))
-    # A pair that no step contained costs what the nearest measured one does: the same target from another float.
+    # A pair that no step contained costs what the nearest measured one does: the same target from another
+    # float.
     for source in ("fp32", "bf16"):
         for _, target in list(fits):
             known = [fits[s, t] for s, t in list(fits) if t == target]
@@ -242,7 +262,8 @@ def _time_optimizer(
     clock: Clock,
     limit: int = 64 * 2**20,
 ) -> tuple[float, int]:
-    """Seconds of one optimizer step and bytes of its state, on stand-ins for at most `limit` parameters, scaled up."""
+    """Seconds of one optimizer step and bytes of its state, on stand-ins for at most `limit` parameters,
+    scaled up."""
     total = sum(parameter.numel() for parameter in parameters)
     stand_ins: list[torch.nn.Parameter] = []
     for parameter in parameters:

@@ -1,13 +1,15 @@
 """Times every node of the lowered graph inside a running step, forward and backward.
 
-Forward, a node's time is what passes between the previous node's end and its own: nothing of the step is left out.
-Backward, autograd runs the recorded functions in reverse order of creation on one thread, so a node's time is what passes
-between the moment the gradient of its result is complete and the moment the next node's is.
+Forward, a node's time is what passes between the previous node's end and its own: nothing of the step is left
+out. Backward, autograd runs the recorded functions in reverse order of creation on one thread, so a node's
+time is what passes between the moment the gradient of its result is complete and the moment the next node's
+is.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +50,8 @@ class Recorder:
         self._start = self.clock.now()
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """After a node has run. Recomputation of a checkpointed graph counts as backward of whatever asked for it."""
+        """After a node has run. Recomputation of a checkpointed graph counts as backward of whatever asked
+        for it."""
         if self._in_backward:
             return
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
@@ -78,10 +81,8 @@ class Recorder:
         ]
         backward = [0.0] * len(self._marks)
         stamps = [*self._backward, (-1, end)]
-        for (index, start), (_, stop) in zip(stamps, stamps[1:], strict=False):
+        for (index, start), (_, stop) in pairwise(stamps):
             backward[index] += between(start, stop)
-        nodes = [
-            (node, Cost(f, b)) for (node, _), f, b in zip(self._marks, forward, backward, strict=True)
-        ]
+        nodes = [(node, Cost(f, b)) for (node, _), f, b in zip(self._marks, forward, backward, strict=True)]
         outside = Cost(between(self._marks[-1][1], self._loss), between(self._loss, stamps[0][1]))
         return StepTimes(nodes, between(self._start, first), outside, between(self._start, end))

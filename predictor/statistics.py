@@ -19,9 +19,11 @@ from qsync.precision import MANTISSA_BITS, PRECISIONS_BY_KIND, Precision, operan
 
 @dataclass(frozen=True, slots=True)
 class OpStatistics:
-    """What one batch showed of one product: squared Frobenius norms, and per-element rounding variances by type.
+    """What one batch showed of one product: squared Frobenius norms, and per-element rounding variances by
+    type.
 
-    Lists run over Op.inputs. `rounding` of a type is the mean over elements of the variance that rounding to it adds.
+    Lists run over Op.inputs. `rounding` of a type is the mean over elements of the variance that rounding to
+    it adds.
     """
 
     shapes: list[tuple[int, ...]]
@@ -73,7 +75,11 @@ class Gatherer:
     def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _Raw:
         usable = [p for p in self._precisions if p in PRECISIONS_BY_KIND[op.kind]]
         rounding = [
-            {t: rounding_variance(tensor, t) for t in {operand_type(op.kind, j, p) for p in usable} if t != "fp32"}
+            {
+                t: rounding_variance(tensor, t)
+                for t in {operand_type(op.kind, j, p) for p in usable}
+                if t != "fp32"
+            }
             for j, tensor in enumerate(operands)
         ]
         for entry in rounding:
@@ -81,7 +87,9 @@ class Gatherer:
         weight = operands[2 if op.kind == "addmm" else 1] if len(operands) > 1 else None
         trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
         squares = [tensor.float().square().sum() for tensor in operands]
-        return _Raw([tuple(t.shape) for t in operands], squares, rounding, result.float().square().sum(), trains)
+        return _Raw(
+            [tuple(t.shape) for t in operands], squares, rounding, result.float().square().sum(), trains
+        )
 
     def _take_gradient(self, name: str, gradient: torch.Tensor) -> None:
         raw = self._raw[name]
@@ -97,9 +105,12 @@ class Gatherer:
         """CalibrationError naming the first operator, in model order, that met NaN or Inf."""
         for op in graph.ops:
             raw = self._raw.get(op.name)
-            if raw is not None and not all(bool(square.isfinite()) for square in (*raw.squares, raw.output_square)):
+            if raw is not None and not all(
+                bool(square.isfinite()) for square in (*raw.squares, raw.output_square)
+            ):
                 raise CalibrationError(
-                    f"{op.name} met NaN or Inf in the calibration data; clean the batch or the weights before planning"
+                    f"{op.name} met NaN or Inf in the calibration data; clean the batch or the weights "
+                    "before planning"
                 )
 
     def statistics(self) -> dict[str, OpStatistics]:
@@ -128,8 +139,8 @@ class _Zeros(dict[str, float]):
 def rounding_variance(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
     """Mean over elements of the variance that rounding to a type adds.
 
-    Nearest rounding with step s adds s^2/12 per element, stochastic rounding s^2/6. INT8 has s = amax/127 per row (of the
-    last dimension), column or sample; a float of m mantissa bits has s = 2^(floor(log2|x|) - m).
+    Nearest rounding with step s adds s^2/12 per element, stochastic rounding s^2/6. INT8 has s = amax/127 per
+    row (of the last dimension), column or sample; a float of m mantissa bits has s = 2^(floor(log2|x|) - m).
 
     >>> rounding_variance(torch.ones(2, 4), "int8_row")   # (1/127)^2 / 12
     """

@@ -1,20 +1,21 @@
 """Variance indicator: the gradient variance that lowering one operator adds, from statistics of real batches.
 
-For y = x W (x: M x K, W: K x N, g = dL/dy) with per-element rounding variances v_x, v_w, v_g (QSync, arXiv:2407.02327,
-Section 4; squared Frobenius norms throughout):
+For y = x W (x: M x K, W: K x N, g = dL/dy) with per-element rounding variances v_x, v_w, v_g (QSync,
+arXiv:2407.02327, Section 4; squared Frobenius norms throughout):
 
     forward   E|dy|^2      = v_x M |W|^2 + v_w N |x|^2
     wgrad     E|d(x'g)|^2  = v_x K |g|^2 + v_g N |x|^2
     dgrad     E|d(gW')|^2  = v_g M |W|^2 + v_w K |g|^2
 
-The wgrad term is gradient variance already. The other two are errors of an activation and of its gradient; with G the
-squared norm of the whole gradient, L the depth of the model and d the operator's own (QSync's depth weights, made
-commensurate; the conversion is ours):
+The wgrad term is gradient variance already. The other two are errors of an activation and of its gradient;
+with G the squared norm of the whole gradient, L the depth of the model and d the operator's own (QSync's
+depth weights, made commensurate; the conversion is ours):
 
     omega = wgrad + G [ (L - d)/L  forward / |y|^2  +  d/L  dgrad / |gW'|^2 ]
 
-A relative error of y changes the gradient of everything downstream by about the same relative amount, and a relative error
-of gW' everything upstream. |gW'|^2 is taken as |g|^2 |W|^2 / N, its value for directions in general position.
+A relative error of y changes the gradient of everything downstream by about the same relative amount, and a
+relative error of gW' everything upstream. |gW'|^2 is taken as |g|^2 |W|^2 / N, its value for directions in
+general position.
 """
 
 from __future__ import annotations
@@ -107,7 +108,12 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     v_w = found.rounding[w][operand_type(op.kind, w, precision)]
     v_g = found.gradient_rounding[gradient_type(precision)]
     m, k, n = _sizes(op, found)
-    x2, w2, g2, y2 = found.squares[x] * _window(op, found), found.squares[w], found.gradient_square, found.output_square
+    x2, w2, g2, y2 = (
+        found.squares[x] * _window(op, found),
+        found.squares[w],
+        found.gradient_square,
+        found.output_square,
+    )
     forward = (v_x * m * w2 + v_w * n * x2) / y2 if y2 else 0.0
     wgrad = v_x * k * g2 + v_g * n * x2 if found.weight_trains else 0.0
     dgrad = (v_g * m * n / g2 if g2 else 0.0) + (v_w * k * n / w2 if w2 else 0.0)
@@ -115,7 +121,8 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 
 def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """Products of activations: relative rounding variances of what enters, each of which the result repeats (ours)."""
+    """Products of activations: relative rounding variances of what enters, each of which the result repeats
+    (ours)."""
     relative = 0.0
     for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
         size = num_elements(found.shapes[j])
