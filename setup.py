@@ -1,7 +1,7 @@
 """One package, seven rooms: the top-level folders install as `qsync` and `qsync.<folder>`.
 
-A top-level package called `backend` would be shadowed by any user's own `backend/` folder, so the mapping below gives
-each folder its name under `qsync`.
+A top-level package called `backend` would be shadowed by any user's own `backend/` folder, so the mapping
+below gives each folder its name under `qsync`.
 """
 
 from setuptools import setup

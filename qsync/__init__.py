@@ -1,7 +1,7 @@
 """qsync: synchronous training of one model over unequal devices.
 
-It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync` imports nothing
-else: each name is loaded when it is first used.
+It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync`
+imports nothing else: each name is loaded when it is first used.
 """
 
 from __future__ import annotations

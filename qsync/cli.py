@@ -1,7 +1,7 @@
 """The command line: doctor, demo, plan, explain, replay, diff.
 
-Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only doctor and
-demo import torch.
+Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only
+doctor and demo import torch.
 """
 
 from __future__ import annotations
@@ -96,8 +96,12 @@ def doctor(as_json: Json = False) -> None:
 def demo(
     workload: Annotated[str, typer.Option(help="gpt (source text) or resnet (digits).")] = "gpt",
     data: Annotated[Path | None, typer.Option(help="Your own text: a file or a folder.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path("demo-out"),
-    weak_share: Annotated[float, typer.Option(help="Share of its core that the emulated weak rank gets.")] = 0.5,
+    out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path(
+        "demo-out"
+    ),
+    weak_share: Annotated[
+        float, typer.Option(help="Share of its core that the emulated weak rank gets.")
+    ] = 0.5,
     seeds: Annotated[int, typer.Option(help="How many seeds to train with.")] = 1,
     seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
     steps: Annotated[
@@ -123,7 +127,10 @@ def demo(
 @app.command()
 def plan(
     basis: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
     cluster: Annotated[
@@ -139,7 +146,9 @@ def plan(
     pin: Annotated[
         list[str] | None, typer.Option(help="Fix operators: 'PATTERN=PRECISION'. Repeatable.")
     ] = None,
-    lower_all: Annotated[bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")] = False,
+    lower_all: Annotated[
+        bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
+    ] = False,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
     ] = None,
@@ -216,7 +225,9 @@ def replay(
     from qsync.replayer.trace import write_trace
 
     chosen, found = _load(plan_file, basis)
-    timeline = simulate(found.graph, chosen, found.profiles, found.cluster, bucket_cap_bytes=chosen.bucket_cap_bytes)
+    timeline = simulate(
+        found.graph, chosen, found.profiles, found.cluster, bucket_cap_bytes=chosen.bucket_cap_bytes
+    )
     if trace is not None:
         write_trace(timeline, trace)
     if picture is not None:
@@ -251,7 +262,9 @@ def diff(
     if as_json:
         _print_json({"differences": lines})
         return
-    console.print("\n".join(lines) or "The plans assign the same precisions.", highlight=False, soft_wrap=True)
+    console.print(
+        "\n".join(lines) or "The plans assign the same precisions.", highlight=False, soft_wrap=True
+    )
 
 
 def _load(plan_file: Path, basis: Path | None) -> tuple[Any, Any]:
@@ -261,7 +274,9 @@ def _load(plan_file: Path, basis: Path | None) -> tuple[Any, Any]:
 
     chosen = Plan.load(plan_file)
     if basis is None and not (plan_file.parent / "graph.json").is_file():
-        raise QSyncError(f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis")
+        raise QSyncError(
+            f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis"
+        )
     found = Basis.load(basis or plan_file.parent)
     chosen.check_graph(found.graph)
     return chosen, found
@@ -275,8 +290,9 @@ def _plan_table(chosen: Any) -> Table:
         counts: dict[str, int] = {}
         for precision in entry.assignment.values():
             counts[str(precision)] = counts.get(str(precision), 0) + 1
+        precisions = ", ".join(f"{number} {precision}" for precision, number in counts.items())
         table.add_row(
-            name, f"{len(entry.lowered)} of {len(entry.assignment)}", ", ".join(f"{n} {p}" for p, n in counts.items()),
+            name, f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
             f"{entry.predicted.wait_s * 1e3:.1f} ms", f"{entry.predicted.memory_bytes / 2**20:.0f} MiB",
             f"{entry.predicted.added_variance:.2e}",
         )  # fmt: skip

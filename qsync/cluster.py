@@ -1,4 +1,7 @@
-"""Device classes, how many ranks of each, and the link between them. Read from cluster.toml or from a running job."""
+"""Device classes, how many ranks of each, and the link between them.
+
+Read from cluster.toml or from a running job.
+"""
 
 from __future__ import annotations
 
@@ -38,10 +41,12 @@ class DeviceClass:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have arrived.
+    """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have
+    arrived.
 
-    On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of its speed
-    alone (1 where a copy engine does the work). What it takes from compute is each class's own: Profile.reduce_s_per_byte.
+    On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
+    its speed alone (1 where a copy engine does the work). What it takes from compute is each class's own:
+    Profile.reduce_s_per_byte.
     """
 
     latency_s: float
@@ -103,13 +108,17 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
     memory = field(entry, "memory_bytes", int, where)
     share = entry.get("emulated_share")
     if count < 1:
-        raise FormatError(f"{where}: count must be at least 1, found {count}; remove the class or give it ranks")
+        raise FormatError(
+            f"{where}: count must be at least 1, found {count}; remove the class or give it ranks"
+        )
     if memory < 1:
         raise FormatError(f"{where}: memory_bytes must be positive, found {memory}")
     if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
         raise FormatError(f"{where}: emulated_share must lie in (0, 1], found {share!r}")
     try:
-        precisions = tuple(Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where))
+        precisions = tuple(
+            Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where)
+        )
     except FormatError as error:
         raise FormatError(f"{where}: {error}" if where not in str(error) else str(error)) from error
     if Precision.FP32 not in precisions:

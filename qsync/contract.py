@@ -33,7 +33,8 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
         return [fn()]
     cause: Exception | None = None
     try:
-        # Encoded here and not in the collective: a result that cannot be must be this rank's error, not a hang.
+        # Encoded here and not in the collective: a result that cannot be must be this rank's error, not a
+        # hang.
         outcome: tuple[type[QSyncError] | None, Any] = (None, json.dumps(fn()))
     except Exception as error:
         cause = error

@@ -21,11 +21,13 @@ def device_of(model: torch.nn.Module) -> torch.device:
     return parameter.device if parameter is not None else torch.device("cpu")
 
 
-def detect_class(device: torch.device, emulated_share: float | None = None, ranks_on_host: int = 1) -> DeviceClass:
+def detect_class(
+    device: torch.device, emulated_share: float | None = None, ranks_on_host: int = 1
+) -> DeviceClass:
     """The device class of this rank: its name says what it is, so that equal devices find each other.
 
-    On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks. `emulated_share` is
-    the share of its core that an emulated rank gets.
+    On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks.
+    `emulated_share` is the share of its core that an emulated rank gets.
     """
     kernels = backend.select(device)
     if device.type == "cuda":
@@ -43,8 +45,9 @@ def detect_class(device: torch.device, emulated_share: float | None = None, rank
 def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
     """The precisions worth profiling on a class: those it multiplies in hardware.
 
-    INT8 in all three products rounds gradients stochastically, which changes training more than one would want without
-    having asked; it is profiled on request only. FP16 on a CPU is emulated: a tenth of FP32's speed.
+    INT8 in all three products rounds gradients stochastically, which changes training more than one would
+    want without having asked; it is profiled on request only. FP16 on a CPU is emulated: a tenth of FP32's
+    speed.
     """
     unwanted = {Precision.INT8_ALL} | ({Precision.FP16} if device_class.device == "cpu" else set())
     return tuple(p for p in device_class.precisions if p not in unwanted)

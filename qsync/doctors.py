@@ -1,4 +1,4 @@
-"""What `qsync doctor` finds: devices, versions, and per device the kernel chosen for each product, with the reason."""
+"""What `qsync doctor` finds: devices, versions, and the kernel chosen for each product, with the reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def notes() -> list[str]:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     low, high = _WANTED_TORCH
     if not low <= version <= high:
-        found.append(f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}")
+        found.append(
+            f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        )
     if not torch.cuda.is_available():
         found.append("torch sees no CUDA device: every rank here is a CPU rank")
     return found
@@ -71,10 +73,11 @@ def notes() -> list[str]:
 def summary(found: dict[str, Any]) -> list[str]:
     """The first lines a person reads."""
     host = found["machine"]
+    gpus, collectives = (", ".join(names) or "none" for names in (host["gpus"], found["collectives"]))
     lines = [
         f"qsync {found['qsync']}, torch {host['torch']}, Python {host['python']}",
         f"{host['processor']}, {host['cores']} cores, {host['memory_bytes'] / 2**30:.0f} GiB; "
-        f"GPUs: {', '.join(host['gpus']) or 'none'}; collectives: {', '.join(found['collectives']) or 'none'}",
+        f"GPUs: {gpus}; collectives: {collectives}",
     ]
     return lines + [f"note: {text}" for text in found["notes"]]
 
@@ -111,7 +114,7 @@ def _note(row: dict[str, Any], device: torch.device) -> str | None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for as long as kernels are timed: a rank that torchrun starts has one, unless told otherwise."""
+    """One thread while kernels are timed: a rank that torchrun starts has one, unless told otherwise."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

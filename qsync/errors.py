@@ -20,7 +20,10 @@ class UnsupportedError(QSyncError):
 
 
 class InfeasibleError(QSyncError):
-    """No assignment satisfies the constraints. The message names the binding one and by how much it is missed."""
+    """No assignment satisfies the constraints.
+
+    The message names the binding one and by how much it is missed.
+    """
 
 
 class TracingError(QSyncError):

@@ -57,7 +57,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise FormatError(
-            f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file anew"
+            f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file "
+            "anew"
         ) from error
     if not isinstance(value, dict):
         raise FormatError(
@@ -74,7 +75,8 @@ def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
         )
     if value.get("version") != version:
         raise FormatError(
-            f"this {kind} file has version {value.get('version')!r}, this qsync reads version {version}; write it anew"
+            f"this {kind} file has version {value.get('version')!r}, this qsync reads version {version}; "
+            "write it anew"
         )
 
 

@@ -1,6 +1,6 @@
-"""A folder that holds a plan with all it was made from, so that it can be replayed, explained and checked later.
+"""A folder that holds a plan with all it was made from, to be replayed, explained and checked later.
 
-    plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
+plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
 """
 
 from __future__ import annotations
@@ -37,12 +37,19 @@ class Basis:
 
     @classmethod
     def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
-        """Read a basis, for its own cluster or the one given; FormatError names the file that is missing or malformed."""
+        """Read a basis, for its own cluster or the one given.
+
+        FormatError names the file that is missing or malformed.
+        """
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
-            raise FormatError(f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote")
+            raise FormatError(
+                f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote"
+            )
         if cluster is None:
-            cluster = Cluster.from_json(read_json(folder / "cluster.json"), where=str(folder / "cluster.json"))
+            cluster = Cluster.from_json(
+                read_json(folder / "cluster.json"), where=str(folder / "cluster.json")
+            )
         profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))

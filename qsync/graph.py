@@ -1,8 +1,8 @@
 """OpGraph: the operators of a captured model, in the order they run. A record: no torch, JSON in and out.
 
-An operator's *inputs* are the values it computes on, which lowering brings to the operator's type. What it reads as it
-is (parameters of a norm, running statistics, indices, boolean masks) stands in *kept*. Values are named by what makes
-them: an operator's name, or a graph input's.
+An operator's *inputs* are the values it computes on, which lowering brings to the operator's type. What it
+reads as it is (parameters of a norm, running statistics, indices, boolean masks) stands in *kept*. Values are
+named by what makes them: an operator's name, or a graph input's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Input:
     """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
 
     name: str
-    kind: str  # "parameter", "buffer", "batch", or "alias": a parameter once more, inside a checkpointed graph
+    kind: (
+        str  # "parameter", "buffer", "batch", or "alias": a parameter once more, inside a checkpointed graph
+    )
     dtype: str
     shape: tuple[int, ...]
     requires_grad: bool = False
@@ -49,9 +51,9 @@ class Input:
 class Op:
     """One operator.
 
-    `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result may hold by
-    construction (masks); a type whose range ends below it is not used. `depth` counts the adjustable operators on the
-    longest path up to and including this one.
+    `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result
+    may hold by construction (masks); a type whose range ends below it is not used. `depth` counts the
+    adjustable operators on the longest path up to and including this one.
     """
 
     name: str
@@ -73,7 +75,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class OpGraph:
-    """A model's operators in execution order, with what enters the graph. Graph breaks are joined in order."""
+    """A model's operators in execution order, with what enters the graph.
+
+    Graph breaks are joined in order.
+    """
 
     model: str
     inputs: tuple[Input, ...]
@@ -90,10 +95,11 @@ class OpGraph:
 
     @property
     def hash(self) -> str:
-        """Identity of the model as a plan sees it: adjustable operators and parameter shapes, whatever the batch."""
+        """Identity of the model as a plan sees it: adjustable operators and parameter shapes."""
         shapes = {value.name: value.shape for value in self.inputs if value.kind in ("parameter", "alias")}
         ops = sorted(
-            [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]] for op in self.adjustable
+            [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]]
+            for op in self.adjustable
         )
         return digest(ops)
 
@@ -105,7 +111,13 @@ class OpGraph:
     def to_json(self) -> dict[str, Any]:
         body = {"model": self.model, "num_segments": self.num_segments}
         inputs = [asdict(value) for value in self.inputs]
-        return {"kind": "graph", "version": VERSION, **body, "inputs": inputs, "ops": [asdict(op) for op in self.ops]}
+        return {
+            "kind": "graph",
+            "version": VERSION,
+            **body,
+            "inputs": inputs,
+            "ops": [asdict(op) for op in self.ops],
+        }
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
@@ -113,11 +125,16 @@ class OpGraph:
         try:
             inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
             ops = tuple(
-                Op(**{**_tuples(entry), "role": Role(entry["role"])}) for entry in field(value, "ops", list, "graph")
+                Op(**{**_tuples(entry), "role": Role(entry["role"])})
+                for entry in field(value, "ops", list, "graph")
             )
         except (TypeError, ValueError, KeyError) as error:
-            raise FormatError(f"the graph file has an operator or input that cannot be read ({error})") from error
-        return cls(field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph"))
+            raise FormatError(
+                f"the graph file has an operator or input that cannot be read ({error})"
+            ) from error
+        return cls(
+            field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph")
+        )
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, self.to_json())

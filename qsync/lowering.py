@@ -2,18 +2,21 @@
 
     lower(graph, assignment) -> LoweredGraph
 
-The FX pass executes the lowered graph, the replayer prices it and the memory model reads it, node for node. The rule, in
-full:
+The FX pass executes the lowered graph, the replayer prices it and the memory model reads it, node for node.
+The rule, in full:
 
-- every operator takes each of its inputs in one type: an adjustable operator in its precision's operand type, a
-  following operator in the widest type among its inputs, a fixed operator in the type that was traced (FP32);
-- a value that is not carried in a type some consumer takes is cast to it once, however many consumers there are;
-- a cast of an operator's result stands right after the operator; a cast of what enters the graph (a weight) stands right
-  before its first adjustable consumer, so that its gradient is ready as early as the operator's;
-- an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else FP32.
+- every operator takes each of its inputs in one type: an adjustable operator in its precision's operand type,
+  a following operator in the widest type among its inputs, a fixed operator in the type that was traced
+  (FP32);
+- a value that is not carried in a type some consumer takes is cast to it once, however many consumers there
+  are;
+- a cast of an operator's result stands right after the operator; a cast of what enters the graph (a weight)
+  stands right before its first adjustable consumer, so that its gradient is ready as early as the operator's;
+- an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else
+  FP32.
 
-`Lowering` keeps the lowered graph of a changing assignment: `assign` re-lowers only the neighbourhood of one operator and
-`undo` restores the state exactly.
+`Lowering` keeps the lowered graph of a changing assignment: `assign` re-lowers only the neighbourhood of one
+operator and `undo` restores the state exactly.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class LoweredGraph:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one `Lowering.assign` did: the positions of operators whose node or casts changed, and how to undo it."""
+    """What one `Lowering.assign` did: where node or casts changed, and how to undo it."""
 
     touched: tuple[int, ...]
     journal: tuple[tuple[list[Any], int, Any], ...]
@@ -71,9 +74,10 @@ class Change:
 def lower(graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16") -> LoweredGraph:
     """The graph with the casts that this assignment needs.
 
-    `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32. `narrow` is the
-    16-bit float that the device can carry along edges, None if it has none. Raises MismatchError for names that are not
-    adjustable operators of the graph and FormatError for a precision its kind of operator does not have.
+    `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32.
+    `narrow` is the 16-bit float that the device can carry along edges, None if it has none. Raises
+    MismatchError for names that are not adjustable operators of the graph and FormatError for a precision its
+    kind of operator does not have.
 
     >>> lower(graph, {"encoder.0.fc1": Precision.BF16}).nodes
     """
@@ -83,7 +87,9 @@ def lower(graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | Non
 class Lowering:
     """The lowered graph of an assignment that changes one operator at a time."""
 
-    def __init__(self, graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16") -> None:
+    def __init__(
+        self, graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16"
+    ) -> None:
         self.graph = graph
         self.narrow = narrow
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
@@ -101,7 +107,8 @@ class Lowering:
         for i, operands in enumerate(self._operands):
             for value in dict.fromkeys(operands):
                 self._consumers[value].append(i)
-        # The operator before which casts of each graph input stand, and the inputs that stand before each operator.
+        # The operator before which casts of each graph input stand, and the inputs that stand before each
+        # operator.
         self.anchored: list[list[int]] = [[] for _ in graph.ops]
         self._anchor: list[int | None] = []
         for value in range(self._offset):
@@ -186,7 +193,9 @@ class Lowering:
             return []
         entry = self.graph.inputs[value] if value < self._offset else self.graph.ops[value - self._offset]
         source, parameter = self._carried[value], entry.kind == "parameter"
-        return [Cast(entry.name, source, target, entry.num_elements, parameter) for target in self.casts[value]]
+        return [
+            Cast(entry.name, source, target, entry.num_elements, parameter) for target in self.casts[value]
+        ]
 
     def _lower_everything(self) -> None:
         for value in reversed(range(len(self._traced))):
@@ -255,7 +264,10 @@ class Lowering:
         affected, pending = [], list(values)
         while pending:
             value = pending.pop()
-            if self._write(self._wanted_narrow, value, self._wants_narrow(value), journal) and value >= self._offset:
+            if (
+                self._write(self._wanted_narrow, value, self._wants_narrow(value), journal)
+                and value >= self._offset
+            ):
                 affected.append(value - self._offset)
                 pending += self._operands[value - self._offset]
         return affected
@@ -263,7 +275,7 @@ class Lowering:
     def _propagate_types(
         self, start: list[int], journal: list[tuple[list[Any], int, Any]], touched: set[int]
     ) -> set[int]:
-        """Recompute types downstream from these operators, in execution order; the values whose type changed."""
+        """Recompute types downstream from these operators, in execution order: the values that changed."""
         changed: set[int] = set()
         heap = sorted(set(start))
         queued = set(heap)

@@ -15,9 +15,15 @@ from qsync.replayer import replay as simulate
 
 
 def plan(
-    graph: OpGraph, profiles: Mapping[str, Profile], sensitivity: Sensitivity, cluster: Cluster, **options: Any
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    **options: Any,
 ) -> Plan:
-    """Choose the precision of every operator on every device class; see qsync.allocator.allocate for the options.
+    """Choose the precision of every operator on every device class.
+
+    See qsync.allocator.allocate for the options.
 
     >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
     """

@@ -1,4 +1,4 @@
-"""Plan: for each device class an assignment of precisions, with what was predicted for it and what it was made from."""
+"""Plan: for each device class an assignment of precisions, and what was predicted for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What replay predicted for one class under the plan. Variance is in squared gradient norm, weighted n_c / N^2."""
+    """What replay predicted for one class under the plan.
+
+    Variance is in squared gradient norm, weighted n_c / N^2.
+    """
 
     compute_s: float
     wait_s: float
@@ -60,7 +63,8 @@ class Plan:
         if device_class not in self.classes:
             known = ", ".join(self.classes)
             raise MismatchError(
-                f"the plan has no device class {device_class!r}, it was made for {known}; name one of these, or plan again"
+                f"the plan has no device class {device_class!r}, it was made for {known}; name one of these, "
+                "or plan again"
             )
         return self.classes[device_class]
 
@@ -71,21 +75,23 @@ class Plan:
             for op, precision in class_plan.assignment.items():
                 if op not in names:
                     raise MismatchError(
-                        f"the plan for {class_name} assigns {op!r}, which {graph.model} does not have{_nearest(op, names)}; "
-                        "plan again for this model"
+                        f"the plan for {class_name} assigns {op!r}, which {graph.model} does not have"
+                        f"{_nearest(op, names)}; plan again for this model"
                     )
                 if precision not in PRECISIONS_BY_KIND[names[op]]:
-                    raise FormatError(f"the plan gives {op} ({names[op]}) {precision}, which has no kernel; choose another")
+                    raise FormatError(
+                        f"the plan gives {op} ({names[op]}) {precision}, which has no kernel; choose another"
+                    )
             missing = [op for op in names if op not in class_plan.assignment]
             if missing:
                 raise MismatchError(
-                    f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more operators of "
-                    f"{graph.model}; plan again for this model"
+                    f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more "
+                    f"operators of {graph.model}; plan again for this model"
                 )
         if self.graph_hash != graph.hash:
             raise MismatchError(
-                f"the plan was made for {self.model} with graph {self.graph_hash}, this model is {graph.model} with graph "
-                f"{graph.hash}; plan again for this model"
+                f"the plan was made for {self.model} with graph {self.graph_hash}, this model is "
+                f"{graph.model} with graph {graph.hash}; plan again for this model"
             )
 
     def pin(self, pattern: str, precision: str | Precision) -> Plan:
@@ -99,7 +105,10 @@ class Plan:
             raise MismatchError(f"no operator matches {pattern!r}{_nearest(pattern, known)}")
         classes = {
             name: ClassPlan(
-                {op: chosen if fnmatch.fnmatchcase(op, pattern) else p for op, p in class_plan.assignment.items()},
+                {
+                    op: chosen if fnmatch.fnmatchcase(op, pattern) else p
+                    for op, p in class_plan.assignment.items()
+                },
                 None,
                 class_plan.profile_hash,
             )
@@ -127,7 +136,12 @@ class Plan:
             }
             for name, class_plan in sorted(self.classes.items())
         }
-        body: dict[str, Any] = {"model": self.model, "graph_hash": self.graph_hash, "step_s": self.step_s, "target_s": self.target_s}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "graph_hash": self.graph_hash,
+            "step_s": self.step_s,
+            "target_s": self.target_s,
+        }
         body["bucket_cap_bytes"] = self.bucket_cap_bytes
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
@@ -148,12 +162,16 @@ class Plan:
             try:
                 predicted = Predicted(**entry["predicted"]) if entry.get("predicted") else None
             except TypeError as error:
-                raise FormatError(f"{where}: the prediction cannot be read ({error}); replay the plan again") from error
+                raise FormatError(
+                    f"{where}: the prediction cannot be read ({error}); replay the plan again"
+                ) from error
             classes[name] = ClassPlan(assignment, predicted, entry.get("profile_hash"))
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
-        return cls(*header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"))
+        return cls(
+            *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes")
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write plan.json, whole or not at all."""

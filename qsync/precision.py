@@ -1,7 +1,8 @@
 """Precisions: what an operator may be computed in, and which types its operands and its result then have.
 
-Two vocabularies meet here. A *precision* is what a plan assigns to an operator (`int8` means INT8 forward and 16-bit
-backward). A *type* is what a tensor is stored in on an edge of the lowered graph (`fp32`, `bf16`, `int8_row` ...).
+Two vocabularies meet here. A *precision* is what a plan assigns to an operator (`int8` means INT8 forward and
+16-bit backward). A *type* is what a tensor is stored in on an edge of the lowered graph (`fp32`, `bf16`,
+`int8_row` ...).
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ TYPE_BYTES = {
     "int8_row": 1, "int8_col": 1, "int8_sample": 1,
 }  # fmt: skip
 
-# How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one scale per
-# row of the last dimension, per column (a weight stored transposed), or per sample (per output channel of a
-# convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
+# How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one
+# scale per row of the last dimension, per column (a weight stored transposed), or per sample (per output
+# channel of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
 ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "linear": ("row", "row", None),
     "addmm": (None, "row", "col"),
@@ -82,7 +83,8 @@ def operand_type(kind: str, index: int, precision: Precision) -> str:
 def is_encoded(type_name: str) -> bool:
     """Whether a tensor of this type is data for one product only, not a value that is differentiated through.
 
-    FP16 belongs here: gradients leave an FP16 operator in true scale, so its inputs and its output are carried wider.
+    FP16 belongs here: gradients leave an FP16 operator in true scale, so its inputs and its output are
+    carried wider.
     """
     return type_name == "fp16" or type_name.startswith(("int8_", "fp8_"))
 

@@ -1,4 +1,4 @@
-"""Profile: what one device class was measured to take for one graph. Sensitivity: what a precision costs in accuracy.
+"""Profile: what a device class was measured to take for a graph. Sensitivity: what a precision costs.
 
 Both are records: measured once, saved, and read by replay and allocation without torch.
 """
@@ -21,7 +21,7 @@ SENSITIVITY_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that one node of the lowered graph takes, forward and backward, measured inside a running step."""
+    """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step."""
 
     forward_s: float
     backward_s: float = 0.0
@@ -35,12 +35,13 @@ class Cost:
 class Profile:
     """Measured costs of one device class for one graph and batch shape.
 
-    `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type it runs in
-    for the others. `casts` maps (value, source type, target type) -> cost, as measured. `cast_fit` maps (source, target)
-    -> (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is what runs
-    before and after the graph (the loss). `host_s` is the rest of a step: batches, zero_grad, Python.
-    `optimizer_s` is one optimizer step; `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets
-    adds to backward. An all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
+    `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
+    it runs in for the others. `casts` maps (value, source type, target type) -> cost, as measured. `cast_fit`
+    maps (source, target) -> (latency, seconds per element) forward and backward, for casts no measured step
+    contained. `outside` is what runs before and after the graph (the loss). `host_s` is the rest of a step:
+    batches, zero_grad, Python. `optimizer_s` is one optimizer step; `optimizer_bytes` its state;
+    `bucket_s_per_byte` what filling the DDP buckets adds to backward. An all-reduce takes `reduce_s_per_call`
+    plus `reduce_s_per_byte` from this class's own compute.
     """
 
     device_class: str
@@ -72,13 +73,13 @@ class Profile:
         """MismatchError unless this profile was measured for `graph` at its batch shape."""
         if self.graph_hash != graph.hash:
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another model (graph {self.graph_hash}, "
-                f"this one is {graph.hash}); measure it again with qsync.profile"
+                f"the profile of {self.device_class} was measured for another model (graph "
+                f"{self.graph_hash}, this one is {graph.hash}); measure it again with qsync.profile"
             )
         if self.shapes_hash != graph.shapes_hash:
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another batch shape; capture and profile with the "
-                "same example batch"
+                f"the profile of {self.device_class} was measured for another batch shape; capture and "
+                "profile with the same example batch"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +90,8 @@ class Profile:
             for key, (base, slope) in self.cast_fit.items()
         ]
         body["ops"] = {
-            op: {mode: [cost.forward_s, cost.backward_s] for mode, cost in modes.items()} for op, modes in self.ops.items()
+            op: {mode: [cost.forward_s, cost.backward_s] for mode, cost in modes.items()}
+            for op, modes in self.ops.items()
         }
         body["outside"] = [self.outside.forward_s, self.outside.backward_s]
         return {"kind": "profile", "version": PROFILE_VERSION, **body}

@@ -236,7 +236,8 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:
-    """At which part of its speed a class computes while a bucket's all-reduce, `duration_s` long alone, is in flight.
+    """At which part of its speed a class computes while a bucket's all-reduce, `duration_s` long alone, is in
+    flight.
 
     Work is conserved: over the whole flight the class loses its toll (ours).
     """

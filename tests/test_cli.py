@@ -1,4 +1,4 @@
-"""The command line: what each command prints and writes, and that bad input is one sentence, exit code 2, nothing written."""
+"""The command line: what each command prints and writes, and what it says of bad input."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync import cli
 from qsync.folders import Basis
 from qsync.plans import Plan
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 CLUSTER_TOML = """
 [[classes]]
@@ -277,8 +277,8 @@ def test_interrupting_is_no_traceback(qsync, folder, monkeypatch):
 
 def test_planning_imports_no_torch(folder):
     """A laptop without a GPU plans in a moment: torch alone would take seconds to import."""
-    for command in (["plan", str(folder), "--out", str(folder / "plan.json")], ["explain", str(folder / "plan.json")],
-                    ["replay", str(folder / "plan.json")]):  # fmt: skip
+    written = str(folder / "plan.json")
+    for command in (["plan", str(folder), "--out", written], ["explain", written], ["replay", written]):
         code = (
             f"import sys; sys.argv = ['qsync', *{command!r}]\n"
             "from qsync import cli\n"

@@ -40,7 +40,13 @@ def test_fp32_is_the_measure_of_the_others(found):
 
 
 def test_a_kernel_that_was_passed_over_is_named():
-    row = {"kind": "linear", "precision": "int8", "kernel": "a", "speedup": 2.0, "rejected": {"b": "takes 9 ms"}}
+    row = {
+        "kind": "linear",
+        "precision": "int8",
+        "kernel": "a",
+        "speedup": 2.0,
+        "rejected": {"b": "takes 9 ms"},
+    }
     assert doctors._note({**row, "why": None}, torch.device("cpu")) == "not b: takes 9 ms"
 
 

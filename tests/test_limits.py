@@ -9,7 +9,7 @@ from qsync.experiments import limits
 
 
 def test_a_synthetic_basis_is_complete_and_says_so():
-    """Every operator, cast and precision has a cost: a plan can be made of it, and its weak class is lowered."""
+    """Every operator, cast and precision has a cost: a plan can be made, and its weak class is lowered."""
     basis = limits.synthetic_basis(encoder())
     plan = allocate(basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     assert check_plan(basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster).ok

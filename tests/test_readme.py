@@ -65,7 +65,13 @@ def test_the_training_script_runs_across_two_agents(script, tmp_path):
 
 def test_the_script_is_short():
     script = next(body for body in blocks("python") if body.startswith("# train.py"))
-    assert sum(bool(line.strip()) and not line.startswith(("#", "import", "from")) for line in script.splitlines()) <= 10
+    assert (
+        sum(
+            bool(line.strip()) and not line.startswith(("#", "import", "from"))
+            for line in script.splitlines()
+        )
+        <= 10
+    )
 
 
 def test_the_cluster_file_is_read(tmp_path):
