@@ -85,7 +85,8 @@ def _run(config: dict[str, Any], place: Place) -> None:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
         content = report.assemble(basis, planned, replayed(planned, basis, cap), results, {
             "workload": workload.name, "description": workload.description, "steps": steps,
-            "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(), "qsync": qsync.__version__,
+            "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(),
+            "qsync": qsync.__version__,
             "emulated": bool(shares), "emulated_share": shares, "bucket_cap_mb": BUCKET_CAP_MB,
         })  # fmt: skip
         save_plan(out, planned["qsync"].plan, basis)
