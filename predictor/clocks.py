@@ -56,12 +56,12 @@ class CudaClock:
     """CUDA events on the current stream: a call returns before its work is done."""
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return start.elapsed_time(end) / 1e3
+        return float(start.elapsed_time(end)) / 1e3
 
     def settle(self) -> None:
         torch.cuda.synchronize()

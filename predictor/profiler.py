@@ -226,7 +226,8 @@ def _fit_casts(
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
     """For each pair of types, latency and seconds per element, forward and backward (least squares, not
     negative)."""
-    sizes = {value.name: value.num_elements for value in (*graph.inputs, *graph.ops)}
+    sizes = {value.name: value.num_elements for value in graph.inputs}
+    sizes |= {op.name: op.num_elements for op in graph.ops}
     pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)
     for (value, source, target), cost in casts.items():
         pairs[source, target].append((sizes[value], cost))

@@ -69,7 +69,9 @@ class Gatherer:
                     self._raw[name] = self._take(ops[name], result, operands)
         for name, result, _ in self._pending:
             if name in ops and result.requires_grad:
-                result.register_hook(lambda gradient, name=name: self._take_gradient(name, gradient))
+                result.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient, name=name: self._take_gradient(name, gradient)
+                )
         self._pending.clear()
 
     def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _Raw:

@@ -34,7 +34,7 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it: temporary files are private until they are whole."""
+    """The process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask

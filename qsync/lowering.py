@@ -113,9 +113,10 @@ class Lowering:
         self._anchor: list[int | None] = []
         for value in range(self._offset):
             users = [i for i in self._consumers[value] if graph.ops[i].role is Role.ADJUSTABLE]
-            self._anchor.append((users or self._consumers[value] or [None])[0])
-            if self._anchor[-1] is not None:
-                self.anchored[self._anchor[-1]].append(value)
+            anchor = next(iter(users or self._consumers[value]), None)
+            self._anchor.append(anchor)
+            if anchor is not None:
+                self.anchored[anchor].append(value)
         self._wanted_narrow = [False] * len(names)
         self._mode = ["fp32"] * len(graph.ops)
         self._carried = list(self._traced)
