@@ -30,8 +30,8 @@ FOLLOWING: dict[str, str] = {
     **{name: name for name in (
         "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
         "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
-        "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack", "where",
-        "masked_fill", "pad", "clone", "roll",
+        "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack",
+        "where", "masked_fill", "pad", "clone", "roll",
     )},
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (

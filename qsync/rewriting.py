@@ -35,6 +35,9 @@ class KernelTable(Protocol):
 class Observer(Protocol):
     """Called after each node of the lowered graph has run, with what it returned and what it was given."""
 
+    def began(self) -> None:
+        """A traced graph is about to run."""
+
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None: ...
 
 
@@ -118,6 +121,10 @@ class _Rewriter:
             if node.op == "output":
                 graph.output(self._returned(segment, node, name, new))
                 continue
+            if node.op == "get_attr":
+                if all(user in segment.nested for user in node.users):
+                    continue  # a checkpoint's body: its rewritten form takes its place
+                _share(segment.module, module, str(node.target))
             if node in segment.nested:
                 new[node] = self._emit_checkpoint(module, segment, node, new)
             elif name is None or node.op == "placeholder":
@@ -218,11 +225,19 @@ class _Rewriter:
         if self._observer is None:
             return result
         op = self._ops[run.op]
-        operands = [
-            self._node_of[value, taken] for value, taken in zip(op.inputs, run.operands, strict=True)
-            if (value, taken) in self._node_of
-        ]  # fmt: skip
+        found = [self._node_of.get(key) for key in zip(op.inputs, run.operands, strict=True)]
+        # What crosses the border of a checkpointed graph is a node of the other graph.
+        operands = [node for node in found if node is not None and node.graph is module.graph]
         return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+
+
+def _share(source: torch.fx.GraphModule, target: torch.fx.GraphModule, name: str) -> None:
+    """Let `target` have the constant, or the body of a higher-order call, that `source` calls `name`."""
+    value = getattr(source, name)
+    if isinstance(value, torch.Tensor):
+        target.register_buffer(name, value)
+    else:
+        setattr(target, name, value)
 
 
 def _attach(module: torch.fx.GraphModule, stem: str, child: torch.nn.Module) -> str:
