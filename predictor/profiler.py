@@ -155,18 +155,23 @@ def _timed_step(
     recorder.start()
     value = loss()
     recorder.loss_ready()
+    check_scalar(value)
     value.backward()  # type: ignore[no-untyped-call]
     step = recorder.finish()
     check_finite(value)
     return step
 
 
-def check_finite(loss: torch.Tensor) -> None:
-    """CalibrationError unless the loss is one finite number."""
+def check_scalar(loss: torch.Tensor) -> None:
+    """CalibrationError unless the loss is one number: looks at its shape only, so no device is waited for."""
     if loss.numel() != 1:
         raise CalibrationError(
             f"the loss has shape {tuple(loss.shape)}; return one number, for example its mean"
         )
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """CalibrationError unless the loss is finite."""
     if not math.isfinite(loss.item()):
         raise CalibrationError(
             f"the loss on the example batch is {loss.item()}; check the batch for NaN and Inf"

@@ -1,6 +1,6 @@
 """Times every node of the lowered graph inside a running step, forward and backward.
 
-Forward, a node's time is what passes between the previous node's end and its own: nothing of the step is left
+Forward, a node's time is what passes between the previous node's end and its own: nothing of a graph is left
 out. Backward, autograd runs the recorded functions in reverse order of creation on one thread, so a node's
 time is what passes between the moment the gradient of its result is complete and the moment the next node's
 is.
@@ -34,6 +34,7 @@ class Recorder:
     """An Observer (see qsync.rewriting) of one step at a time: `start`, the step, `finish`."""
 
     clock: Clock
+    _begun: list[tuple[int, Any]] = field(default_factory=list)
     _marks: list[tuple[Cast | Run, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
     _hooked: set[Any] = field(default_factory=set)
@@ -43,11 +44,17 @@ class Recorder:
 
     def start(self) -> None:
         """Before the model is called."""
+        self._begun.clear()
         self._marks.clear()
         self._backward.clear()
         self._hooked.clear()
         self._in_backward = False
         self._start = self.clock.now()
+
+    def began(self) -> None:
+        """A traced graph is about to run: what passed since the last node belongs to Python, not to a node."""
+        if not self._in_backward:
+            self._begun.append((len(self._marks), self.clock.now()))
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """After a node has run. Recomputation of a checkpointed graph counts as backward of whatever asked
@@ -75,14 +82,24 @@ class Recorder:
         between = self.clock.seconds
         if not self._marks:
             raise RuntimeError("no node of the lowered graph ran in this step")
-        first = self._marks[0][1]
-        forward = [0.0] + [
-            between(a, b) for (_, a), (_, b) in zip(self._marks, self._marks[1:], strict=False)
-        ]
+        forward, host = self._forward()
         backward = [0.0] * len(self._marks)
         stamps = [*self._backward, (-1, end)]
         for (index, start), (_, stop) in pairwise(stamps):
             backward[index] += between(start, stop)
         nodes = [(node, Cost(f, b)) for (node, _), f, b in zip(self._marks, forward, backward, strict=True)]
         outside = Cost(between(self._marks[-1][1], self._loss), between(self._loss, stamps[0][1]))
-        return StepTimes(nodes, between(self._start, first), outside, between(self._start, end))
+        return StepTimes(nodes, host, outside, between(self._start, end))
+
+    def _forward(self) -> tuple[list[float], float]:
+        """Forward seconds of each node, and of what ran before and between the traced graphs."""
+        between = self.clock.seconds
+        begun = dict(self._begun)
+        forward, host, previous = [], 0.0, self._start
+        for index, (_, mark) in enumerate(self._marks):
+            if index in begun:
+                host += between(previous, begun[index])
+                previous = begun[index]
+            forward.append(between(previous, mark))
+            previous = mark
+        return forward, host

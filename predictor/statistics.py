@@ -55,6 +55,9 @@ class Gatherer:
         self._operands: dict[str, tuple[Any, ...]] = {}
         self._pending: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
 
+    def began(self) -> None:
+        """Nothing to do: statistics have no order."""
+
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """Keep what an operator read and wrote until `describe` says which operators they were."""
         if isinstance(node, Run) and node.mode in ("fp32",) and isinstance(result, torch.Tensor):

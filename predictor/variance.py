@@ -28,7 +28,7 @@ import torch
 from qsync.errors import CalibrationError
 from qsync.graph import Op, OpGraph, num_elements
 from qsync.precision import PRECISIONS_BY_KIND, Precision, operand_type
-from qsync.predictor.profiler import Runner, check_finite
+from qsync.predictor.profiler import Runner, check_finite, check_scalar
 from qsync.predictor.statistics import Gatherer, OpStatistics
 from qsync.profiles import Sensitivity
 
@@ -55,6 +55,7 @@ def variance(
             parameter.grad = None
         value = loss()
         gatherer.describe(runner.graph)
+        check_scalar(value)
         value.backward()  # type: ignore[no-untyped-call]
         graph = runner.graph
         gatherer.check_finite(graph)

@@ -114,6 +114,8 @@ class Program:
         def run(*args: Any) -> Any:
             self._ran.append(entry)
             self.prefix = repeat_prefix(self._segments, len(self._ran) - 1)
+            if self._observer is not None:
+                self._observer.began()
             return entry.run.forward(*args)
 
         return run

@@ -1,0 +1,175 @@
+"""Profiles: every node of every lowered graph that the profiler ran has a time, and the model is left alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync import runtime
+from qsync.errors import CalibrationError, UnsupportedError
+from qsync.lowering import Cast, lower
+from qsync.precision import Precision
+from qsync.predictor.clocks import ShareClock, WallClock
+from qsync.predictor.recorder import Recorder
+from qsync.profiles import Profile
+from qsync.replayer import replay
+from qsync.replayer.costs import cast_cost, run_cost
+
+PRECISIONS = ["fp32", "bf16", "int8"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(32, 48), nn.BatchNorm1d(48), nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training))
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+BATCH = (torch.randn(64, 32), torch.randint(0, 8, (64,)))
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[nn.Module, qsync.OpGraph, Profile]:
+    torch.manual_seed(0)
+    model = Net()
+    profile = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=2)
+    return model, qsync.capture(model, BATCH[0]), profile
+
+
+def test_every_node_of_any_lowering_has_a_cost(measured):
+    _, graph, profile = measured
+    assert profile.graph_hash == graph.hash and profile.shapes_hash == graph.shapes_hash
+    ops = {op.name: op for op in graph.ops}
+    for first in PRECISIONS:
+        for second in PRECISIONS:
+            lowered = lower(graph, {"first": Precision(first), "second": Precision(second)})
+            for node in lowered.nodes:
+                if isinstance(node, Cast):
+                    assert cast_cost(profile, node).total_s >= 0
+                else:
+                    assert run_cost(profile, node, ops[node.op]).total_s >= 0
+
+
+def test_products_have_forward_and_backward_times_at_each_precision(measured):
+    _, _, profile = measured
+    for op in ("first", "second"):
+        assert set(profile.ops[op]) == set(PRECISIONS)
+        for cost in profile.ops[op].values():
+            assert cost.forward_s > 0 and cost.backward_s > 0
+    assert profile.optimizer_s > 0 and profile.host_s > 0 and profile.outside.forward_s > 0
+
+
+def test_the_parts_of_a_profiled_step_make_up_the_whole(measured):
+    _, graph, profile = measured
+    cluster = qsync.Cluster(
+        (qsync.DeviceClass(profile.device_class, "cpu", 1, 2**30, tuple(map(Precision, PRECISIONS))),),
+        qsync.Link(0.0, 1e12),
+    )
+    timeline = replay(graph, {profile.device_class: {}}, {profile.device_class: profile}, cluster)
+    assert timeline.step_s - profile.optimizer_s == pytest.approx(profile.step_s["fp32"], rel=0.5)
+
+
+def test_optimizer_state_is_counted():
+    model = nn.Linear(16, 16)
+    made = qsync.profile(model, torch.randn(4, 16), lambda m, b: m(b).sum(), precisions=["fp32"], rounds=1)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert made.optimizer_bytes == 2 * 4 * parameters + 2 * 4  # two moments, and a step count per tensor
+
+
+def test_a_profile_survives_json(measured, tmp_path):
+    _, _, profile = measured
+    assert Profile.load(profile.save(tmp_path / "profile.json")) == profile
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    torch.manual_seed(3)
+    model = Net()
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before, keys = copy.deepcopy(model.state_dict()), list(model.state_dict())
+    random = torch.get_rng_state()
+    qsync.profile(model, BATCH, loss, precisions=["fp32", "int8"], rounds=1)
+    qsync.sensitivity(model, [BATCH], loss)
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight))
+    assert model.second.weight.grad is None
+    assert model._compiled_call_impl is None
+
+
+def test_profiling_a_wrapped_model_leaves_it_wrapped():
+    model = qsync.wrap(Net(), "bf16")
+    program = runtime.program_of(model)
+    qsync.profile(model, BATCH, loss, precisions=["fp32"], rounds=1)
+    assert runtime.program_of(model) is program
+    model(BATCH[0])
+    assert any(getattr(node, "mode", "") == "bf16" for lowered in program.lowered for node in lowered.nodes)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fn", "message"),
+    [
+        ((torch.zeros(0, 32), torch.zeros(0)), loss, "shape .0, 32.; pass one that is not empty"),
+        (None, loss, "there is no example batch; pass one real batch"),
+        ((torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)), loss, "the loss .* is nan; check"),
+        (BATCH, lambda model, batch: model(batch[0]), "the loss has shape .64, 8.; return one number"),
+    ],
+)
+def test_data_that_cannot_be_used_is_one_sentence(batch, fn, message):
+    with pytest.raises(CalibrationError, match=message):
+        qsync.profile(Net(), batch, fn, precisions=["fp32"], rounds=1)
+
+
+def test_a_precision_the_device_lacks_is_refused():
+    with pytest.raises(UnsupportedError, match="has no fp8; it has fp32"):
+        qsync.profile(Net(), BATCH, loss, precisions=["fp32", "fp8"])
+
+
+def test_an_emulated_share_stretches_cpu_time():
+    clock = ShareClock(0.25)
+    assert clock.seconds(1.0, 2.0) == 4.0
+    assert WallClock().seconds(1.0, 2.0) == 1.0
+
+
+def test_the_recorder_gives_each_node_the_time_between_marks():
+    class Ticks:
+        """A clock that moves one second a look."""
+
+        def __init__(self) -> None:
+            self.time = 0.0
+
+        def now(self) -> float:
+            self.time += 1.0
+            return self.time
+
+        def seconds(self, start: float, end: float) -> float:
+            return end - start
+
+        def settle(self) -> None:
+            pass
+
+    model = Net()
+    recorder = Recorder(Ticks())
+    program = runtime.attach(model, lambda graph: {})
+    program.choose(lambda graph: {}, recorder)
+    recorder.start()
+    value = loss(model, BATCH)
+    recorder.loss_ready()
+    value.backward()
+    step = recorder.finish()
+    costs = {node.op: cost for node, cost in step.nodes}
+    assert all(cost.forward_s == 1.0 for cost in costs.values())
+    assert costs["first"].backward_s == costs["second"].backward_s == 1.0
+    parts = step.before + step.outside.total_s + sum(cost.total_s for _, cost in step.nodes)
+    assert parts == step.total

@@ -1,0 +1,177 @@
+"""The variance indicator against what the real kernels do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync import backend
+from qsync.backend.encoding import decode, encode
+from qsync.errors import CalibrationError
+from qsync.graph import Op, Role
+from qsync.precision import Precision, is_encoded, operand_type
+from qsync.predictor.statistics import OpStatistics, rounding_variance
+from qsync.predictor.variance import indicator, product_terms
+
+
+def spread(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values of many magnitudes, with rows of different scale."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(*shape, generator=generator)
+    return values * torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator))
+
+
+@pytest.mark.parametrize("type_name", ["int8_row", "int8_col", "int8_sample", "fp8_row"])
+def test_rounding_variance_is_what_encoding_does(type_name):
+    x = spread(256, 384)
+    if type_name == "int8_sample":
+        x = spread(64, 8, 6, 8)
+    error = decode(encode(x, type_name)) - x
+    assert float(rounding_variance(x, type_name)) == pytest.approx(float(error.square().mean()), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("type_name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("e5m2", torch.float8_e5m2)]
+)
+def test_rounding_variance_is_what_converting_does(type_name, dtype):
+    x = spread(256, 384)
+    error = x.to(dtype).float() - x
+    assert float(rounding_variance(x, type_name)) == pytest.approx(float(error.square().mean()), rel=0.1)
+
+
+def test_stochastic_rounding_adds_twice_the_variance_of_nearest():
+    x = spread(64, 64)
+    nearest, stochastic = (float(rounding_variance(x, t)) for t in ("int8_row", "int8_stochastic"))
+    assert stochastic == pytest.approx(2 * nearest)
+
+
+def test_zeros_and_empty_tensors_add_nothing():
+    for type_name in ("int8_row", "bf16", "fp8_row"):
+        assert float(rounding_variance(torch.zeros(4, 4), type_name)) == 0.0
+        assert float(rounding_variance(torch.zeros(0, 4), type_name)) == 0.0
+
+
+def made(op: Op, operands: list[torch.Tensor], result: torch.Tensor, gradient: torch.Tensor) -> OpStatistics:
+    types = {str(operand_type(op.kind, 0, p)) for p in (Precision.BF16, Precision.INT8)}
+    return OpStatistics(
+        [tuple(t.shape) for t in operands],
+        [float(t.square().sum()) for t in operands],
+        [{t: float(rounding_variance(x, t)) for t in types} for x in operands],
+        float(result.square().sum()),
+        float(gradient.square().sum()),
+        {"bf16": float(rounding_variance(gradient, "bf16"))},
+        True,
+    )
+
+
+CASES = {
+    "linear": (F.linear, (128, 96), (64, 96), {}),
+    "conv2d": (torch.conv2d, (8, 16, 12, 12), (32, 16, 3, 3), {"padding": 1}),
+    "strided": (torch.conv2d, (8, 16, 12, 12), (32, 16, 3, 3), {"stride": 2}),
+    "grouped": (torch.conv2d, (8, 16, 12, 12), (32, 4, 3, 3), {"padding": 1, "groups": 4}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8])
+def test_forward_and_weight_gradient_terms_are_the_measured_errors(case, precision):
+    target, x_shape, w_shape, options = CASES[case]
+    kind = "linear" if case == "linear" else "conv2d"
+    x, w = spread(*x_shape).requires_grad_(), (spread(*w_shape, seed=1) / 10).requires_grad_()
+    y = target(x, w, None, **options)
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    _, dw = torch.autograd.grad(y, (x, w), gradient)
+    op = Op("op", kind, Role.ADJUSTABLE, ("x", "w"), (), "fp32", tuple(y.shape), 1, True, 0.0, 1)
+    terms = product_terms(op, precision, made(op, [x.detach(), w.detach()], y.detach(), gradient))
+
+    kernels = backend.select("cpu")
+    if precision is Precision.INT8:
+        kernel = kernels.kernel(kind, precision)
+        operands = [backend.Operand(t, encode(t, operand_type(kind, i, precision))) for i, t in enumerate((x, w))]
+        low = kernel(target, "fp32", *operands, None, **options)
+    else:
+        low = target(x.bfloat16(), w.bfloat16(), None, **options)
+    _, low_dw = torch.autograd.grad(low, (x, w), gradient.to(low.dtype))
+    # The result of a BF16 product is rounded once more, to BF16: part of the measured error, not of the term.
+    rounded = float(rounding_variance(y, "bf16")) * y.numel() if precision is Precision.BF16 else 0.0
+    y, low = y.detach(), low.detach()
+    forward = (float((low.float() - y).square().sum()) - rounded) / float(y.square().sum())
+    assert terms.forward == pytest.approx(forward, rel=0.35)
+    rounded = float(rounding_variance(dw, "bf16")) * dw.numel()
+    measured = float((low_dw - dw).square().sum()) - rounded
+    assert terms.wgrad == pytest.approx(measured, rel=0.35)
+
+
+def test_more_bits_add_less_variance_for_every_operator():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    sensitivity = qsync.sensitivity(model, [torch.randn(64, 32)], loss)
+    assert set(sensitivity.omega) == {"0", "2"}
+    for modes in sensitivity.omega.values():
+        assert 0 < modes["tf32"] <= modes["fp16"] < modes["bf16"] < modes["int8"] < modes["int8_all"]
+
+
+def test_omega_follows_the_true_gradient_error_of_single_operators():
+    """Flip one operator to INT8 at a time and compare the order with the indicator's (Spearman)."""
+    torch.manual_seed(0)
+    widths = [64, 256, 32, 512, 64, 128, 10]
+    layers: list[nn.Module] = []
+    for wide, narrow in zip(widths, widths[1:], strict=False):
+        layers += [nn.Linear(wide, narrow), nn.Tanh()]
+    model = nn.Sequential(*layers[:-1])
+    batches = [torch.randn(128, 64) * torch.rand(128, 1).exp() for _ in range(4)]
+    targets = torch.randint(0, 10, (128,))
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch), targets)
+
+    omega = qsync.sensitivity(model, batches, loss, precisions=["int8"]).omega
+    truth = {name: sum(gradient_error(model, b, loss, name) for b in batches) for name in omega}
+    order, true_order = sorted(omega, key=lambda n: omega[n]["int8"]), sorted(truth, key=truth.__getitem__)
+    n = len(order)
+    distance = sum((order.index(name) - true_order.index(name)) ** 2 for name in order)
+    assert 1 - 6 * distance / (n * (n * n - 1)) >= 0.5
+
+
+def gradient_error(model: nn.Module, batch: torch.Tensor, loss, name: str) -> float:
+    """|g_hat - g|^2 with one operator in INT8, by the real kernels."""
+    from qsync import runtime
+
+    gradients = []
+    for assignment in ({}, {name: Precision.INT8}):
+        runtime.attach(model, runtime.following(assignment))
+        model.zero_grad()
+        loss(model, batch).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    runtime.detach(model)
+    return float((gradients[1] - gradients[0]).square().sum())
+
+
+def test_nan_in_the_data_names_the_operator_that_met_it_first():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match="^2 met NaN or Inf in the calibration data; clean"):
+        qsync.sensitivity(model, [torch.randn(8, 4)], lambda model, batch: model(batch).sum())
+
+
+def test_no_batch_is_an_error():
+    with pytest.raises(CalibrationError, match="no calibration batch was given"):
+        qsync.sensitivity(nn.Linear(2, 2), [], lambda model, batch: model(batch).sum())
+
+
+def test_an_operator_that_never_ran_adds_nothing():
+    op = Op("op", "linear", Role.ADJUSTABLE, ("x", "w"), (), "fp32", (2, 2), 1, True, 0.0, 1)
+    graph = qsync.OpGraph("model", (), (op,))
+    assert indicator(graph, {}, 1.0, [Precision.INT8]) == {"op": {"int8": 0.0}}
+
+
+def test_encoded_and_carried_types_are_told_apart():
+    assert is_encoded("int8_row") and is_encoded("fp16") and not is_encoded("bf16")
