@@ -35,9 +35,10 @@ def run_demo(
         raise QSyncError(
             f"--weak-share must lie in (0, 1], found {weak_share}; 0.5 gives the weak rank half of its core"
         )
-    for name, value in (("--seeds", seeds), ("--steps", steps)):
-        if value is not None and value < 1:
-            raise QSyncError(f"{name} must be at least 1, found {value}")
+    # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
+    for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
+        if value is not None and value < least:
+            raise QSyncError(f"{name} must be at least {least}, found {value}")
     workloads.load(workload, data)
     out = Path(out).absolute()
     if out.exists() and not out.is_dir():
