@@ -52,7 +52,7 @@ class Recorder:
         self._start = self.clock.now()
 
     def began(self) -> None:
-        """A traced graph is about to run: what passed since the last node belongs to Python, not to a node."""
+        """A traced graph is about to run: what passed since the last node is Python's, not a node's."""
         if not self._in_backward:
             self._begun.append((len(self._marks), self.clock.now()))
 

@@ -1,4 +1,4 @@
-"""The main job: real ranks, real data, everything it promises to write; and what it refuses before it starts."""
+"""The main job: real ranks, real data, all that it promises to write, and what it refuses at the start."""
 
 from __future__ import annotations
 

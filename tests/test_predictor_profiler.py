@@ -1,4 +1,4 @@
-"""Profiles: every node of every lowered graph that the profiler ran has a time, and the model is left alone."""
+"""Profiles: every node of every lowered graph that ran has a time, and the model is left alone."""
 
 from __future__ import annotations
 
@@ -122,7 +122,11 @@ def test_profiling_a_wrapped_model_leaves_it_wrapped():
     [
         ((torch.zeros(0, 32), torch.zeros(0)), loss, "shape .0, 32.; pass one that is not empty"),
         (None, loss, "there is no example batch; pass one real batch"),
-        ((torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)), loss, "the loss .* is nan; check"),
+        (
+            (torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)),
+            loss,
+            "the loss .* is nan; check",
+        ),
         (BATCH, lambda model, batch: model(batch[0]), "the loss has shape .64, 8.; return one number"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,7 +92,9 @@ def test_forward_and_weight_gradient_terms_are_the_measured_errors(case, precisi
     kernels = backend.select("cpu")
     if precision is Precision.INT8:
         kernel = kernels.kernel(kind, precision)
-        operands = [backend.Operand(t, encode(t, operand_type(kind, i, precision))) for i, t in enumerate((x, w))]
+        operands = [
+            backend.Operand(t, encode(t, operand_type(kind, i, precision))) for i, t in enumerate((x, w))
+        ]
         low = kernel(target, "fp32", *operands, None, **options)
     else:
         low = target(x.bfloat16(), w.bfloat16(), None, **options)
@@ -123,7 +127,7 @@ def test_omega_follows_the_true_gradient_error_of_single_operators():
     torch.manual_seed(0)
     widths = [64, 256, 32, 512, 64, 128, 10]
     layers: list[nn.Module] = []
-    for wide, narrow in zip(widths, widths[1:], strict=False):
+    for wide, narrow in itertools.pairwise(widths):
         layers += [nn.Linear(wide, narrow), nn.Tanh()]
     model = nn.Sequential(*layers[:-1])
     batches = [torch.randn(128, 64) * torch.rand(128, 1).exp() for _ in range(4)]
