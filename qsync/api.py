@@ -54,13 +54,16 @@ def profile(
         if precision not in chosen_class.precisions:
             known = ", ".join(chosen_class.precisions)
             raise UnsupportedError(f"{chosen_class.name} has no {precision}; it has {known}")
+    loss, trained = _loss(model, example_inputs, loss_fn), _trained(model)
     with _running(model) as program:
-        profiler = Profiler(
-            program, _loss(model, example_inputs, loss_fn), _trained(model), chosen,
-            clock_for(device, chosen_class.emulated_share), make_optimizer, progress,
-        )  # fmt: skip
-        for _ in range(rounds):
-            profiler.round()
+        clock = clock_for(device, chosen_class.emulated_share)
+        try:
+            profiler = Profiler(program, loss, trained, chosen, clock, make_optimizer, progress)
+            for _ in range(rounds):
+                profiler.round()
+        except CalibrationError:
+            variance(program, [loss], trained, [])  # names the operator that met NaN or Inf, if one did
+            raise
         return profiler.profile(chosen_class.name, machine(), chosen_class.emulated_share)
 
 

@@ -1,0 +1,165 @@
+"""The shape of the package: which room may import which, and what an import costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qsync
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
+FOLDERS = ("qsync", *ROOMS)
+
+# What every room may import: records, and pure rules on records.
+RECORDS = ("graph", "precision", "cluster", "plans", "profiles", "errors", "files", "lowering", "folders")
+# Arrows point one way: a layer imports what stands before it, and itself.
+LAYERS = ("records", "backend", "predictor", "replayer", "allocator", "qsync", "experiments", "cli")
+# The command line's modules, above the experiments.
+COMMANDS = ("cli", "doctors")
+# Where torch may not be imported at all: planning works on a laptop.
+TORCH_FREE = ("records", "replayer", "allocator")
+HEAVY = ("torch", "numpy", "scipy", "matplotlib", "sklearn", "transformers", "rich", "typer")
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package by the name it is imported by."""
+    found = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            parts = parts if parts[0] == "qsync" else ("qsync", *parts)
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+MODULES = modules()
+
+
+def layer(module: str) -> str:
+    """Where a module of qsync stands."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return "qsync"
+    if parts[1] in ROOMS:
+        return parts[1]
+    if parts[1] in COMMANDS:
+        return "cli"
+    return "records" if parts[1] in RECORDS else "qsync"
+
+
+def imports(module: str, at_top_only: bool = False) -> set[str]:
+    """What a module imports, wherever in its code; `from qsync import backend` counts as qsync.backend."""
+    tree = ast.parse(MODULES[module].read_text())
+    nodes = tree.body if at_top_only else ast.walk(tree)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in MODULES else str(node.module) for name in full}
+    return found
+
+
+def test_arrows_point_one_way():
+    wrong = []
+    for module in MODULES:
+        for imported in imports(module):
+            if not imported.startswith("qsync."):
+                continue
+            if LAYERS.index(layer(imported)) > LAYERS.index(layer(module)):
+                wrong.append(f"{module} ({layer(module)}) imports {imported} ({layer(imported)})")
+    assert not wrong
+
+
+def test_nothing_that_is_imported_is_missing():
+    known = {name for name in MODULES}
+    for module in MODULES:
+        for imported in imports(module):
+            assert not imported.startswith("qsync.") or imported in known, f"{module} imports {imported}"
+
+
+def test_modules_do_not_import_each_other_in_circles():
+    reached: dict[str, set[str]] = {}
+
+    def walk(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module in reached:
+            return
+        for imported in sorted(imports(module, at_top_only=True) & set(MODULES)):
+            if imported != "qsync":
+                walk(imported, (*path, module))
+        reached[module] = set()
+
+    for module in MODULES:
+        walk(module, ())
+
+
+@pytest.mark.parametrize("where", TORCH_FREE)
+def test_planning_imports_no_torch(where):
+    mine = [module for module in MODULES if layer(module) == where]
+    assert mine
+    assert not [m for m in mine if any(name.split(".")[0] == "torch" for name in imports(m))]
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd="/")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_planning_runs_without_torch():
+    modules = [m for m in MODULES if layer(m) in TORCH_FREE] + ["qsync.planning"]
+    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+    assert run(code) == "False"
+
+
+def test_importing_qsync_imports_nothing_else():
+    code = "import sys; before = set(sys.modules); import qsync; print(sorted(set(sys.modules) - before))"
+    found = ast.literal_eval(run(code))
+    assert "qsync" in found
+    assert not [name for name in found if name.split(".")[0] in HEAVY or name.startswith("qsync.")]
+
+
+def test_every_public_name_is_there():
+    for name in qsync.__all__:
+        assert getattr(qsync, name) is not None
+    assert set(qsync.__all__) <= set(dir(qsync))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        qsync.nothing  # noqa: B018
+
+
+def test_no_module_bears_the_name_of_a_public_function():
+    """Importing qsync/plan.py would replace qsync.plan()."""
+    assert not {f"qsync.{name}" for name in qsync.__all__} & set(MODULES)
+
+
+def test_files_are_named_by_their_subject():
+    unnamed = {"utils", "util", "common", "helpers", "helper", "misc"}
+    assert not [path for path in MODULES.values() if path.stem in unnamed]
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if path.stem in unnamed]
+
+
+def test_every_room_of_the_package_exists_and_every_folder_is_a_room():
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    rooms = next(
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "ROOMS"
+    )
+    assert set(rooms) == set(ROOMS)
+    for room in rooms:
+        assert (ROOT / room / "__init__.py").is_file()
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages - {"tests"} == set(FOLDERS)
+
+
+def test_only_the_command_line_imports_experiments():
+    found = [m for m in MODULES if any(i.startswith("qsync.experiments") for i in imports(m))]
+    assert {layer(m) for m in found} <= {"experiments", "cli"}
