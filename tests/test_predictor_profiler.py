@@ -125,7 +125,7 @@ def test_profiling_a_wrapped_model_leaves_it_wrapped():
         (
             (torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)),
             loss,
-            "the loss .* is nan; check",
+            "first met NaN or Inf in the calibration data; clean",
         ),
         (BATCH, lambda model, batch: model(batch[0]), "the loss has shape .64, 8.; return one number"),
     ],
