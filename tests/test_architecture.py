@@ -116,7 +116,8 @@ def run(code: str) -> str:
 
 def test_planning_runs_without_torch():
     modules = [m for m in MODULES if layer(m) in TORCH_FREE] + ["qsync.planning"]
-    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\nprint('torch' in sys.modules)"
+    code = f"import sys, importlib\nfor m in {modules}: importlib.import_module(m)\n"
+    code += "print('torch' in sys.modules)"
     assert run(code) == "False"
 
 
