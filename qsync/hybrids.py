@@ -56,7 +56,7 @@ def hybrid(
     jobs.join_job(device)
     distributed = jobs.world_size() > 1
     if distributed:
-        liveness.start(timeout_s)
+        _watch_once(timeout_s)
     jobs.check_models(
         model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"}
     )
@@ -73,6 +73,17 @@ def hybrid(
     if not distributed:
         return model
     return in_ddp(model, bucket_cap_mb)
+
+
+_watched: list[dist.ProcessGroup] = []
+
+
+def _watch_once(timeout_s: float) -> None:
+    """Watch over the ranks of a job once, however many models of it are wrapped."""
+    group = dist.group.WORLD
+    if group is not None and not any(group is known for known in _watched):
+        _watched.append(group)
+        liveness.start(timeout_s)
 
 
 def in_ddp(model: torch.nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:

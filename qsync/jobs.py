@@ -161,7 +161,19 @@ def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
         [c.name, c.device, c.count, c.memory_bytes, [str(p) for p in c.precisions]] for c in cluster.classes
     ]
     versions = [qsync.__version__, torch.__version__]
-    return digest([graph.hash, graph.shapes_hash, classes, versions, {k: str(v) for k, v in options.items()}])
+    chosen = {name: _stable(value) for name, value in options.items()}
+    return digest([graph.hash, graph.shapes_hash, classes, versions, chosen])
+
+
+def _stable(value: object) -> str:
+    """Text that stands for an option alike in every run: a function's place and code, not its address."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        constants = [repr(constant) for constant in code.co_consts if not hasattr(constant, "co_code")]
+        return digest([code.co_qualname, code.co_code.hex(), constants])
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
 
 
 def mean_sensitivity(entries: Sequence[Mapping[str, Any]]) -> Sensitivity:

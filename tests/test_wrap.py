@@ -1,4 +1,4 @@
-"""wrap, profile and sensitivity on a user's model: in place, as long as it trains, refused with a reason."""
+"""wrap, profile and sensitivity: in place, through all of training, refused with a reason."""
 
 from __future__ import annotations
 
