@@ -260,6 +260,8 @@ class _Reader:
         self._dtype: dict[str, str] = {}
         self._shape: dict[str, tuple[int, ...]] = {}
         self._magnitude: dict[str, float] = {}
+        # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
+        self._given: set[str] = set()
         self._depth: dict[str, int] = {}
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
@@ -295,6 +297,8 @@ class _Reader:
     def _declare(self, value: Input) -> None:
         self.inputs.setdefault(value.name, value)
         self._dtype[value.name], self._shape[value.name] = value.dtype, value.shape
+        if value.kind in ("batch", "buffer"):
+            self._given.add(value.name)
 
     def _read_constant(self, segment: Segment, node: torch.fx.Node) -> None:
         value = node.meta.get("example_value")
@@ -320,14 +324,23 @@ class _Reader:
             magnitude = max(
                 [magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])]
             )
+        masked = kind == "attention" and any(
+            name in self._given and self._is_float(name) for name in read[3:]
+        )
         if (
-            node in pinned
+            masked  # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax
+            or node in pinned
             or names_a_type(node)
             or not self._may_change(read, value, kind, role, magnitude, node)
         ):
             role = Role.FIXED
         name = self._name(node, kind)
+        if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
+            self._given.add(name)
         self._add(segment, node, name, kind, role, read, kept, value, magnitude)
+
+    def _is_float(self, name: str) -> bool:
+        return self._dtype[name] in LARGEST
 
     def _may_change(
         self,

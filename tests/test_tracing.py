@@ -447,6 +447,26 @@ def test_a_mask_of_the_least_number_keeps_its_addition_in_fp32():
     assert fully_masked(X).isfinite()
 
 
+class Masked(nn.Module):
+    """Attention under a mask of floats that comes with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)[None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask[None].expand(1, 4, 4)).square().mean()
+
+
+def test_attention_under_a_mask_from_the_batch_stays_in_fp32():
+    """Nobody knows what numbers it will hold; the least one would make a row without softmax in BF16."""
+    least = torch.full((4, 4), torch.finfo(torch.float32).min)
+    assert ops_of(qsync.capture(Masked(), (X, least)))["attention"].role is Role.FIXED
+    assert ops_of(qsync.capture(Masked(), (X, least == 0)))["attention"].role is Role.ADJUSTABLE
+    assert qsync.wrap(Masked(), "bf16")(X, least).isfinite()
+
+
 def test_norms_computed_by_the_model_are_operands():
     ops = captured(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0]))
     assert "fc2" in str(ops["layer_norm"].inputs) or len(ops["layer_norm"].inputs) == 2
