@@ -300,7 +300,7 @@ class _progress:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._bar: Progress | None = None
-        self._said = ""
+        self._said: set[str] = set()
 
     def __enter__(self) -> Callable[..., None]:
         if self._rank == 0:
@@ -320,9 +320,9 @@ class _progress:
             return
         self._bar.update(self._task, description=text, completed=fraction)
         stage = text.split(",")[0].split(" of ")[0]
-        if not sys.stderr.isatty() and stage != self._said:
+        if not sys.stderr.isatty() and stage not in self._said:
             print(f"qsync demo: {text}", file=sys.stderr, flush=True)
-            self._said = stage
+            self._said.add(stage)
 
     def __exit__(self, *failure: object) -> None:
         if self._bar is not None:

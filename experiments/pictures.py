@@ -329,7 +329,10 @@ def _draw_run(axes: Axes, position: int, run: Mapping[str, float | None], limit_
         notes.append((0.19, predicted_s, f"{1e3 * predicted_s:.0f} ms{error}"))
     for offset, value_s, text in notes:
         at = (1e3 * value_s, position + offset)
-        axes.annotate(text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK)
+        plate = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # over the limit
+        axes.annotate(
+            text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK, bbox=plate
+        )
 
 
 def _value(run: Mapping[str, float | None], key: str) -> float:

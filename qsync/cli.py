@@ -23,7 +23,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
+# Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces.
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 # Newer releases of typer carry their own click, so that click.UsageError would be another class.
 _UsageError = typer.BadParameter.__mro__[1]

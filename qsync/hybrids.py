@@ -68,6 +68,8 @@ def hybrid(
                 precisions=precisions, make_optimizer=make_optimizer, cache_dir=cache_dir,
                 bucket_cap_mb=bucket_cap_mb, options=options,
             )  # fmt: skip
+    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
+        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # what the prediction assumes
     chosen = plan
     agree("wrapping the model", lambda: api.wrap(model, chosen, device_class=own.name) and None)
     if not distributed:
