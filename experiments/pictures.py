@@ -331,7 +331,14 @@ def _draw_run(axes: Axes, position: int, run: Mapping[str, float | None], limit_
         at = (1e3 * value_s, position + offset)
         plate = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # over the limit
         axes.annotate(
-            text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK, bbox=plate
+            text,
+            at,
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            color=INK,
+            bbox=plate,
         )
 
 
