@@ -18,7 +18,7 @@ from qsync.backend.encoding import Operand
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run
 from qsync.precision import Precision, is_encoded
-from qsync.tracing import Segment
+from qsync.segments import Segment
 from qsync.weights import WeightCast
 
 _NATIVE = (Precision.FP32, Precision.BF16)

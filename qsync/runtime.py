@@ -25,16 +25,8 @@ from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run, lower
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.rewriting import Observer, rewrite
-from qsync.tracing import (
-    Segment,
-    dynamo_settings,
-    graph_breaks,
-    join,
-    nothing_to_lower,
-    read_segment,
-    repeat_prefix,
-    tensor_names,
-)
+from qsync.segments import Segment, join, read_segment, repeat_prefix
+from qsync.tracing import dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
 from qsync.weights import forget_copies
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
