@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from qsync.allocator.fastest import fastest_start, uniform_starts
@@ -46,10 +47,13 @@ def allocate(
 
     >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """
-    if not slack >= 0.0:
+    if not 0.0 <= slack < math.inf:
         raise FormatError(
-            f"slack must not be negative, found {slack}; 0.05 allows steps 5 % longer than the least"
+            f"slack must not be negative or infinite, found {slack}; 0.05 allows steps 5 % longer than the "
+            "least"
         )
+    if target_s is not None and not 0.0 < target_s < math.inf:
+        raise FormatError(f"the target must be positive and finite, found {target_s}; give seconds")
     problem = pose(
         graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, bucket_cap_bytes=bucket_cap_bytes
     )

@@ -7,6 +7,7 @@ doctor and demo import torch.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -164,7 +165,7 @@ def plan(
     budgets = {name: _bytes(text) for name, text in _pairs(memory, "--memory", "CLASS=BYTES").items()}
     if target_step is not None and not target_step > 0:
         raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
-    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+    if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
         raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
     found = Basis.load(basis, Cluster.load(cluster) if cluster else None)
     chosen = allocate(

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.files import field
+from qsync.files import check_fields, field
 from qsync.precision import Precision
 
 
@@ -86,7 +86,10 @@ class Cluster:
         for name in names:
             if names.count(name) > 1:
                 raise FormatError(f"{where} names the device class {name!r} twice; give each class one table")
-        return cls(classes, _link(field(value, "link", dict, where), f"{where}, link"))
+        cluster = cls(classes, _link(field(value, "link", dict, where), f"{where}, link"))
+        _check_known(value, cls, where)
+        check_fields(cluster, where)
+        return cluster
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
@@ -95,10 +98,14 @@ class Cluster:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise FormatError(f"cannot read {path}: {error.strerror or error}; check the path") from error
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{path} is not a text file; give a cluster.toml") from error
         try:
             return cls.from_json(tomllib.loads(text), where=str(path))
         except tomllib.TOMLDecodeError as error:
             raise FormatError(f"{path}: not valid TOML, {error}; mend that line") from error
+        except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+            raise FormatError(f"{path} is no cluster file ({error}); see README, Cluster files") from error
 
 
 def _device_class(entry: Any, where: str) -> DeviceClass:
@@ -107,13 +114,16 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
     count = field(entry, "count", int, where)
     memory = field(entry, "memory_bytes", int, where)
     share = entry.get("emulated_share")
+    _check_known(entry, DeviceClass, where)
     if count < 1:
         raise FormatError(
             f"{where}: count must be at least 1, found {count}; remove the class or give it ranks"
         )
     if memory < 1:
         raise FormatError(f"{where}: memory_bytes must be positive, found {memory}")
-    if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+    if share is not None and (
+        isinstance(share, bool) or not (isinstance(share, (int, float)) and 0 < share <= 1)
+    ):
         raise FormatError(f"{where}: emulated_share must lie in (0, 1], found {share!r}")
     try:
         precisions = tuple(
@@ -130,12 +140,22 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
 
 
 def _link(entry: Mapping[str, Any], where: str) -> Link:
-    values = {"latency_s": field(entry, "latency_s", (int, float), where)}
-    values["bytes_per_s"] = field(entry, "bytes_per_s", (int, float), where)
-    values["overlap_rate"] = entry.get("overlap_rate", 1.0)
+    _check_known(entry, Link, where)
+    values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
+    values["overlap_rate"] = field({"overlap_rate": 1.0, **entry}, "overlap_rate", (int, float), where)
     if values["latency_s"] < 0:
         raise FormatError(f"{where}: latency_s must not be negative, found {values['latency_s']}")
-    for name in ("bytes_per_s", "overlap_rate"):
-        if not isinstance(values[name], (int, float)) or not values[name] > 0:
-            raise FormatError(f"{where}: {name} must be positive, found {values[name]!r}")
+    if not values["bytes_per_s"] > 0:
+        raise FormatError(f"{where}: bytes_per_s must be positive, found {values['bytes_per_s']}")
+    if not 0 < values["overlap_rate"] <= 1:
+        raise FormatError(f"{where}: overlap_rate must lie in (0, 1], found {values['overlap_rate']}")
+    check_fields(Link(**values), where)
     return Link(**{name: float(number) for name, number in values.items()})
+
+
+def _check_known(entry: Mapping[str, Any], record: type, where: str) -> None:
+    """FormatError for a field that the record does not have: a misspelt one would otherwise be ignored."""
+    known = [entry.name for entry in fields(record)]
+    for name in entry:
+        if name not in known:
+            raise FormatError(f"{where} has an unknown field {name!r}; the fields are {', '.join(known)}")

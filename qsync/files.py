@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from qsync.errors import FormatError
 
@@ -60,6 +64,8 @@ def read_json(path: str | Path) -> dict[str, Any]:
             f"{path}, line {error.lineno}: not valid JSON ({error.msg}); mend that line or write the file "
             "anew"
         ) from error
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
+        raise FormatError(f"{path} is no file that qsync wrote ({error}); write it anew") from error
     if not isinstance(value, dict):
         raise FormatError(
             f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote"
@@ -91,3 +97,57 @@ def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...]
         names = " or ".join(t.__name__ for t in (expected if isinstance(expected, tuple) else (expected,)))
         raise FormatError(f"{where}: field {name!r} must be {names}, found {found!r}")
     return found
+
+
+def check_fields(record: Any, where: str) -> None:
+    """FormatError unless every field of a record, read from a file, is of the type that it is declared with.
+
+    Numbers must be finite and not negative: what a file of ours holds is counts, sizes, seconds, bytes and
+    variances.
+    """
+    for name, expected in _fields(type(record)).items():
+        _check(getattr(record, name), expected, f"{where}: field {name!r}")
+
+
+@cache
+def _fields(record: type) -> dict[str, Any]:
+    return get_type_hints(record)
+
+
+def _check(value: Any, expected: Any, place: str) -> None:
+    if isinstance(expected, UnionType):  # only `X | None` occurs
+        if value is not None:
+            _check(value, next(t for t in get_args(expected) if t is not NoneType), place)
+        return
+    origin, arguments = get_origin(expected), get_args(expected)
+    if expected in (int, float):
+        _check_number(value, expected, place)
+    elif origin is tuple:
+        each = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is ... else arguments
+        if not isinstance(value, tuple) or len(value) != len(each):
+            raise FormatError(f"{place} must be a list, found {value!r}; write the file anew")
+        for item, item_type in zip(value, each, strict=True):
+            _check(item, item_type, place)
+    elif origin is not None:  # a mapping
+        if not isinstance(value, Mapping):
+            raise FormatError(f"{place} must be an object, found {value!r}; write the file anew")
+        for key, item in value.items():
+            _check(key, arguments[0], place)
+            _check(item, arguments[1], f"{place}, {key if isinstance(key, str) else ' '.join(key)}")
+    elif expected is not Any:
+        if not isinstance(value, expected):
+            raise FormatError(f"{place} must be {expected.__name__}, found {value!r}; write the file anew")
+        if is_dataclass(value):
+            check_fields(value, place)
+
+
+def _check_number(value: Any, expected: type, place: str) -> None:
+    kinds = (int, float) if expected is float else (int,)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        raise FormatError(f"{place} must be {expected.__name__}, found {value!r}; write the file anew")
+    try:
+        good = math.isfinite(value) and value >= 0
+    except OverflowError:  # an integer beyond every float
+        good = False
+    if not good:
+        raise FormatError(f"{place} must be finite and not negative, found {value}; write the file anew")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.files import check_header, field, read_json, write_json
+from qsync.files import check_fields, check_header, field, read_json, write_json
+from qsync.precision import PRECISIONS_BY_KIND
 
 VERSION = 1
 
@@ -128,13 +129,34 @@ class OpGraph:
                 Op(**{**_tuples(entry), "role": Role(entry["role"])})
                 for entry in field(value, "ops", list, "graph")
             )
-        except (TypeError, ValueError, KeyError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(
                 f"the graph file has an operator or input that cannot be read ({error})"
             ) from error
-        return cls(
+        graph = cls(
             field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph")
         )
+        check_fields(graph, "graph")
+        graph._check_names()
+        return graph
+
+    def _check_names(self) -> None:
+        """FormatError unless every operator reads what exists by then, and qsync has kernels for what may be
+        adjusted."""
+        known = {value.name for value in self.inputs}
+        for op in self.ops:
+            missing = [name for name in (*op.inputs, *op.kept) if name not in known]
+            if missing:
+                raise FormatError(
+                    f"graph: operator {op.name!r} reads {missing[0]!r}, which nothing before it makes; "
+                    "capture the model again"
+                )
+            if op.role is Role.ADJUSTABLE and op.kind not in PRECISIONS_BY_KIND:
+                raise FormatError(
+                    f"graph: operator {op.name!r} is adjustable, but there is no kernel of kind {op.kind!r}; "
+                    "capture the model again"
+                )
+            known.add(op.name)
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, self.to_json())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.files import check_header, field, read_json, write_json
+from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 
@@ -169,9 +169,11 @@ class Plan:
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
-        return cls(
+        plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes")
         )
+        check_fields(plan, "plan")
+        return plan
 
     def save(self, path: str | Path) -> Path:
         """Write plan.json, whole or not at all."""

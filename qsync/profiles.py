@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.files import check_header, field, read_json, write_json
+from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph, digest
 from qsync.precision import Precision
 
@@ -67,7 +67,10 @@ class Profile:
 
     def precisions_of(self, op: str) -> tuple[Precision, ...]:
         """The precisions that were measured for an adjustable operator."""
-        return tuple(Precision(mode) for mode in self.ops.get(op, {}))
+        try:
+            return tuple(Precision.parse(mode) for mode in self.ops.get(op, {}))
+        except FormatError as error:
+            raise FormatError(f"profile of {self.device_class}, operator {op!r}: {error}") from error
 
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this profile was measured for `graph` at its batch shape."""
@@ -109,9 +112,11 @@ class Profile:
                 (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
             }
             body["outside"] = Cost(*value["outside"])
-            return cls(**body)
+            profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"the profile file cannot be read ({error}); measure it again") from error
+        check_fields(profile, f"profile of {profile.device_class}")
+        return profile
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, self.to_json())
@@ -149,12 +154,14 @@ class Sensitivity:
         check_header(value, "sensitivity", SENSITIVITY_VERSION)
         where = "sensitivity"
         omega = field(value, "omega", dict, where)
-        return cls(
+        sensitivity = cls(
             field(value, "graph_hash", str, where),
             field(value, "indicator", str, where),
             omega,
             field(value, "num_batches", int, where),
         )
+        check_fields(sensitivity, where)
+        return sensitivity
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, self.to_json())

@@ -233,9 +233,13 @@ def test_a_class_without_a_profile_is_named(refused, folder):
         ("--memory", "infer=nan", "bytes"),
         ("--memory", "nobody=1G", "'nobody'"),
         ("--slack", "-0.1", "slack must not be negative"),
+        ("--slack", "inf", "slack must not be negative or infinite"),
         ("--target-step", "0", "must be positive"),
+        ("--target-step", "inf", "must be positive and finite"),
         ("--target-step", "1e-9", "too long"),
         ("--bucket-cap-mb", "-1", "must be positive"),
+        ("--bucket-cap-mb", "1e-9", "must be positive"),
+        ("--bucket-cap-mb", "inf", "must be positive"),
     ],
 )
 def test_bad_options_say_what_to_do(refused, folder, option, value, said):

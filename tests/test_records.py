@@ -94,6 +94,10 @@ def test_malformed_json_is_named_with_its_line(tmp_path):
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(FormatError, match="not a text file"):
         Plan.load(path)
+    for text in ("[" * 100_000, '{"version": ' + "9" * 5000 + "}"):
+        path.write_text(text)
+        with pytest.raises(FormatError, match=r"plan\.json is no file that qsync wrote"):
+            Plan.load(path)
     with pytest.raises(FormatError, match=r"cannot read .*absent.json: No such file"):
         Plan.load(tmp_path / "absent.json")
 
@@ -128,6 +132,16 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
         ({"classes": {"infer": {"assignment": {"head": "int7"}}}}, "'head': unknown precision 'int7'"),
         ({"classes": {"infer": {"assignment": {}, "predicted": {"x": 1}}}}, "the prediction cannot be read"),
         ({"model": 3}, "field 'model' must be str, found 3"),
+        ({"step_s": "fast"}, "plan: field 'step_s' must be float, found 'fast'"),
+        ({"target_s": float("nan")}, "plan: field 'target_s' must be finite and not negative, found nan"),
+        ({"bucket_cap_bytes": 1.5}, "plan: field 'bucket_cap_bytes' must be int, found 1.5"),
+        ({"bucket_cap_bytes": True}, "plan: field 'bucket_cap_bytes' must be int, found True"),
+        ({"classes": {"infer": {"assignment": {}, "profile_hash": 7}}}, "infer: field 'profile_hash'"),
+        (
+            {"classes": {"infer": {"assignment": {}, "predicted": {
+                "compute_s": 1.0, "wait_s": -1.0, "memory_bytes": 1, "added_variance": 0.0}}}},
+            "infer: field 'predicted': field 'wait_s' must be finite and not negative",
+        ),
     ],
 )  # fmt: skip
 def test_a_hand_edited_plan_is_refused_with_the_place(change, message):
@@ -204,6 +218,18 @@ def test_a_cluster_file_reads(tmp_path):
         ("bytes_per_s = 1e9", "bytes_per_s = 0.0", "bytes_per_s must be positive"),
         ("[link]\nlatency_s = 1e-4\nbytes_per_s = 1e9\n", "", "lacks the field 'link'"),
         ("[[classes]]", "[[other]]", "lacks the field 'classes'"),
+        (
+            "count = 2",
+            "count = 2\nmemroy_bytes = 3",
+            "class 1 has an unknown field 'memroy_bytes'; the fields",
+        ),
+        ("latency_s", "bandwidth = 3\nlatency_s", "link has an unknown field 'bandwidth'"),
+        ("[link]", "[links]\n[link]", "has an unknown field 'links'"),
+        ("count = 2", "count = 2\nemulated_share = true", r"emulated_share must lie in \(0, 1\], found True"),
+        ("latency_s = 1e-4", "latency_s = inf", "field 'latency_s' must be finite"),
+        ("bytes_per_s = 1e9", "bytes_per_s = nan", "bytes_per_s must be positive, found nan"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "field 'bytes_per_s' must be finite"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\noverlap_rate = 2", r"overlap_rate must lie in \(0, 1\]"),
         ("\n[link]", TOML.partition("\n[link]")[0] + "\n[link]", "names the device class 'infer' twice"),
     ],
 )
@@ -213,6 +239,12 @@ def test_a_malformed_cluster_file_is_named_with_the_place(tmp_path, old, new, me
     with pytest.raises(FormatError, match=message) as error:
         Cluster.load(path)
     assert "cluster.toml" in str(error.value)
+
+
+def test_a_cluster_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "cluster.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(FormatError, match=r"cluster\.toml is not a text file"):
+        Cluster.load(tmp_path / "cluster.toml")
 
 
 @pytest.mark.parametrize(
@@ -229,6 +261,56 @@ def test_a_graph_that_cannot_be_read_is_refused(change):
 def test_a_profile_that_cannot_be_read_is_refused(change):
     with pytest.raises(FormatError, match=r"the profile file cannot be read .*; measure it again"):
         Profile.from_json({**profile_of(GRAPH).to_json(), **change})
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("ops", "shape", None, "field 'shape' must be a list, found None"),
+        ("ops", "shape", [2, -1], "field 'shape' must be finite and not negative, found -1"),
+        ("ops", "flops", "many", "field 'flops' must be int, found 'many'"),
+        ("ops", "inputs", ["nothing"], "reads 'nothing', which nothing before it makes"),
+        ("ops", "kind", "convolve", "there is no kernel of kind 'convolve'"),
+        ("inputs", "name", 3, "field 'name' must be str, found 3"),
+    ],
+)
+def test_a_graph_with_a_field_that_is_no_good_is_refused(part, name, value, message):
+    written = json.loads(json.dumps(GRAPH.to_json()))
+    adjustable = next(i for i, op in enumerate(GRAPH.ops) if op in GRAPH.adjustable)
+    written[part][adjustable if part == "ops" else 0][name] = value
+    with pytest.raises(FormatError, match=message):
+        OpGraph.from_json(written)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"host_s": "1"}, "profile of infer: field 'host_s' must be float, found '1'"),
+        ({"optimizer_s": None}, "field 'optimizer_s' must be float, found None"),
+        ({"optimizer_bytes": float("inf")}, "field 'optimizer_bytes' must be int, found inf"),
+        ({"outside": [0.0, float("nan")]}, "field 'outside': field 'backward_s' must be finite"),
+        ({"ops": {"head": {"fp32": [1.0, -1.0]}}}, "'ops', head, fp32: field 'backward_s' must be finite"),
+        ({"casts": [["x", "fp32", "bf16", "a", 0.0]]}, "'casts', x fp32 bf16: field 'forward_s' must be"),
+        ({"cast_fit": [["fp32", "bf16", 0, 0, True, 0]]}, "'cast_fit', fp32 bf16: field 'forward_s' must"),
+        ({"step_s": []}, r"field 'step_s' must be an object, found \[\]"),
+    ],
+)
+def test_a_profile_with_a_number_that_is_no_good_is_refused(change, message):
+    with pytest.raises(FormatError, match=message):
+        Profile.from_json({**profile_of(GRAPH, "infer").to_json(), **change})
+
+
+def test_a_profile_of_an_unknown_precision_names_the_operator():
+    profile = Profile.from_json({**profile_of(GRAPH).to_json(), "ops": {"head": {"int9": [1.0, 1.0]}}})
+    with pytest.raises(FormatError, match="operator 'head': unknown precision 'int9'"):
+        profile.precisions_of("head")
+
+
+@pytest.mark.parametrize("value", [None, "much", float("nan"), -1.0])
+def test_a_sensitivity_that_is_no_number_names_the_operator(value):
+    written = sensitivity_of(GRAPH).to_json()
+    with pytest.raises(FormatError, match="sensitivity: field 'omega', head, int8 must be"):
+        Sensitivity.from_json({**written, "omega": {"head": {"int8": value}}})
 
 
 def test_a_profile_of_another_model_or_batch_is_refused():
