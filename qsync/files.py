@@ -105,7 +105,7 @@ def check_fields(record: Any, where: str) -> None:
     Numbers must be finite and not negative: what a file of ours holds is counts, sizes, seconds, bytes and
     variances.
     """
-    for name, expected in _fields(type(record)).items():
+    for name, expected in _fields(type(record)).items():  # type: ignore[arg-type]  # classes are hashable
         _check(getattr(record, name), expected, f"{where}: field {name!r}")
 
 
