@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 import torch.nn.functional as F
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.operators import call_name, classify, functional_name
 
@@ -131,7 +132,10 @@ def _traced_storages(node: torch.fx.Node) -> list[int]:
     """What identifies the storages of a node's traced result."""
     value = node.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else (value,)
-    return [tensor.untyped_storage()._cdata for tensor in values if isinstance(tensor, torch.Tensor)]
+    tensors = [tensor for tensor in values if isinstance(tensor, torch.Tensor)]
+    if any(is_functorch_wrapped_tensor(tensor) for tensor in tensors):
+        return []  # inside torch.vmap or torch.func: no storage of its own to ask for
+    return [tensor.untyped_storage()._cdata for tensor in tensors]
 
 
 def _is_float(node: torch.fx.Node) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.inplace import make_out_of_place
@@ -215,7 +216,11 @@ class _Reader:
         floats = [self._dtype[name] for name in read if self._dtype[name] in (*LARGEST, "complex64")]
         if any(dtype != "fp32" for dtype in [*floats, _dtype(value)] if dtype in (*LARGEST, "complex64")):
             return False
+        if is_functorch_wrapped_tensor(value):  # kernels know nothing of torch.vmap's hidden dimension
+            return False
         if role is Role.ADJUSTABLE:
+            if kind == "conv2d" and value.dim() != 4:  # scales are per sample, and this one has no batch
+                return False
             scaled = kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1)
             return bool(floats) and _dtype(value) == "fp32" and not magnitude and not scaled
         return True

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.fx
 from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
 
 from qsync.errors import CalibrationError, TracingError
 from qsync.graph import OpGraph, Role
@@ -56,20 +57,24 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
             raise TracingError(
                 f"torch.compile cannot trace {type(model).__name__}: {_first_line(error)}"
             ) from error
-    if not any(op.role is Role.ADJUSTABLE for segment in segments for op in segment.ops):
-        raise nothing_to_lower(model, breaks)
+    ops = [op for segment in segments for op in segment.ops]
+    if not any(op.role is Role.ADJUSTABLE for op in ops):
+        raise nothing_to_lower(model, breaks, len(ops))
     return segments
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often the tracer stopped so far, by reason."""
-    return dict(counters["graph_break"])
+    """How often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
+    return {**counters["unimplemented"], **counters["graph_break"]}
 
 
-def nothing_to_lower(model: torch.nn.Module, before: dict[str, int]) -> TracingError:
-    """The error for a model of which no operator was traced, with where the graph broke since `before`."""
+def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: int = 0) -> TracingError:
+    """The error for a model of which nothing can be lowered: where the graph broke since `before`, or that
+    none of the operators that were traced is a product in FP32."""
     new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
     reason = _first_line(new[0]) if new else "no tensor operator was reached"
+    if num_ops and not new:
+        reason = f"none of the {num_ops} operators traced is a product in FP32 that there are kernels for"
     return TracingError(
         f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without "
         "qsync.wrap, or make its forward traceable"
@@ -88,8 +93,9 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """CalibrationError unless the example batch holds at least one tensor and no tensor is empty."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    """CalibrationError unless the example batch holds at least one tensor, also deep inside lists and dicts,
+    and no tensor is empty."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if not tensors:
         raise CalibrationError(
             "the example batch holds no tensor; pass one real batch, as you would to the model"
@@ -143,10 +149,11 @@ def dynamo_settings() -> Any:
 
     DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
     The recompile limit is lifted and made an error: past it torch runs the plain model without a word, that
-    is, in FP32.
+    is, in FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it.
     """
     return torch._dynamo.config.patch(
         optimize_ddp=False,
+        allow_rnn=True,
         recompile_limit=256,
         accumulated_recompile_limit=4096,
         fail_on_recompile_limit_hit=True,

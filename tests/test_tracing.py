@@ -568,6 +568,95 @@ def test_a_model_without_products_has_nothing_to_lower():
         qsync.capture(nn.ReLU(), X)
 
 
+def test_a_model_of_other_types_or_products_says_that_its_operators_were_traced():
+    with pytest.raises(TracingError, match=r"none of the \d+ operators traced is a product in FP32"):
+        qsync.capture(nn.Linear(8, 8).double(), X.double())
+
+
+class BreaksInALoop(nn.Module):
+    """Torch does not resume in the middle of a loop: it skips the frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if x.sum() > 0:
+                x = self.fc(x)
+        return x
+
+
+def test_a_frame_that_is_skipped_names_what_the_tracer_met_in_it():
+    for call in (lambda: qsync.capture(BreaksInALoop(), X), lambda: qsync.wrap(BreaksInALoop(), "bf16")(X)):
+        torch._dynamo.reset()
+        with pytest.raises(TracingError, match="BreaksInALoop: Data-dependent branching"):
+            call()
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.rnn(x[None])[0])
+
+
+class Mapped(nn.Module):
+    """One product under torch.vmap, where a tensor has a dimension that it does not show, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.vmap(self.inner)(x))
+
+
+class Unbatched(nn.Module):
+    """A convolution without a batch dimension has no samples to scale one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x[None]))
+
+
+@pytest.mark.parametrize("make", [Recurrent, Mapped, Unbatched])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, precision):
+    torch.manual_seed(0)
+    model = make()
+    expected = model(X)
+    assert [op.name for op in qsync.capture(model, X).adjustable] == ["fc"]
+    found = qsync.wrap(model, precision)(X)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    if precision == "fp32":
+        assert torch.equal(found, expected)
+    else:
+        assert not torch.equal(found, expected)
+        assert torch.allclose(found, expected, atol=0.1)
+
+
+def test_a_batch_may_be_nested():
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return self.fc(batch["x"][0])
+
+    assert [op.name for op in qsync.capture(Nested(), ({"x": [X]},)).adjustable] == ["fc"]
+    with pytest.raises(CalibrationError, match="not empty"):
+        qsync.capture(Nested(), ({"x": [X[:0]]},))
+
+
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
