@@ -47,6 +47,8 @@ def profile(
 
     >>> profile = qsync.profile(model, batch)
     """
+    if rounds < 1:
+        raise CalibrationError(f"rounds must be at least 1, found {rounds}; 3 is usual")
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
     chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(chosen_class)
@@ -84,6 +86,8 @@ def sensitivity(
     """
     if indicator != "variance":
         raise UnsupportedError(f"there is no indicator {indicator!r}; use 'variance'")
+    if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
+        raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
     losses = [_loss(model, batch, loss_fn) for batch in batches]
     with _running(model) as program:

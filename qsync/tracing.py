@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +56,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
             raise TracingError(
-                f"torch.compile cannot trace {type(model).__name__}: {_first_line(error)}"
+                f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}"
             ) from error
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
@@ -72,7 +73,7 @@ def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: in
     """The error for a model of which nothing can be lowered: where the graph broke since `before`, or that
     none of the operators that were traced is a product in FP32."""
     new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
-    reason = _first_line(new[0]) if new else "no tensor operator was reached"
+    reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
     if num_ops and not new:
         reason = f"none of the {num_ops} operators traced is a product in FP32 that there are kernels for"
     return TracingError(
@@ -160,6 +161,13 @@ def dynamo_settings() -> Any:
     )
 
 
-def _first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__
+def _reason(error: object) -> str:
+    """What the tracer says in one line: its first, the error that it met in the model, and where."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = lines[0].rstrip(".") if lines else type(error).__name__
+    met = re.search(r"got (\w+Error\(.*\))", text)
+    if met:
+        reason += f": {met[1]}"
+    place = re.search(r'File "([^"]+)", line (\d+)', text) or re.search(r"\((\S+) line (\d+)\)", text)
+    return f"{reason} ({place[1]}, line {place[2]})" if place else reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qsync.cluster import Link
+from qsync.errors import FormatError
 from qsync.graph import OpGraph
 
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is
@@ -58,6 +59,8 @@ def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket
 
     >>> [bucket.num_bytes for bucket in buckets(graph)]
     """
+    if bucket_cap_bytes is not None and not bucket_cap_bytes >= 1:
+        raise FormatError(f"bucket_cap_bytes must be at least 1, found {bucket_cap_bytes}; DDP's is 25 MiB")
     caps = [FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES] if bucket_cap_bytes is None else [bucket_cap_bytes]
     parameters = {value.name: value for value in graph.parameters}
     positions = ready_positions(graph)

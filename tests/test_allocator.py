@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import time
 from dataclasses import replace
 
 import pytest
+from counting import num_calls
 from graphs import (
     CPU_PRECISIONS,
     Builder,
@@ -363,6 +363,10 @@ def test_what_is_wrong_with_a_request_is_named():
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "fp16"})
     with pytest.raises(FormatError, match="no device class 'other' in this cluster"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"other": 1})
+    with pytest.raises(FormatError, match="bucket_cap_bytes must be at least 1, found 0"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, bucket_cap_bytes=0)
+    with pytest.raises(FormatError, match="target must be positive and finite, found nan"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=float("nan"))
     with pytest.raises(FormatError, match="slack must not be negative"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=-0.1)
     with pytest.raises(MismatchError, match="no profile of device class 'infer'"):
@@ -473,11 +477,11 @@ def test_reasons_tell_memory_and_pins_from_time():
     assert "more than its memory budget" in tight
 
 
-def test_planning_a_model_of_the_size_of_bert_base_takes_a_second_at_most():
+def test_planning_a_model_of_the_size_of_bert_base_stays_cheap():
     graph = encoder(24, width=768, rows=4096)
     assert len(graph.ops) > 400
     profiles, sensitivity = pair(graph, 1.8, 1e-9), sensitivity_of(graph)
-    begin = time.perf_counter()
-    plan = allocate(graph, profiles, sensitivity, CLUSTER)
-    assert time.perf_counter() - begin < 2.0
-    assert plan["infer"].lowered
+    found = []
+    work = num_calls(lambda: found.append(allocate(graph, profiles, sensitivity, CLUSTER)))
+    assert found[0]["infer"].lowered
+    assert work < 4_000_000  # 0.7 s on one core

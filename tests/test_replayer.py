@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from counting import num_calls
 from graphs import (
     CPU_PRECISIONS,
     assignments_for,
@@ -280,7 +280,7 @@ def test_planning_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_replaying_a_step_takes_milliseconds():
+def test_a_step_s_time_costs_a_few_calls_per_bucket_not_per_operator():
     graph = encoder(30)
     assert len(graph.ops) > 500
     from qsync.lowering import Lowering
@@ -290,9 +290,5 @@ def test_replaying_a_step_takes_milliseconds():
     exchange = Exchange(graph, cluster, 100_000)
     assert len(exchange.buckets) > 10
     costs = [ClassCosts(Lowering(graph, {}), profile_of(graph, name)) for name in ("train", "infer")]
-    seconds = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        step_time([exchange.work(entry) for entry in costs], exchange)
-        seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 3e-3
+    works = [exchange.work(entry) for entry in costs]
+    assert num_calls(lambda: step_time(works, exchange)) < 20 * len(exchange.buckets)

@@ -519,6 +519,11 @@ def test_batches_that_cannot_be_used_are_refused(batch, words):
             call()
     with pytest.raises(CalibrationError, match="no calibration batch"):
         qsync.sensitivity(MLP(), [])
+    for one in (torch.randn(2, 16), {"x": torch.randn(2, 16)}):
+        with pytest.raises(CalibrationError, match=r"found one batch; pass \[batch\]"):
+            qsync.sensitivity(MLP(), one)
+    with pytest.raises(CalibrationError, match="rounds must be at least 1, found 0"):
+        qsync.profile(MLP(), torch.randn(2, 16), rounds=0)
 
 
 @pytest.mark.parametrize("where", ["batch", "weights"])
