@@ -19,6 +19,10 @@ class UnsupportedError(QSyncError):
     """A device class or a kernel cannot do what was asked."""
 
 
+class BuildError(QSyncError):
+    """A kernel could not be compiled, or what was compiled could not be loaded."""
+
+
 class InfeasibleError(QSyncError):
     """No assignment satisfies the constraints.
 
