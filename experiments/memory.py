@@ -26,7 +26,7 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
         step()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    with _quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with quiet_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -38,7 +38,7 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """The profiler writes its start and stop, and every block it did not see allocated, straight to file
     descriptor 2."""
     sys.stderr.flush()
