@@ -8,7 +8,12 @@ from setuptools import setup
 
 ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
 
+PACKAGES = {"qsync": "qsync", **{f"qsync.{room}": room for room in ROOMS}}
+# CUDA sources travel with the package: they are compiled where they run.
+PACKAGES["qsync.backend.cutlass"] = "backend/cutlass"
+
 setup(
-    packages=["qsync", *(f"qsync.{room}" for room in ROOMS)],
-    package_dir={"qsync": "qsync", **{f"qsync.{room}": room for room in ROOMS}},
+    packages=list(PACKAGES),
+    package_dir=PACKAGES,
+    package_data={"qsync.backend.cutlass": ["*.cu", "*.h"]},
 )

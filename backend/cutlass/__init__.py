@@ -1,0 +1,47 @@
+"""INT8 and FP16 products of NVIDIA GPUs through CUTLASS, compiled where they run.
+
+build.py finds nvcc and compiles products.cu; library.py calls it; products.py works on tensors, with the tile
+that tuning.py measured; linear.py and convolution.py are differentiable. `kernel` is the face.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from qsync.precision import Precision
+
+__all__ = ["kernel"]
+
+# The libraries that a kind of product needs in each precision.
+_FAMILIES = {
+    ("linear", "int8"): ("int8_gemm", "fp16_gemm"),
+    ("linear", "int8_all"): ("int8_gemm",),
+    ("linear", "fp16"): ("fp16_gemm",),
+    ("conv2d", "int8"): ("int8_conv", "fp16_conv"),
+    ("conv2d", "fp16"): ("fp16_conv",),
+}
+
+
+def kernel(
+    kind: str, precision: Precision, device: torch.device
+) -> tuple[Callable[..., object] | None, str | None]:
+    """The CUTLASS kernel for a kind of product on a GPU, or None and the reason, in one sentence.
+
+    Compiles what it needs when it is first asked on this machine (a minute or two), and not again.
+
+    >>> kernel("linear", Precision.INT8, torch.device("cuda"))
+    """
+    from qsync.backend.cutlass import convolution, library, linear, products
+
+    families = _FAMILIES.get(("linear" if kind == "addmm" else kind, str(precision)))
+    if families is None:
+        return None, f"CUTLASS is not used for {kind} in {precision}"
+    reason = library.unavailable(products.architecture(device), families)
+    if reason:
+        return None, reason
+    make = {"linear": linear.linear, "addmm": linear.addmm, "conv2d": convolution.conv2d}[kind]
+    return make(precision), None

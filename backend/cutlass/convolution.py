@@ -1,0 +1,211 @@
+"""Two-dimensional convolutions on NVIDIA GPUs through CUTLASS: INT8 forward, FP16 forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from qsync.backend.cutlass.linear import to_fp16
+from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
+from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.linear import DTYPES
+from qsync.errors import UnsupportedError
+from qsync.precision import Precision
+
+
+def unsupported(
+    input: tuple[int, ...], weight: tuple[int, ...], dilation: Any = 1, groups: int = 1
+) -> str | None:
+    """Why the kernels cannot compute a convolution of these shapes, in one sentence; None if they can.
+
+    >>> unsupported((8, 64, 32, 32), (64, 2, 3, 3), groups=32)
+    'CUTLASS has no grouped convolution here: keep it in a higher precision'
+    """
+    stay = "keep it in a higher precision"
+    if len(input) != 4:
+        return "the convolution needs a batched input (n, C, h, w): add a batch dimension of 1"
+    if groups != 1:
+        return f"CUTLASS has no grouped convolution here: {stay}"
+    if any(d != 1 for d in _pair(dilation)):
+        return f"CUTLASS has no input gradient of a dilated convolution: {stay}"
+    if max(weight[2:]) > 32:
+        return f"a filter of {weight[2]} x {weight[3]} is larger than 32 x 32: {stay}"
+    return None
+
+
+def conv2d(precision: Precision) -> Callable[..., Tensor]:
+    """The kernel of conv2d in `int8` or `fp16`; the backward pass is in FP16 for both.
+
+        y  = s_x[n] s_w[k] conv(X, W) + b                                                          (ours)
+        dx = conv_x(fp16(g s_w), W),   dW = conv_w(fp16(g s_x), X),   db = sum g
+
+    X, W are INT8 codes, one scale per image and output channel, or FP16 values with no scales. INT8 tensor
+    cores take operands along the inner dimension only, which for both gradients would mean transposed copies
+    of images: FP16 is used, scaled by a power of two. Saves the codes and scales only. x (n, C, h, w) and
+    W (k, C, r, s); the result has the memory format of an FP32 convolution's. Raises UnsupportedError for
+    what `unsupported` names.
+
+    >>> conv2d(Precision.INT8)(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), bias, padding=1)
+    """
+
+    def kernel(
+        target: Callable[..., Tensor],
+        out_type: str,
+        input: Operand,
+        weight: Operand,
+        bias: Operand | Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        reason = unsupported(tuple(input.value.shape), tuple(weight.value.shape), dilation, groups)
+        if reason:
+            raise UnsupportedError(f"conv2d in {precision}: {reason}")
+        bias = bias.value if isinstance(bias, Operand) else bias
+        kernel_size = (weight.value.shape[2], weight.value.shape[3])
+        around, extra = _padding(padding, kernel_size)
+        geometry = Geometry(_pair(stride), around, _pair(dilation))
+        plan = _Plan(geometry, extra, DTYPES[out_type])
+        return _Convolution.apply(input.value, weight.value, bias, input.encoded, weight.encoded, plan)
+
+    return kernel
+
+
+class _Plan(NamedTuple):
+    """What a call knows before it runs; `extra`: what "same" adds below and to the right."""
+
+    geometry: Geometry
+    extra: tuple[int, int]
+    dtype: torch.dtype
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    if isinstance(value, int):
+        return (value, value)
+    numbers = tuple(int(v) for v in value)
+    return (numbers[0], numbers[-1])
+
+
+def _padding(padding: Any, kernel: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Zeros on each side, and what "same" adds for an even filter (dilation is 1)."""
+    if padding == "same":
+        return ((kernel[0] - 1) // 2, (kernel[1] - 1) // 2), ((kernel[0] - 1) % 2, (kernel[1] - 1) % 2)
+    return _pair(0 if padding == "valid" else padding), (0, 0)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        x_encoded: Encoded,
+        w_encoded: Encoded,
+        plan: _Plan,
+    ) -> Tensor:
+        x_scale, w_scale = (None if e.scale is None else e.scale.reshape(-1) for e in (x_encoded, w_encoded))
+        images, filters = _images(x_encoded.data, plan.extra), _last(w_encoded.data)
+        sizes = _sizes(images, filters, plan.geometry)
+        rows = sizes["p"] * sizes["q"]
+        scaling = Scaling(rows=x_scale, columns=w_scale, bias=bias, rows_per_scale=rows)
+        product = "fp16_fprop" if x_scale is None else "int8_fprop"
+        y = conv(product, images, filters, sizes, scaling, plan.dtype).permute(0, 3, 1, 2)
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(
+            *((x_encoded.data, x_scale) if need_w else (None, None)),
+            *((w_encoded.data, w_scale) if need_x else (None, None)),
+        )
+        ctx.plan, ctx.bias_dtype = plan, None if bias is None else bias.dtype
+        ctx.x, ctx.weight = (x.shape, x.dtype), (weight.shape, weight.dtype)
+        ctx.last = any(_lies_channels_last(t) for t in (x, weight))
+        # A contiguous model must get contiguous results: it may call `view` on them.
+        return y if ctx.last else y.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x_data, x_scale, w_data, w_scale = ctx.saved_tensors
+        g = gradient.permute(0, 2, 3, 1).contiguous()
+        dx = dw = db = None
+        if w_data is not None:
+            dx = _input_gradient(g, w_data, w_scale, ctx.x[0], ctx.plan)
+            dx = dx.to(ctx.x[1]) if ctx.last else dx.to(ctx.x[1]).contiguous()
+        if x_data is not None:
+            dw = _weight_gradient(g, x_data, x_scale, ctx.weight[0], ctx.plan).to(ctx.weight[1])
+        if ctx.needs_input_grad[2]:
+            db = g.sum((0, 1, 2), dtype=torch.float32).to(ctx.bias_dtype)
+        return dx, dw, db, None, None, None
+
+
+def _input_gradient(
+    g: Tensor, w_data: Tensor, w_scale: Tensor | None, shape: torch.Size, plan: _Plan
+) -> Tensor:
+    """dx (n, C, h, w) in FP32, from g (n, p, q, k) and W (k, C, r, s)."""
+    h, back = to_fp16(g, w_scale)
+    h, filters = pad_channels(h), _last(w_data.to(torch.float16))
+    filters = pad(filters, (0, 0, 0, 0, 0, 0, 0, h.shape[3] - len(filters)))
+    height, width = shape[2] + plan.extra[0], shape[3] + plan.extra[1]
+    sizes = _named(
+        (len(h), height, width, filters.shape[3]), filters.shape, (h.shape[1], h.shape[2]), plan.geometry
+    )
+    dx = conv("fp16_dgrad", h, filters, sizes, Scaling(alpha=back))
+    return dx[:, : shape[2], : shape[3], : shape[1]].permute(0, 3, 1, 2)
+
+
+def _weight_gradient(
+    g: Tensor, x_data: Tensor, x_scale: Tensor | None, shape: torch.Size, plan: _Plan
+) -> Tensor:
+    """dW (k, C, r, s) in FP32, from g (n, p, q, k) and x (n, C, h, w)."""
+    h, back = to_fp16(g, None if x_scale is None else x_scale.view(-1, 1, 1, 1))
+    h, images = pad_channels(h), _images(x_data, plan.extra, torch.float16)
+    filters = (h.shape[3], shape[2], shape[3], images.shape[3])
+    sizes = _named(tuple(images.shape), filters, (h.shape[1], h.shape[2]), plan.geometry)
+    dw = conv("fp16_wgrad", h, images, sizes, Scaling(alpha=back))
+    return dw[: shape[0], :, :, : shape[1]].permute(0, 3, 1, 2).contiguous()
+
+
+def _images(data: Tensor, extra: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
+    """Activations as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
+    last = data.permute(0, 2, 3, 1).contiguous()
+    if last.dtype is torch.uint8:
+        # 128 more or less in eight bits is a matter of the highest one.
+        last = last.view(torch.int8).bitwise_xor(-128) if dtype is None else last.to(dtype) - 128
+    elif dtype is not None:
+        last = last.to(dtype)
+    return pad_channels(pad(last, (0, 0, 0, extra[1], 0, extra[0])) if any(extra) else last)
+
+
+def _last(filters: Tensor) -> Tensor:
+    """(k, C, r, s) as contiguous (k, r, s, C), channels padded."""
+    return pad_channels(filters.permute(0, 2, 3, 1).contiguous())
+
+
+def _sizes(images: Tensor, filters: Tensor, geometry: Geometry) -> dict[str, int]:
+    out = geometry.out_size((images.shape[1], images.shape[2]), (filters.shape[1], filters.shape[2]))
+    return _named(tuple(images.shape), tuple(filters.shape), out, geometry)
+
+
+def _named(
+    images: tuple[int, ...], filters: tuple[int, ...], out: tuple[int, int], geometry: Geometry
+) -> dict[str, int]:
+    """conv.h's sizes: images (n, h, w, c), filters (k, r, s, c), results (n, p, q, k)."""
+    names = ("n", "h", "w", "c", "k", "r", "s", "p", "q")
+    sizes = dict(zip(names, (*images, *filters[:3], *out), strict=True))
+    for name, pair in (
+        ("pad", geometry.padding),
+        ("stride", geometry.stride),
+        ("dilation", geometry.dilation),
+    ):
+        sizes[f"{name}_h"], sizes[f"{name}_w"] = pair
+    return sizes
+
+
+def _lies_channels_last(tensor: Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
