@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.encoding import Encoded, Operand, nearest_codes
+from qsync.backend.casts import nearest_codes
+from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.linear import DTYPES
 from qsync.errors import UnsupportedError
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from qsync.backend.encoding import LARGEST_CODE, Operand, decode, scales
+from qsync.backend.casts import LARGEST_CODE, scales
+from qsync.backend.encoding import Operand, decode
 from qsync.backend.linear import DTYPES
 from qsync.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 

@@ -209,7 +209,7 @@ def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
             modes = tuple(dict.fromkeys((op.dtype, *CARRIED_FLOATS)))
         ops[op.name] = {str(mode): _synthetic_cost(op, mode, slow) for mode in modes}
     sources = ("fp64", "fp32", "bf16", "fp16")
-    targets = (*sources, *(f"int8_{layout}" for layout in ("row", "col", "sample")))
+    targets = (*sources, *(f"int8_{layout}" for layout in ("row", "col", "image", "channel")))
     latency, per_element = (
         Cost(slow * 1e-6, slow * 1e-6),
         Cost(slow * 4 / _BYTES_PER_S, slow * 4 / _BYTES_PER_S),

@@ -315,5 +315,5 @@ def _bytes(type_name: str, shape: Sequence[int]) -> int:
     if not is_encoded(type_name) or type_name == "fp16" or not shape:
         return size
     layout = type_name.rpartition("_")[2]
-    scales = {"row": num_elements(shape[:-1]), "col": shape[-1], "sample": shape[0]}[layout]
+    scales = {"row": num_elements(shape[:-1]), "col": shape[-1], "image": shape[0], "channel": shape[0]}[layout]
     return size + FP32_BYTES * scales

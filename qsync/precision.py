@@ -45,16 +45,16 @@ CARRIED_FLOATS = ("fp64", "fp32", "bf16")
 TYPE_BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1,
     "complex64": 8, "fp8_row": 1, "fp8_col": 1, "int8": 1,
-    "int8_row": 1, "int8_col": 1, "int8_sample": 1,
+    "int8_row": 1, "int8_col": 1, "int8_image": 1, "int8_channel": 1,
 }  # fmt: skip
 
 # How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one
-# scale per row of the last dimension, per column (a weight stored transposed), or per sample (per output
-# channel of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
+# scale per row of the last dimension, per column (a weight stored transposed), per image, or per output channel
+# (of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
 ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "linear": ("row", "row", None),
     "addmm": (None, "row", "col"),
-    "conv2d": ("sample", "sample", None),
+    "conv2d": ("image", "channel", None),
 }
 
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.

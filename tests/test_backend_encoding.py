@@ -7,12 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync.backend import decode, encode
-from qsync.backend.encoding import nearest_codes, rounding_noise, stochastic_codes
+from qsync.backend import casts, compiled, decode, encode
+from qsync.backend.casts import nearest_codes
 from qsync.errors import UnsupportedError
 
-SHAPES = {"row": (5, 3, 37), "col": (37, 11), "sample": (4, 3, 5, 7)}
-SCALE_SHAPES = {"row": (5, 3, 1), "col": (11, 1), "sample": (4, 1, 1, 1)}
+SHAPES = {"row": (5, 3, 37), "col": (37, 11), "image": (4, 3, 5, 7), "channel": (4, 3, 5, 7)}
+SCALE_SHAPES = {"row": (5, 3, 1), "col": (11, 1), "image": (4, 1, 1, 1), "channel": (4, 1, 1, 1)}
 EIGHT_BIT = [f"{form}_{layout}" for form in ("int8", "fp8") for layout in SHAPES]
 
 
@@ -62,7 +62,7 @@ def test_zeros_stay_zeros(type_name):
 def test_what_is_not_finite_is_not_finite_afterwards(type_name, bad):
     x = torch.randn(SHAPES.get(type_name.split("_")[-1], (3, 4)))
     x.view(-1)[4] = bad
-    assert not decode(encode(x, type_name)).view(-1)[4].isfinite() if type_name != "int8_col" else True
+    assert not decode(encode(x, type_name)).flatten()[4].isfinite() if type_name != "int8_col" else True
     assert not decode(encode(x, type_name)).isfinite().all()
 
 
@@ -116,16 +116,28 @@ def test_nearest_rounding_has_variance_of_a_twelfth_of_a_squared_step():
     assert ratio == pytest.approx(1, abs=0.02)
 
 
-def test_stochastic_rounding_has_variance_of_a_sixth_of_a_squared_step_and_no_bias():
+@pytest.fixture(params=["plain", "compiled"])
+def either(request, monkeypatch):
+    """The plain casts, and the compiled ones."""
+    if request.param == "plain":
+        monkeypatch.setattr(casts, "_library", lambda num_threads: None)
+    else:
+        assert compiled.library() is not None, compiled.note()
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_stochastic_rounding_has_variance_of_a_sixth_of_a_squared_step_and_no_bias(rows, either):
     torch.manual_seed(4)
-    x = torch.rand(64, 4096) - 0.5
+    g, factors = torch.rand(64, 4096) - 0.5, torch.rand(4096 if rows else 64) + 0.5
+    x = g * (factors if rows else factors.unsqueeze(1))
     error = torch.zeros_like(x)
     square = 0.0
     num_draws = 64
     for _ in range(num_draws):
-        codes, scale = stochastic_codes(x.clone(), (1,), rounding_noise(x.shape, x.device))
-        error += (codes.float() * scale - x) / scale
-        square += ((codes.float() * scale - x) / scale).square().mean().item()
+        codes, scale = (casts.round_rows if rows else casts.round_columns)(g, factors)
+        step = scale.unsqueeze(1) if rows else scale
+        error += (codes.float() * step - x) / step
+        square += ((codes.float() * step - x) / step).square().mean().item()
     assert square / num_draws * 6 == pytest.approx(1, abs=0.02)
     # The mean over all elements: standard error sqrt(1/6 / (64 * 64 * 4096)) = 1e-4.
     assert (error / num_draws).mean().item() == pytest.approx(0, abs=5e-4)
@@ -133,19 +145,30 @@ def test_stochastic_rounding_has_variance_of_a_sixth_of_a_squared_step_and_no_bi
     assert (error / num_draws).square().mean().item() * num_draws * 6 == pytest.approx(1, abs=0.05)
 
 
-def test_stochastic_rounding_keeps_what_is_a_code_already():
+def test_roundings_of_neighbours_and_of_draws_are_independent(either):
+    """The error of one element says nothing about the next one's, the next row's, or the next draw's."""
+    torch.manual_seed(5)
+    g, ones = torch.full((256, 1024), 0.3), torch.ones(1024)
+    g[:, 0] = 1.0
+    first, second = (casts.round_rows(g, ones)[0][:, 1:].double() for _ in range(2))
+    for a, b in ((first[:, 1:], first[:, :-1]), (first[1:], first[:-1]), (first, second)):
+        correlation = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1].item()
+        assert abs(correlation) < 0.01  # standard error 1 / sqrt(261888) = 0.002
+
+
+def test_stochastic_rounding_keeps_what_is_a_code_already(either):
     x = torch.arange(-127.0, 128.0).repeat(3, 1)
     for _ in range(5):
-        codes, _ = stochastic_codes(x.clone(), (1,), rounding_noise(x.shape, x.device))
+        codes, _ = casts.round_rows(x, torch.ones(255))
         assert torch.equal(codes.float(), x)
 
 
-def test_rounding_noise_follows_the_default_generator():
+def test_stochastic_rounding_follows_the_default_generator(either):
+    g, ones = torch.randn(3, 5), torch.ones(5)
     torch.manual_seed(5)
-    a = rounding_noise(torch.Size((3, 5)), torch.device("cpu"))
+    a, _ = casts.round_rows(g, ones)
     torch.manual_seed(5)
-    assert torch.equal(a, rounding_noise(torch.Size((3, 5)), torch.device("cpu")))
-    assert a.abs().max() < 0.5
+    assert torch.equal(a, casts.round_rows(g, ones)[0])
 
 
 @settings(max_examples=60, deadline=None)

@@ -26,10 +26,10 @@ def spread(*shape: int, seed: int = 0) -> torch.Tensor:
     return values * torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator))
 
 
-@pytest.mark.parametrize("type_name", ["int8_row", "int8_col", "int8_sample", "fp8_row"])
+@pytest.mark.parametrize("type_name", ["int8_row", "int8_col", "int8_image", "int8_channel", "fp8_row"])
 def test_rounding_variance_is_what_encoding_does(type_name):
     x = spread(256, 384)
-    if type_name == "int8_sample":
+    if type_name in ("int8_image", "int8_channel"):
         x = spread(64, 8, 6, 8)
     error = decode(encode(x, type_name)) - x
     assert float(rounding_variance(x, type_name)) == pytest.approx(float(error.square().mean()), rel=0.1)
@@ -57,11 +57,14 @@ def test_zeros_and_empty_tensors_add_nothing():
 
 
 def made(op: Op, operands: list[torch.Tensor], result: torch.Tensor, gradient: torch.Tensor) -> OpStatistics:
-    types = {str(operand_type(op.kind, 0, p)) for p in (Precision.BF16, Precision.INT8)}
+    types = [
+        {str(operand_type(op.kind, i, p)) for p in (Precision.BF16, Precision.INT8)}
+        for i in range(len(operands))
+    ]
     return OpStatistics(
         [tuple(t.shape) for t in operands],
         [float(t.square().sum()) for t in operands],
-        [{t: float(rounding_variance(x, t)) for t in types} for x in operands],
+        [{t: float(rounding_variance(x, t)) for t in known} for x, known in zip(operands, types, strict=True)],
         float(result.square().sum()),
         float(gradient.square().sum()),
         {"bf16": float(rounding_variance(gradient, "bf16"))},

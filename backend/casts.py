@@ -1,0 +1,244 @@
+"""Passes over a matrix between products: quantize, dequantize, narrow. In plain torch, and compiled.
+
+Every function has a plain body, which reads like its equation and runs on every device, and a compiled one
+(`qsync.backend.fused`) of the same result, which runs where the matrix is on a CPU, in FP32 or BF16 and
+dense, and where it was measured to be faster than the plain one.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from qsync.backend import compiled
+
+# The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
+LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
+CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": torch.float8_e5m2}
+# A row of zeros gets this magnitude: its codes are zero, and its scale and the inverse of it are normal FP32
+# numbers.
+_SMALLEST_AMAX = 1e-35
+_COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 codes (m, n) of a matrix (m, n), each the nearest, and one scale per row (m).
+
+        scale = max |x| / 127,  code = round(x / scale)                           (ours; symmetric absmax)
+
+    A row that holds NaN or Inf gets the scale NaN.
+    """
+    library = _library_for(values)
+    if library is None:
+        return _flat(nearest_codes(values.float(), (1,), "int8"))
+    codes, scale = (
+        torch.empty_like(values, dtype=torch.int8),
+        _bits(len(values)),
+    )
+    library[f"quantize_rows_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
+    return codes, scale.view(torch.float32)
+
+
+def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 codes (m, n) of a matrix, and one scale per column (n)."""
+    library = _library_for(values)
+    if library is None:
+        return _flat(nearest_codes(values.float(), (0,), "int8"))
+    columns = values.shape[1]
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(columns)
+    inverse = torch.empty_like(scale)
+    library[f"quantize_columns_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale, inverse)
+    return codes, scale.view(torch.float32)
+
+
+def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` with 128 added to every code: what oneDNN's convolutions take as activations."""
+    library = _library_for(values)
+    if library is None:
+        codes, scale = nearest_codes(values.float(), (1,), "int8")
+        return codes.view(torch.uint8).bitwise_xor(128), scale.reshape(-1)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    scale = _bits(len(values))
+    library[f"quantize_rows_unsigned_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
+    return codes, scale.view(torch.float32)
+
+
+def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Stochastic INT8 codes (m, n) of g * factors, with one scale per row (m); factors (n).
+
+    E[code * scale] = g * factors, and E[(code * scale - g * factors)^2] is scale^2 / 6 on average over the
+    place between two codes, twice that of the nearest code. Draws from torch's default generator.
+    """
+    library = _library_for(g)
+    if library is None:
+        return _flat(_stochastic_codes(g.float() * factors, (1,)))
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g))
+    library[f"round_rows_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale)
+    return codes, scale.view(torch.float32)
+
+
+def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Stochastic INT8 codes (m, n) of g * factors, with one scale per column (n); factors (m)."""
+    library = _library_for(g)
+    if library is None:
+        return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1])
+    inverse = torch.empty_like(scale)
+    library[f"round_columns_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale, inverse)
+    return codes, scale.view(torch.float32)
+
+
+def dequantize(
+    sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
+
+    INT32 sums are overwritten.
+    """
+    library = _library_for(sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
+    if library is None or (bias is not None and bias.dtype is not torch.float32):
+        # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
+        # 5, one thread).
+        out = sums if sums.dtype is torch.float32 else sums.view(torch.float32).copy_(sums)
+        out.mul_(rows.unsqueeze(1)).mul_(columns)
+        return (out if bias is None else out.add_(bias)).to(dtype)
+    name = "dequantize" if bias is None else "dequantize_biased"
+    offsets = columns if bias is None else bias.detach().contiguous()
+    if dtype is torch.float32:
+        library[f"{name}_float32"](sums, rows, columns, offsets)
+        return sums.view(torch.float32)
+    out = torch.empty_like(sums, dtype=dtype)
+    library[f"{name}_bfloat16"](sums, rows, columns, offsets, out)
+    return out
+
+
+def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    """BF16 of codes * scale (m, n), one scale per row (m). Unsigned codes have the zero point 128."""
+    unsigned = codes.dtype is torch.uint8
+    transposed = not codes.is_contiguous() and codes.t().is_contiguous() and not unsigned
+    stored = codes.t() if transposed else codes
+    library = _library_for(stored, (torch.int8, torch.uint8))
+    if library is None:
+        signed = codes.float().sub_(128) if unsigned else codes.float()
+        return signed.mul_(scale.unsqueeze(1)).bfloat16()
+    out = torch.empty_like(stored, dtype=torch.bfloat16)
+    name = "decode_columns" if transposed else "decode_rows_unsigned" if unsigned else "decode_rows"
+    library[name](stored, scale, out)
+    return out.t() if transposed else out
+
+
+def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
+    """BF16 of g (m, n), and the FP32 sums of its columns (n): what a layer's products and its bias need."""
+    library = _library_for(g)
+    if library is None:
+        return g.bfloat16(), g.float().sum(0)
+    narrow = torch.empty_like(g, dtype=torch.bfloat16)
+    sums = g.new_empty(g.shape[1], dtype=torch.float32)
+    library[f"narrow_and_sum_{_COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, torch.empty_like(sums))
+    return narrow, sums
+
+
+def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
+
+    `y` is FP32 in channels-last order, and is overwritten.
+    """
+    images, channels = y.shape[:2]
+    flat = y.permute(0, 2, 3, 1).reshape(images, math.prod(y.shape[2:]), channels)
+    library = _library_for(flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
+    if library is None or (bias is not None and bias.dtype is not torch.float32):
+        out = y.mul_(rows.view(-1, 1, 1, 1))
+        return (out if bias is None else out.add_(bias.view(-1, 1, 1))).to(dtype)
+    offsets = y.new_zeros(channels) if bias is None else bias.detach().contiguous()
+    if dtype is torch.float32:
+        library["scale_images_float32"](flat, rows, offsets)
+        return y
+    out = torch.empty_like(flat, dtype=dtype)
+    library["scale_images_bfloat16"](flat, rows, offsets, out)
+    return out.view(images, *y.shape[2:], channels).permute(0, 3, 1, 2)
+
+
+def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of FP32 values in plain torch, each code the nearest, one scale for all of `dims`."""
+    scale, inverse = scales(values, dims, LARGEST_CODE[form])
+    codes = values * inverse
+    # In place: a fresh 4 MB result costs more in page faults than the rounding itself.
+    return (codes.round_() if form == "int8" else codes).to(CODE_DTYPE[form]), scale
+
+
+def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tensor, Tensor]:
+    """FP32 scales max|x| / largest over `dims` (kept as 1), NaN where x is not finite; and 1 / scale."""
+    if values.numel() == 0:
+        shape = [1 if d in dims or d - values.ndim in dims else n for d, n in enumerate(values.shape)]
+        return values.new_ones(shape), values.new_ones(shape)
+    # Two reductions that write nothing: 0.24 ms for 1024x1536, abs().amax() 0.54 (its temporary costs page
+    # faults), and vector_norm(inf) and aminmax, which do not vectorize, 4 to 8 ms (Zen 5, one thread, torch
+    # 2.13).
+    amax = torch.maximum(values.amax(dims, keepdim=True), values.amin(dims, keepdim=True).neg_())
+    amax.clamp_(min=_SMALLEST_AMAX)
+    inverse = largest / amax
+    # amax - amax is 0 for finite rows and NaN for the others; without it a row with Inf could decode to
+    # zeros.
+    return amax.mul(1 / largest).add_(amax - amax), inverse
+
+
+def _bits(size: int) -> Tensor:
+    """Room for FP32 scales, as the compiled casts take it: the integers with their bits."""
+    return torch.empty(size, dtype=torch.int32)
+
+
+def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return encoded[0], encoded[1].reshape(-1)
+
+
+def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Rounded up with the probability of how far the lower code is. Overwrites `values`."""
+    scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
+    return values.mul_(inverse).add_(torch.rand_like(values)).floor_().to(torch.int8), scale
+
+
+def _seed() -> int:
+    return int(torch.randint(2**31, ()))
+
+
+def _library_for(
+    matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(_COMPILED_DTYPES)
+) -> compiled.Library | None:
+    """The compiled casts, if they can take this matrix and pay here."""
+    usable = (
+        matrix.device.type == "cpu" and matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()
+    )
+    if not usable:
+        return None
+    return _library(torch.get_num_threads())
+
+
+@cache
+def _library(num_threads: int) -> compiled.Library | None:
+    """The compiled casts, None where there are none or torch's own threads make the plain ones faster.
+
+    The compiled ones run on one thread, as ranks under torchrun do; plain torch takes about five passes over
+    memory with as many threads as it has.
+    """
+    library = compiled.library()
+    if library is None or num_threads == 1:
+        return library
+    values = torch.linspace(-1, 1, 2**20).view(1024, 1024)
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(1024)
+    fused = _least_s(lambda: library["quantize_rows_float32"](values, codes, scale))
+    plain = _least_s(lambda: nearest_codes(values, (1,), "int8"))
+    return library if fused <= plain else None
+
+
+def _least_s(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,118 @@
+"""The fused casts of `qsync.backend.fused`, compiled by TVM for this processor once and loaded from then on.
+
+Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. What cannot be is said by
+`note`: without a linker every process compiles for itself, without TVM the plain casts run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from qsync.backend import kernel_cache
+from qsync.errors import BuildError
+
+
+class Library(dict[str, Any]):
+    """Compiled functions by name, called on torch tensors without a copy."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = self._module[name]
+        return self[name]
+
+
+def library() -> Library | None:
+    """The compiled functions, None where there are none; compiled at the first call on a machine.
+
+    >>> library()["quantize_rows_float32"](x, codes, scales)
+    """
+    return _loaded()[0]
+
+
+def note() -> str | None:
+    """What is not as it should be, in one sentence: why there is no library, or why it is compiled anew."""
+    return _loaded()[1]
+
+
+@cache
+def _loaded() -> tuple[Library | None, str | None]:
+    try:
+        import tvm_ffi
+
+        facts = _facts()
+    except ImportError as error:
+        return None, f"casts run in plain torch: TVM is not installed ({error}); pip install apache-tvm"
+    try:
+        path = kernel_cache.built("casts", facts, lambda path: _export(_executable(), path))
+        return Library(tvm_ffi.load_module(str(path))), None
+    except BuildError as error:
+        reason = str(error)
+    except Exception as error:  # the loader raises what it likes; nothing that it refused is used
+        reason = (
+            f"{kernel_cache.folder()} holds casts that cannot be loaded ({_first_line(error)}); delete it"
+        )
+    try:
+        return Library(_executable().mod), f"casts are compiled anew by every process: {reason}"
+    except BuildError as error:
+        return None, f"casts run in plain torch: {error}"
+
+
+def _facts() -> dict[str, str]:
+    """All that decides what is compiled, read without TVM: a rank that finds it compiled starts at once."""
+    source = Path(__file__).with_name("fused.py").read_bytes()
+    return {
+        "source": hashlib.sha256(source).hexdigest(),
+        "tvm": importlib.metadata.version("apache-tvm"),
+        "ffi": importlib.metadata.version("apache-tvm-ffi"),
+        "processor": processor(),
+    }
+
+
+def processor() -> str:
+    """What this processor can execute: architecture, model and, where Linux tells, its instruction sets."""
+    facts = [platform.machine(), platform.system()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [f"model name: {platform.processor()}"]
+    for wanted in ("model name", "flags", "Features"):
+        facts += [line.partition(":")[2].strip() for line in lines if line.startswith(wanted)][:1]
+    return "; ".join(facts)
+
+
+def _executable() -> Any:
+    """The programs, compiled in memory; a second or two with TVM's import. Raises BuildError."""
+    try:
+        import tvm
+        from tvm.target import codegen
+
+        from qsync.backend import fused
+
+        target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), "opt-level": 3})
+        return tvm.compile(fused.module(), target=target)
+    except Exception as error:
+        raise BuildError(f"TVM cannot compile the casts ({_first_line(error)})") from error
+
+
+def _export(executable: Any, path: Path) -> None:
+    """Write the library: TVM links it with a C++ compiler. Raises BuildError."""
+    print(f"qsync: compiled casts for this processor, once, into {path.parent}", file=sys.stderr)
+    try:
+        executable.export_library(str(path))
+    except Exception as error:
+        raise BuildError(
+            f"TVM cannot link the casts ({_first_line(error)}); install a C++ compiler (g++ or clang++)"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,155 @@
+"""Compiled casts against plain ones: the same codes and scales to the bit, the rest to the last digit."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qsync.backend import casts, compiled
+
+SHAPES = [(1, 1), (1, 257), (7, 1), (5, 7), (64, 64), (33, 1000), (130, 48), (0, 5), (3, 0)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def matrices(shape, dtype):
+    """Ordinary values, values of every magnitude, zeros, and rows that are not finite."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator)
+    yield x.to(dtype)
+    yield (x * torch.logspace(-36, 36, max(x.numel(), 1))[: x.numel()].view(shape)).to(dtype)
+    yield torch.zeros(shape, dtype=dtype)
+    yield (torch.randint(-3, 4, shape, generator=generator) / 2).to(dtype)  # ties
+    for bad in (math.nan, math.inf, -math.inf):
+        if x.numel():
+            worse = x.clone()
+            worse.view(-1)[x.numel() // 2] = bad
+            yield worse.to(dtype)
+
+
+def both(function, *arguments):
+    """What the compiled and the plain form return."""
+    assert compiled.library() is not None, compiled.note()
+    fast = function(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
+    before = casts._library
+    casts._library = lambda num_threads: None
+    try:
+        plain = function(*arguments)
+    finally:
+        casts._library = before
+    return fast, plain
+
+
+def equal(a, b):
+    """Bit for bit, with NaN for NaN."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["quantize_rows", "quantize_columns", "quantize_rows_unsigned"])
+def test_codes_and_scales_are_the_same_to_the_bit(name, shape, dtype):
+    for x in matrices(shape, dtype):
+        (codes, scale), (plain_codes, plain_scale) = both(getattr(casts, name), x)
+        assert equal(scale, plain_scale)
+        # Where the scale is NaN every code decodes to NaN.
+        known = scale.isfinite() if name == "quantize_columns" else scale.isfinite().unsqueeze(1)
+        assert torch.equal(codes[known.expand(codes.shape)], plain_codes[known.expand(codes.shape)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("rows", [True, False])
+def test_stochastic_codes_are_one_of_the_two_neighbours_and_scales_are_the_same(rows, shape, dtype):
+    function = casts.round_rows if rows else casts.round_columns
+    factors = torch.rand(shape[1] if rows else shape[0], generator=torch.Generator().manual_seed(1)) + 0.5
+    for g in matrices(shape, dtype):
+        (codes, scale), (_, plain_scale) = both(function, g, factors)
+        assert equal(scale, plain_scale)
+        step = scale.unsqueeze(1) if rows else scale
+        exact = g.float() * (factors if rows else factors.unsqueeze(1))
+        known = step.isfinite().expand(exact.shape)
+        assert (codes[known].abs() <= 127).all()
+        assert ((codes * step - exact).abs() <= step * (1 + 1e-4))[known].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantized_sums_differ_in_the_last_digit_at_most(shape, biased, dtype):
+    generator = torch.Generator().manual_seed(2)
+    sums = torch.randint(-(2**24), 2**24, shape, generator=generator, dtype=torch.int32)
+    rows, columns = (torch.rand(n, generator=generator) + 0.1 for n in shape)
+    bias = torch.randn(shape[1], generator=generator) * 1e6 if biased else None
+    fast, plain = both(casts.dequantize, sums, rows, columns, bias, dtype)
+    assert fast.dtype is plain.dtype is dtype
+    digit = 2**-22 if dtype is torch.float32 else 2**-7
+    size = plain.float().abs() + (0 if bias is None else bias.abs())
+    assert ((fast.float() - plain.float()).abs() <= digit * size).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("layout", ["rows", "transposed", "unsigned"])
+def test_decoded_codes_are_the_same_to_the_bit(shape, layout):
+    generator = torch.Generator().manual_seed(3)
+    codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
+    scale = torch.rand(shape[0], generator=generator)
+    if len(scale) > 1:
+        scale[1] = math.nan
+    if layout == "transposed":
+        codes = codes.t().contiguous().t()
+    if layout == "unsigned":
+        codes = codes.view(torch.uint8).bitwise_xor(128)
+    fast, plain = both(casts.decode_rows, codes, scale)
+    assert equal(fast, plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (1000, 3)])
+def test_narrowed_gradients_are_the_same_and_their_sums_as_good(shape, dtype):
+    for g in matrices(shape, dtype):
+        (narrow, sums), (plain_narrow, _) = both(casts.narrow_and_sum, g)
+        assert equal(narrow, plain_narrow)
+        exact, size = g.double().sum(0), g.double().abs().sum(0)
+        finite = exact.isfinite()
+        assert torch.equal(sums.isfinite() | (exact.abs() > 3e38), finite | (exact.abs() > 3e38))
+        assert ((sums.double() - exact).abs() <= 64 * 2**-24 * size)[finite].all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 4, 2), (2, 64, 3, 3), (0, 4, 2, 2)])
+def test_scaled_images_differ_in_the_last_digit_at_most(shape, dtype):
+    y = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+    rows, bias = torch.rand(shape[0]) + 0.1, torch.randn(shape[1])
+    for offsets in (None, bias):
+        fast, plain = both(casts.scale_images, y, rows, offsets, dtype)
+        y = torch.randn(shape).contiguous(memory_format=torch.channels_last)
+        assert fast.dtype is dtype and fast.is_contiguous(memory_format=torch.channels_last)
+        size = plain.float().abs() + (0 if offsets is None else offsets.abs().view(-1, 1, 1))
+        digit = 2**-22 if dtype is torch.float32 else 2**-7
+        assert ((fast.float() - plain.float()).abs() <= digit * size).all()
+
+
+def test_what_the_compiled_casts_do_not_take_goes_to_the_plain_ones():
+    x = torch.randn(6, 8)
+    for strange in (x.t(), x.double(), x[:, ::2]):
+        codes, scale = casts.quantize_rows(strange)
+        assert ((codes * scale.unsqueeze(1) - strange).abs() <= scale.unsqueeze(1) * 0.51).all()
+
+
+def test_a_library_that_is_compiled_already_needs_no_tvm():
+    """Ranks start at once: the library is loaded by tvm_ffi alone, and calls nothing of TVM's runtime."""
+    assert compiled.library() is not None
+    code = (
+        "import sys, torch\n"
+        "from qsync.backend import casts, compiled, encode\n"
+        "assert compiled.library() is not None, compiled.note()\n"
+        "casts.round_rows(torch.randn(4, 40), torch.ones(40)); encode(torch.randn(4, 40), 'int8_col')\n"
+        "assert 'tvm' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
