@@ -25,7 +25,7 @@ from qsync.errors import BuildError
 
 SOURCES = Path(__file__).parent
 FAMILIES = ("int8_gemm", "fp16_gemm", "int8_conv", "fp16_conv")
-# nvcc dropped Volta in CUDA 13. Turing's PTX of these sources is Volta's too, but for a hint to the cache, and
+# nvcc dropped Volta in CUDA 13. Turing's PTX of these sources is Volta's too, but for a hint to the cache;
 # an assembler of CUDA 12 (PyPI: nvidia-cuda-nvcc-cu12, 40 MB) makes Volta's machine code of it.
 _VOLTA, _STAND_IN = "70", "75"
 _SECONDS_TO_COMPILE = 1800

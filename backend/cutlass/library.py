@@ -11,8 +11,8 @@ from typing import Any
 from qsync.backend.cutlass import build
 from qsync.errors import BuildError, UnsupportedError
 
-# products.cu's enum Product, and the family (library) that each belongs to. "nt": A (M, K) times the transpose
-# of B (N, K), both stored so; "nn": A (M, K) times B (K, N); "tn": the transpose of A (K, M) times B (K, N).
+# products.cu's enum Product, and the family (library) that each belongs to. "nt": A (M, K) times B (N, K)
+# transposed; "nn": A (M, K) times B (K, N); "tn": A (K, M) transposed times B (K, N).
 PRODUCTS = {
     "int8_nt": (0, "int8_gemm"),
     "fp16_nt": (1, "fp16_gemm"),
