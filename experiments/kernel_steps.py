@@ -113,13 +113,17 @@ def _add_peers(case: Case, bench: Bench, model: nn.Module, batch: Batch) -> None
         makers["inductor fp32"] = make(compiled=True)
         makers["inductor bf16"] = make(autocast=True, compiled=True)
     if not any(isinstance(module, nn.Conv2d) for module in model.modules()):  # torchao has linear layers only
-        makers["torchao int8"] = make(peers.torchao_int8)
+        makers["torchao int8"] = make(_torchao_int8)
         if bench.inductor:
-            makers["torchao int8, inductor"] = make(peers.torchao_int8, compiled=True)
+            makers["torchao int8, inductor"] = make(_torchao_int8, compiled=True)
         if bench.device.type == "cuda":
             makers["torchao float8, inductor"] = make(peers.torchao_float8, compiled=True)
     for name, maker in makers.items():
         case.add(name, maker, theirs=True)
+
+
+def _torchao_int8(model: nn.Module) -> nn.Module:
+    return peers.with_contiguous_gradients(peers.torchao_int8(model))
 
 
 def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:

@@ -51,7 +51,8 @@ _PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy")
 
 TERMS = (
     "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
-    "one thread; paired rounds; ratios are medians of the rounds' own ratios",
+    "one thread; paired rounds; ratios are medians of the rounds' own ratios; short calls are repeated for "
+    "20 ms in their turn: caches are warm",
     "a layer's operands and their gradients are FP32 outside; every cast of activation and gradient counts",
     "linear and conv training: forward and backward of one step, the weight's cast included (once per step)",
     "forward: recorded for backward; the weight's cast is included only where the variant says '+ weight': a "
@@ -100,7 +101,7 @@ def main(
     draw(content, out / "kernels.png")
     console = Console()
     if not console.is_terminal:
-        console.width = 120
+        console.width = 132
     report(content, console)
     console.print(f"Written: {out / 'kernels.json'}, {out / 'kernels.png'}", style="dim")
 
@@ -329,11 +330,9 @@ def report(content: Mapping[str, Any], console: Console) -> None:
         if cases:
             console.print(_speeds(section, cases))
     peaks = content["peaks"]
-    rates = ", ".join(f"{name.upper()} {rate / 1e9:.0f}" for name, rate in peaks["flops_per_s"].items())
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
     copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
-    console.print(
-        f"Peaks, measured: products {rates} GFLOP/s ({peaks['square']} squared); copies {copies} GB/s."
-    )
+    console.print(f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.")
     console.print(f"torchao: {content['torchao']['seen']}.")
     for name, why in {k: v for case in content["cases"] for k, v in case["unavailable"].items()}.items():
         console.print(f"Not measured: {name}: {why}")

@@ -100,6 +100,28 @@ def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.M
     return model
 
 
+class _Contiguous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
+    """Make gradients contiguous where they enter linear layers, in place.
+
+    torchao's INT8 backward calls `view` on them, and stops at those of attention, which are transposed
+    (torchao 0.18, BERT of transformers 5).
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))
+    return model
+
+
 def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
     """The model's linear layers in torchao's float8 training with rowwise scales, in place. GPUs only.
 

@@ -2,7 +2,7 @@
 
 least = sum over products of FLOPs / peak rate of their type + bytes / copy rate                  (ours)
 
-The peaks are measured in the same run: a large square product of each type, and plain copies. Bytes are what
+The peaks are measured in the same run: large products of each type, and plain copies. Bytes are what
 the best conceivable kernels would move: every tensor read or written once by each pass that needs it, casts
 fused with whatever may be fused with them, nothing kept in cache between passes. So it is a bound for kernels
 that stream their operands, on the machine as it was minutes earlier: a few per cent beyond it are drift.
@@ -11,7 +11,7 @@ that stream their operands, on the machine as it was minutes earlier: a few per 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,13 +48,14 @@ TRAINING = {
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """Measured: FLOP/s of a large square product by type, bytes/s of copies by how many bytes were copied.
+    """Measured: FLOP/s by type, the best of `products`, and bytes/s of copies by how many bytes were copied.
 
-    A copy of n bytes moves 2 n.
+    A copy of n bytes moves 2 n. `products` says which product reached what.
     """
 
     flops_per_s: Mapping[str, float]
     copy_bytes_per_s: Mapping[int, float]
+    products: Mapping[str, float] = field(default_factory=dict)
 
     def bytes_per_s(self, largest_bytes: int) -> float:
         """The copy rate for tensors of at most so many bytes: that of the nearest size not above it."""
@@ -73,36 +74,53 @@ class Peaks:
     def to_json(self) -> dict[str, Any]:
         return {
             "flops_per_s": dict(self.flops_per_s),
+            "products": dict(self.products),
             "copy_bytes_per_s": {str(size): rate for size, rate in self.copy_bytes_per_s.items()},
             "square": SQUARE,
         }
 
 
 def measure_peaks(device: torch.device, rounds: int, square: int = SQUARE) -> Peaks:
-    """Measure the peaks of a device: the fastest round of each."""
+    """Measure the peaks of a device: the fastest round of each product and copy.
+
+    A type's peak is its best product: which of MKL, oneDNN, matrices and convolutions is fastest depends on
+    the processor, and a bound wants that one.
+    """
+    products = _products(device, square)
+    copies = {str(size): _copy(torch.ones(size // 4, device=device)) for size in COPIES}
+    runs = {name: run for name, (_, run) in products.items()} | copies
+    found = {name: min(samples.seconds) for name, samples in measure(runs, rounds, device).items()}
+    rates = {name: flops / found[name] for name, (flops, _) in products.items()}
+    best: dict[str, float] = {}
+    for name, rate in rates.items():
+        kind = name.split()[0]
+        best[kind] = max(rate, best.get(kind, 0.0))
+    return Peaks(best, {size: 2 * size / found[str(size)] for size in COPIES}, rates)
+
+
+def _products(device: torch.device, square: int) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Type and call -> (FLOPs, the call): large squares, and a convolution of 256 channels."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(square, square, generator=generator).to(device) for _ in range(2))
-    sources = {size: torch.ones(size // 4, device=device) for size in COPIES}
-    variants: dict[str, Callable[[], object]] = {
-        "fp32": lambda: a @ b,
-        "bf16": _product(torch.mm, a.bfloat16(), b.bfloat16()),
-        "int8": _product(torch._int_mm, a.to(torch.int8), b.to(torch.int8).t().contiguous().t()),
+    narrow = a.bfloat16(), b.bfloat16()
+    codes = a.to(torch.int8), b.to(torch.int8).t().contiguous().t()
+    flops = 2.0 * square**3
+    found: dict[str, tuple[float, Callable[[], object]]] = {
+        "fp32 mm": (flops, lambda: a @ b),
+        "bf16 mm": (flops, lambda: narrow[0] @ narrow[1]),
+        "int8 mm": (flops, lambda: torch._int_mm(*codes)),
     }
+    channels = max(square // 8, 8)
+    x = torch.randn(16, channels, 16, 16, device=device).to(memory_format=torch.channels_last)
+    w = torch.randn(channels, channels, 3, 3, device=device).to(memory_format=torch.channels_last)
+    for name, pair in (("fp32 conv", (x, w)), ("bf16 conv", (x.bfloat16(), w.bfloat16()))):
+        count = 2.0 * x.numel() * channels * 9
+        found[name] = (count, lambda pair=pair: torch.conv2d(*pair, padding=1))
     if device.type == "cpu":
-        variants["fp32 onednn"] = lambda: peers.linear_one_dnn(a, b, a[0])
+        found["fp32 onednn"] = (flops, lambda: peers.linear_one_dnn(a, b, a[0]))
     elif torch.cuda.get_device_capability(device) >= (8, 9):
-        variants["fp8"] = _fp8_product(a, b)
-    variants |= {str(size): _copy(source) for size, source in sources.items()}
-    found = {name: min(samples.seconds) for name, samples in measure(variants, rounds, device).items()}
-    flops = {name: 2 * square**3 / s for name, s in found.items() if not name.isdigit()}
-    # Which of MKL and oneDNN is the faster one depends on the processor; a bound wants that one.
-    flops["fp32 mm"] = flops["fp32"]
-    flops["fp32"] = max(flops["fp32"], flops.pop("fp32 onednn", 0.0))
-    return Peaks(flops, {size: 2 * size / found[str(size)] for size in COPIES})
-
-
-def _product(function: Callable[..., object], a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
-    return lambda: function(a, b)
+        found["fp8 mm"] = (flops, _fp8_product(a, b))
+    return found
 
 
 def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:

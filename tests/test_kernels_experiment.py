@@ -12,7 +12,14 @@ from qsync.experiments import kernel_cases, kernel_steps, kernels, peers
 from qsync.experiments.kernel_cases import Bar, Bench, Case
 from qsync.experiments.kernel_picture import draw
 from qsync.experiments.pairing import Samples, measure, quartiles, ratios
-from qsync.experiments.roofline import Peaks, forward_bytes, training_bytes, training_flops
+from qsync.experiments.roofline import (
+    COPIES,
+    Peaks,
+    forward_bytes,
+    measure_peaks,
+    training_bytes,
+    training_flops,
+)
 from qsync.precision import Precision
 
 CPU = torch.device("cpu")
@@ -55,6 +62,7 @@ def tiny_cases(bench: Bench, section: str):
         yield lambda: kernels.linear_case(bench, section, LINEAR)
 
 
+@pytest.mark.slow
 def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "measure_peaks", lambda device, rounds: PEAKS)
     sections = [section for section in kernels.SECTIONS if section != "memory"]
@@ -211,6 +219,13 @@ def test_the_roofline_adds_products_and_bytes():
     assert training_flops("int8_all", 1.0) == {"int8": 3.0}
     assert forward_bytes("int8", (10, 1, 1), True) - forward_bytes("int8", (10, 1, 1), False) == 5
     assert training_bytes("fp32", (1, 1, 1)) == 36
+
+
+def test_a_peak_is_the_best_product_of_its_type():
+    peaks = measure_peaks(CPU, 1, square=32)
+    assert {"fp32 mm", "fp32 onednn", "bf16 conv", "int8 mm"} <= set(peaks.products)
+    assert peaks.flops_per_s["fp32"] == max(v for k, v in peaks.products.items() if k.startswith("fp32"))
+    assert set(peaks.copy_bytes_per_s) == set(COPIES) and set(peaks.to_json()["flops_per_s"]) == set(RATES)
 
 
 def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
