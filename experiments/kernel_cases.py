@@ -176,16 +176,14 @@ def conv_name(shape: tuple[int, int, int, int]) -> str:
     return f"{batch}x{channels}x{side}x{side}, {kernel}x{kernel}"
 
 
-def quantize_case(bench: Bench, name: str, x: Tensor, type_name: str, bars: tuple[Bar, ...]) -> Case:
-    """FP32 -> INT8 codes and scales, against a copy of the same tensor."""
-    case = Case("quantize", name, "clone", bars)
+def quantize_case(layer: Layer, shape: str, bars: tuple[Bar, ...]) -> Case:
+    """A layer's FP32 input -> INT8 codes and scales, against a copy of the same tensor."""
+    case, bench = Case("quantize", shape, "clone", bars), layer.bench
+    x, type_name = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8)
     size, kernels = x.numel(), bench.kernels
     case.add("clone", lambda: x.clone, least_s=bench.peaks.least_s({}, 8 * size, 4 * size))
-    case.add(
-        "int8",
-        lambda: lambda: kernels.cast(x, type_name),
-        least_s=bench.peaks.least_s({}, 5 * size, 4 * size),
-    )
+    least_s = bench.peaks.least_s({}, 5 * size, 4 * size)
+    case.add("int8", lambda: lambda: kernels.cast(x, type_name), least_s=least_s)
     return case
 
 

@@ -9,7 +9,6 @@ this machine, measured in the same run, would allow.
 
 from __future__ import annotations
 
-import os
 import platform
 import statistics
 import subprocess
@@ -120,6 +119,7 @@ def run(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("peaks", total=None)
+        torchao = peers.what_torchao_runs(device)
         bench = Bench(device, measure_peaks(device, min(rounds or STEP_ROUNDS, STEP_ROUNDS)), inductor, seed)
         measured: list[dict[str, Any]] = []
         rows: list[dict[str, Any]] = []
@@ -142,7 +142,7 @@ def run(
         "measured": True, "machine": machine(), "versions": versions(), "commit": commit(),
         "uncommitted_changes": uncommitted_changes(), "seed": seed, "device": str(device),
         "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
-        "inductor": inductor, "peaks": bench.peaks.to_json(), "torchao": peers.what_torchao_runs(device),
+        "inductor": inductor, "peaks": bench.peaks.to_json(), "torchao": torchao,
         "terms": list(TERMS), "rows": rows, "cases": measured,
     }  # fmt: skip
 
@@ -163,13 +163,10 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
 def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case:
     """One linear shape in a section, with its bars."""
     name = "x".join(map(str, shape))
-    if section == "quantize":
-        rows, inputs, _ = shape
-        bars = (Bar("int8", "clone", 2.0, at_most=True),)
-        return kernel_cases.quantize_case(
-            bench, f"{rows}x{inputs}, rows", bench.random(rows, inputs), "int8_row", bars
-        )
     layer = kernel_cases.linear(bench, shape)
+    if section == "quantize":
+        bars = (Bar("int8", "clone", 2.0, at_most=True),)
+        return kernel_cases.quantize_case(layer, f"{shape[0]}x{shape[1]}, rows", bars)
     if section == "linear forward":
         limit = 2.5 if shape == (512, 768, 768) else 3.3
         bars = (Bar("int8", "fp32", limit), Bar("int8" + WITH_WEIGHT, "fp32", limit))
@@ -187,9 +184,7 @@ def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> C
     name = kernel_cases.conv_name(shape)
     layer = kernel_cases.conv2d(bench, shape)
     if section == "quantize":
-        return kernel_cases.quantize_case(
-            bench, f"{name}, images", layer.operands[0].detach(), "int8_image", ()
-        )
+        return kernel_cases.quantize_case(layer, name.partition(",")[0], ())
     if section == "conv forward":
         bars = (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3))
         return kernel_cases.forward_case(layer, section, name, bars)
@@ -390,7 +385,6 @@ def _speeds(section: str, cases: Sequence[Mapping[str, Any]]) -> Table:
 
 def app() -> None:
     """The command line: bad input is one sentence and exit code 2."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     try:
         typer.run(main)
     except QSyncError as error:
