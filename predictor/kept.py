@@ -33,16 +33,20 @@ class Kept:
     indices: tuple[str, ...] = ()
 
 
-def kept_by(op: Op, requires_grad: Mapping[str, bool], dtypes: Mapping[str, str]) -> Kept:
+def kept_by(
+    op: Op, requires_grad: Mapping[str, bool], dtypes: Mapping[str, str], form: str = "plain"
+) -> Kept:
     """What this operator keeps for backward; nothing if it has none.
 
-    `requires_grad` and `dtypes` are those of every value, as traced.
+    `requires_grad` and `dtypes` are those of every value, as traced; `form` is lowering's.
 
     >>> kept_by(graph.ops[0], requires_grad, dtypes)
     Kept(inputs=(0, 1), output=False, indices=())
     """
     if not op.requires_grad:
         return Kept()
+    if form != "plain":
+        return Kept(output=form == "output")
     everything = tuple(range(len(op.inputs)))
     indices: tuple[str, ...] = ()
     if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
@@ -60,10 +64,12 @@ def kept_by(op: Op, requires_grad: Mapping[str, bool], dtypes: Mapping[str, str]
 
 
 def made_for_backward(
-    op: Op, mode: str, graph_shapes: Mapping[str, tuple[int, ...]], device: str
+    op: Op, mode: str, graph_shapes: Mapping[str, tuple[int, ...]], device: str, form: str = "plain"
 ) -> Iterator[int]:
     """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics."""
-    if op.kind == "dropout":
+    if form != "plain":
+        yield from _made_saving_less(op, form)
+    elif op.kind == "dropout":
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
@@ -74,8 +80,25 @@ def made_for_backward(
     elif op.kind == "cross_entropy":
         yield FP32_BYTES * num_elements(graph_shapes[op.inputs[0]])  # log-probabilities
     elif op.kind in NORMS:
-        rows = op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
-        yield 2 * FP32_BYTES * rows  # mean and deviation
+        yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
+
+
+def _made_saving_less(op: Op, form: str) -> Iterator[int]:
+    """The same for an operator that saves less: see qsync.backend.saving."""
+    elements = op.num_elements
+    if form == "bits" or (form == "output" and op.kind == "gelu"):
+        yield (elements + 7) // 8
+    if form == "codes":
+        yield elements
+    if op.kind in NORMS:
+        yield FP32_BYTES * _rows(op)  # deviation
+    if form == "codes" and op.kind not in ("gelu", "silu"):
+        yield FP32_BYTES * (op.shape[0] if op.kind == "batch_norm" else num_elements(op.shape[:-1]))  # scales
+
+
+def _rows(op: Op) -> int:
+    """How many means and deviations a norm has."""
+    return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
 
 
 def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:

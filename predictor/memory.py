@@ -17,7 +17,7 @@ import numpy as np
 from qsync.graph import Input, Op, OpGraph, num_elements
 from qsync.lowering import Cast, LoweredGraph, Lowering, Run
 from qsync.precision import Precision, is_encoded, type_bytes
-from qsync.predictor.kept import FP32_BYTES, families, kept_by, made_for_backward
+from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class StepMemory:
         self._parameters = {value.name for value in self.graph.parameters}
         self._position = {op.name: i for i, op in enumerate(self.graph.ops)}
         self._root = families(self.graph, self._dtype)
-        self._kept = [kept_by(op, self._grad, self._dtype) for op in self.graph.ops]
+        self._kept: dict[tuple[int, str], Kept] = {}
         self._involved = self._involve()
         self._loss_inside = any(op.kind in ("cross_entropy", "loss") for op in self.graph.ops)
         self._persistent = optimizer_bytes + _throughout(self.graph)
@@ -202,7 +202,7 @@ class StepMemory:
             yield Span(copy, len(self.graph.ops), len(self.graph.ops))
         if not op.requires_grad:
             return
-        for num_bytes in made_for_backward(op, run.mode, self._shape, self.device):
+        for num_bytes in made_for_backward(op, run.mode, self._shape, self.device, run.form):
             yield Span(num_bytes, i, time, "saved", op.name)
         moment = sum(
             self._for_a_moment(run, value, taken)
@@ -221,6 +221,13 @@ class StepMemory:
         if run.mode == Precision.INT8 and is_encoded(taken):
             num_bytes += type_bytes("bf16", elements)  # its backward has 16-bit operands
         return num_bytes
+
+    def kept(self, i: int) -> Kept:
+        """What operator `i` keeps for backward, as it runs now."""
+        key = (i, self._runs[i].form)
+        if key not in self._kept:
+            self._kept[key] = kept_by(self.graph.ops[i], self._grad, self._dtype, key[1])
+        return self._kept[key]
 
     def carried(self, value: str) -> str:
         """The type in which a value is carried."""
@@ -246,7 +253,8 @@ class _Family:
         self.spans = [*self.storages.values(), *self._gradient()]
 
     def _visit(self, i: int, op: Op, run: Run) -> None:
-        memory, kept = self.memory, self.memory._kept[i]
+        memory = self.memory
+        kept = memory.kept(i)
         last = len(memory.graph.ops) if op.kind == "output" else i
         for j, (value, taken) in enumerate(zip(op.inputs, run.operands, strict=True)):
             if value in self.key:

@@ -18,7 +18,7 @@ import torch
 
 from qsync.errors import CalibrationError
 from qsync.graph import OpGraph
-from qsync.lowering import Cast, LoweredGraph
+from qsync.lowering import Cast, LoweredGraph, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.clocks import Clock
 from qsync.predictor.recorder import Recorder, StepTimes
@@ -31,7 +31,9 @@ Choose = Callable[[OpGraph], Mapping[str, Precision]]
 class Runner(Protocol):
     """A model that runs as told: see qsync.runtime.Program."""
 
-    def choose(self, choose: Choose, observer: Any = None) -> None: ...
+    def choose(
+        self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
+    ) -> None: ...
 
     @property
     def graph(self) -> OpGraph: ...
@@ -43,7 +45,8 @@ class Runner(Protocol):
 class Profiler:
     """Measures one device class on one model and batch, a round at a time.
 
-    A round is one step at each of `precisions` and at mixtures of them. `loss` runs the model forward on the
+    A round is one step at each of `precisions` and at mixtures of them; with `save_less` each a second time,
+    in which every operator that can saves less for backward. `loss` runs the model forward on the
     example batch and returns the scalar loss; backward is run here. More rounds can be added at any time, for
     example between training steps, so that the profile sees the machine as training does.
 
@@ -61,18 +64,19 @@ class Profiler:
         clock: Clock,
         make_optimizer: MakeOptimizer = torch.optim.AdamW,
         progress: Callable[[str], None] = lambda text: None,
+        save_less: bool = False,
     ) -> None:
         self._runner, self._loss, self._parameters = runner, loss, parameters
         self._clock, self._make_optimizer, self._progress = clock, make_optimizer, progress
         self._recorder = Recorder(clock)
-        self._choices = _choices(precisions)
+        self._choices = _choices(precisions, save_less)
         self._samples: list[tuple[str, StepTimes]] = []
         self._optimizer: list[tuple[float, int]] = []
         self._bucket: list[float] = []
         self._rounds = 0
-        for label, choose in self._choices:
+        for label, choose, less in self._choices:
             progress(f"profile {label}, warm-up")
-            self._step(choose)
+            self._step(choose, less)
         self.graph = runner.graph
 
     def round(self, warm_up: bool = False) -> None:
@@ -82,11 +86,11 @@ class Profiler:
         model finds caches and freed buffers cold.
         """
         self._rounds += 1
-        for label, choose in self._choices:
+        for label, choose, less in self._choices:
             if warm_up:
-                self._step(choose)
+                self._step(choose, less)
             self._progress(f"profile {label}, round {self._rounds}")
-            self._samples.append((label, self._step(choose)))
+            self._samples.append((label, self._step(choose, less)))
         self._optimizer.append(_time_optimizer(self._parameters, self._make_optimizer, self._clock))
         self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
 
@@ -116,13 +120,17 @@ class Profiler:
             bucket_s_per_byte=_median(self._bucket),
         )
 
-    def _step(self, choose: Choose) -> StepTimes:
-        self._runner.choose(choose, self._recorder)
+    def _step(self, choose: Choose, less: bool) -> StepTimes:
+        self._runner.choose(choose, self._recorder, _everything if less else None)
         return _timed_step(self._recorder, self._loss, self._parameters)
 
 
-def _choices(precisions: Sequence[Precision]) -> list[tuple[str, Choose]]:
-    """Uniform assignments, and two mixtures in which neighbours differ."""
+def _everything(graph: OpGraph) -> tuple[str, ...]:
+    return matching(graph, ["*"])
+
+
+def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str, Choose, bool]]:
+    """Uniform assignments, and two mixtures in which neighbours differ; whether operators save less."""
 
     def uniform(precision: Precision) -> Choose:
         return lambda graph: {
@@ -144,7 +152,8 @@ def _choices(precisions: Sequence[Precision]) -> list[tuple[str, Choose]]:
     choices: list[tuple[str, Choose]] = [(str(precision), uniform(precision)) for precision in precisions]
     if len(precisions) > 1:
         choices += [(f"mixture {seed}", mixture(seed)) for seed in (1, 2)]
-    return choices
+    plain = [(label, choose, False) for label, choose in choices]
+    return plain + [(f"{label}, saving less", choose, True) for label, choose in choices if save_less]
 
 
 def _timed_step(
@@ -193,7 +202,7 @@ def _medians(
             if isinstance(node, Cast):
                 casts[node.value, node.source, node.target].append(cost)
             else:
-                runs[node.op, node.mode].append(cost)
+                runs[node.op, node.timed_as].append(cost)
     scale = _whole_over_parts(samples)
     ops: dict[str, dict[str, Cost]] = defaultdict(dict)
     for (op, mode), costs in runs.items():

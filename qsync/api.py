@@ -36,14 +36,16 @@ def profile(
     rounds: int = 3,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     progress: Callable[[str], None] = lambda text: None,
+    save_less: bool = False,
 ) -> Profile:
     """Measure what each operator takes at each precision on this device, inside running steps of the real
     model.
 
     `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
-    is used. The model's weights, buffers, gradients and the random state are as before afterwards. Times are
-    in seconds. Raises CalibrationError for an empty batch or a loss that is not finite, TracingError for a
-    model that cannot be traced.
+    is used. With `save_less` following operators are also timed as they run when they save less for backward
+    (`Plan.save_less`), which takes twice as long. The model's weights, buffers, gradients and the random
+    state are as before afterwards. Times are in seconds. Raises CalibrationError for an empty batch or a loss
+    that is not finite, TracingError for a model that cannot be traced.
 
     >>> profile = qsync.profile(model, batch)
     """
@@ -60,7 +62,7 @@ def profile(
     with _running(model) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         try:
-            profiler = Profiler(program, loss, trained, chosen, clock, make_optimizer, progress)
+            profiler = Profiler(program, loss, trained, chosen, clock, make_optimizer, progress, save_less)
             for _ in range(rounds):
                 profiler.round()
         except CalibrationError:
@@ -95,24 +97,31 @@ def sensitivity(
 
 
 def wrap(
-    model: torch.nn.Module, plan: Plan | str | Precision, *, device_class: str | None = None
+    model: torch.nn.Module,
+    plan: Plan | str | Precision,
+    *,
+    device_class: str | None = None,
+    save_less: bool = False,
 ) -> torch.nn.Module:
     """Make the model run as the plan says for a device class, or in one precision wherever that is possible.
 
     In place: the same object, class and state_dict keys. The graph is traced at the first call and compared
-    with the plan's. Raises MismatchError for a plan of another model or class, UnsupportedError for a
-    precision that the device does not have.
+    with the plan's. With `save_less` every operator that can saves less for backward, at the price of some
+    time and, where it keeps eight bits, of some gradient error (see qsync.backend.saving); without it those
+    that the plan names (`Plan.save_less`). Raises MismatchError for a plan of another model or class,
+    UnsupportedError for a precision that the device does not have.
 
     >>> model = qsync.wrap(model, plan, device_class="infer")
-    >>> model = qsync.wrap(model, "bf16")
+    >>> model = qsync.wrap(model, "bf16", save_less=True)
     """
+    everywhere = runtime.saving(["*"]) if save_less else None
     if isinstance(plan, str):
         precision = Precision.parse(plan)
         kernels = backend.select(device_of(model))
         if precision not in kernels.precisions():
             known = ", ".join(kernels.precisions())
             raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
-        runtime.attach(model, runtime.uniform(precision))
+        runtime.attach(model, runtime.uniform(precision), saving_less=everywhere)
         return model
     if device_class is None:
         if len(plan.classes) > 1:
@@ -128,7 +137,8 @@ def wrap(
                 f"the plan runs {op} in {precision} on {device_class}, but this device has only "
                 f"{', '.join(available)}; name this device's own class, or plan again"
             )
-    runtime.attach(model, runtime.following(assignment), plan.check_graph)
+    saving_less = everywhere or runtime.saving(plan[device_class].saving_less)
+    runtime.attach(model, runtime.following(assignment), plan.check_graph, saving_less)
     return model
 
 

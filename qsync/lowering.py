@@ -13,7 +13,9 @@ The rule, in full:
 - a cast of an operator's result stands right after the operator; a cast of what enters the graph (a weight)
   stands right before its first adjustable consumer, so that its gradient is ready as early as the operator's;
 - an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else
-  FP32.
+  FP32;
+- a following operator that is to save less keeps its result for backward if an adjustable consumer keeps that
+  very tensor anyway, else bits or 8-bit codes (`FORMS`).
 
 `Lowering` keeps the lowered graph of a changing assignment: `assign` re-lowers only the neighbourhood of one
 operator and `undo` restores the state exactly.
@@ -21,17 +23,32 @@ operator and `undo` restores the state exactly.
 
 from __future__ import annotations
 
+import fnmatch
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.graph import OpGraph, Role
+from qsync.graph import Op, OpGraph, Role
 from qsync.precision import CARRIED_FLOATS, LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
 _WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
 _EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
+
+# What a following operator that saves less keeps for backward: if a consumer keeps its result anyway, and if
+# not. "plain" is what torch keeps, which is then no more than that result.
+FORMS: dict[str, tuple[str, str]] = {
+    "gelu": ("output", "codes"),
+    "silu": ("codes", "codes"),
+    "layer_norm": ("output", "codes"),
+    "batch_norm": ("codes", "codes"),
+    "softmax": ("plain", "codes"),
+    "relu": ("plain", "bits"),
+    "dropout": ("bits", "bits"),
+}
+# The operands that a product keeps.
+_KEPT_OPERANDS = {"linear": (0,), "conv2d": (0,), "conv1d": (0,), "addmm": (1,), "matmul": (0, 1)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +64,21 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in."""
+    """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in.
+
+    `form` is what it keeps for backward: "plain" as torch does, or one of `FORMS`.
+    """
 
     op: str
     mode: str
     operands: tuple[str, ...]
     output: str
+    form: str = "plain"
+
+    @property
+    def timed_as(self) -> str:
+        """What a profile calls this way of running: the mode, with the form if it is not plain."""
+        return self.mode if self.form == "plain" else f"{self.mode} {self.form}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,24 +97,52 @@ class Change:
     journal: tuple[tuple[list[Any], int, Any], ...]
 
 
-def lower(graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16") -> LoweredGraph:
+def lower(
+    graph: OpGraph,
+    assignment: Mapping[str, Precision],
+    narrow: str | None = "bf16",
+    saving_less: Collection[str] = (),
+) -> LoweredGraph:
     """The graph with the casts that this assignment needs.
 
     `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32.
-    `narrow` is the 16-bit float that the device can carry along edges, None if it has none. Raises
-    MismatchError for names that are not adjustable operators of the graph and FormatError for a precision its
-    kind of operator does not have.
+    `narrow` is the 16-bit float that the device can carry along edges, None if it has none. `saving_less`
+    names following operators that save less for backward. Raises MismatchError for names that are not
+    adjustable operators of the graph, or cannot save less, and FormatError for a precision its kind of
+    operator does not have.
 
-    >>> lower(graph, {"encoder.0.fc1": Precision.BF16}).nodes
+    >>> lower(graph, {"encoder.0.fc1": Precision.BF16}, saving_less=["encoder.0.gelu"]).nodes
     """
-    return Lowering(graph, assignment, narrow).lowered()
+    return Lowering(graph, assignment, narrow, saving_less).lowered()
+
+
+def can_save_less(op: Op) -> bool:
+    """Whether an operator can be run so that it saves less for backward."""
+    return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
+
+
+def matching(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The operators that can save less and whose names match one of these patterns, in order.
+
+    >>> matching(graph, ["encoder.layer.0.*"])
+    """
+    wanted = tuple(patterns)
+    return tuple(
+        op.name
+        for op in graph.ops
+        if can_save_less(op) and any(fnmatch.fnmatchcase(op.name, pattern) for pattern in wanted)
+    )
 
 
 class Lowering:
     """The lowered graph of an assignment that changes one operator at a time."""
 
     def __init__(
-        self, graph: OpGraph, assignment: Mapping[str, Precision], narrow: str | None = "bf16"
+        self,
+        graph: OpGraph,
+        assignment: Mapping[str, Precision],
+        narrow: str | None = "bf16",
+        saving_less: Collection[str] = (),
     ) -> None:
         self.graph = graph
         self.narrow = narrow
@@ -96,6 +150,8 @@ class Lowering:
         self._inputs = {value.name: i for i, value in enumerate(graph.inputs)}
         for name in assignment:
             self._check(name, assignment[name])
+        for name in saving_less:
+            self._check_saving(name)
         self.precision = [assignment.get(op.name, Precision.FP32) for op in graph.ops]
         # Values are numbered: graph inputs first, then one per operator.
         names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
@@ -121,11 +177,19 @@ class Lowering:
         self._mode = ["fp32"] * len(graph.ops)
         self._carried = list(self._traced)
         self.casts: list[tuple[str, ...]] = [()] * len(names)
+        self._saves_less = [False] * len(graph.ops)
+        for name in saving_less:
+            self._saves_less[self.position[name]] = True
+        self._form = ["plain"] * len(graph.ops)
         self._lower_everything()
 
     def mode(self, i: int) -> str:
         """The precision or type in which operator `i` runs."""
         return self._mode[i]
+
+    def form(self, i: int) -> str:
+        """What operator `i` keeps for backward: "plain", "output", "bits" or "codes"."""
+        return self._form[i]
 
     def output_casts(self, i: int) -> list[Cast]:
         """The casts that stand right after operator `i`."""
@@ -141,13 +205,18 @@ class Lowering:
             self._carried[value] if (taken := self._taken(i, j)) is None else taken
             for j, value in enumerate(self._operands[i])
         )
-        return Run(self.graph.ops[i].name, self._mode[i], operands, self._carried[self._offset + i])
+        output = self._carried[self._offset + i]
+        return Run(self.graph.ops[i].name, self._mode[i], operands, output, self._form[i])
 
     def assignment(self) -> dict[str, Precision]:
         """The assignment as it is now: every adjustable operator with its precision."""
         return {
             op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
         }
+
+    def saving_less(self) -> tuple[str, ...]:
+        """The operators that save less as it is now, in order."""
+        return tuple(op.name for op, less in zip(self.graph.ops, self._saves_less, strict=True) if less)
 
     def lowered(self) -> LoweredGraph:
         """The lowered graph as it is now."""
@@ -173,10 +242,23 @@ class Lowering:
                 owner = self._anchor[value] if value < self._offset else value - self._offset
                 if owner is not None:
                     touched.add(owner)
+        makers = {self._maker(value) for j in touched for value in self._operands[j]}
+        for j in sorted(touched | makers):
+            if j >= 0 and self._write(self._form, j, self._form_of(j), journal):
+                touched.add(j)
         return Change(tuple(sorted(touched)), tuple(journal))
 
+    def save_less(self, name: str, less: bool = True) -> Change:
+        """Let one operator save less for backward, or as much as torch does again."""
+        self._check_saving(name)
+        i = self.position[name]
+        journal: list[tuple[list[Any], int, Any]] = []
+        self._write(self._saves_less, i, less, journal)
+        self._write(self._form, i, self._form_of(i), journal)
+        return Change((i,), tuple(journal))
+
     def undo(self, change: Change) -> None:
-        """Restore the state before `change`, which must be the last one not yet undone."""
+        """Restore the state before `change` (of `assign` or `save_less`): the last one not yet undone."""
         for target, index, old in reversed(change.journal):
             target[index] = old
 
@@ -188,6 +270,14 @@ class Lowering:
         if precision not in PRECISIONS_BY_KIND[kind]:
             known = ", ".join(PRECISIONS_BY_KIND[kind])
             raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
+
+    def _check_saving(self, name: str) -> None:
+        i = self.position.get(name)
+        if i is None or not can_save_less(self.graph.ops[i]):
+            raise MismatchError(
+                f"the graph of {self.graph.model} has no operator {name!r} that could save less; those are "
+                f"following operators of the kinds {', '.join(FORMS)}"
+            )
 
     def _casts_of(self, value: int) -> list[Cast]:
         if not self.casts[value]:
@@ -206,6 +296,8 @@ class Lowering:
             self._carried[self._offset + i] = self._output_of(i)
         for value in range(len(self._traced)):
             self.casts[value] = self._needed_casts(value)
+        for i in range(len(self.graph.ops)):
+            self._form[i] = self._form_of(i)
 
     def _taken(self, i: int, j: int) -> str | None:
         """The type in which operator `i` takes its `j`-th input; None if that is no float."""
@@ -235,6 +327,34 @@ class Lowering:
             narrowed = precision in _EIGHT_BIT and self.narrow and self._wanted_narrow[self._offset + i]
             return self.narrow if narrowed and self.narrow else "fp32"
         return self._mode[i] if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
+
+    def _form_of(self, i: int) -> str:
+        if not self._saves_less[i]:
+            return "plain"
+        beside_kept, alone = FORMS[self.graph.ops[i].kind]
+        return beside_kept if self._is_kept(self._offset + i) else alone
+
+    def _is_kept(self, value: int) -> bool:
+        """Whether an adjustable consumer of this value, or of a view of it, keeps it as it is carried."""
+        for i in self._consumers[value]:
+            op = self.graph.ops[i]
+            if op.kind == "view" and len(set(self._operands[i])) == 1:
+                if self._is_kept(self._offset + i):
+                    return True
+            elif op.role is Role.ADJUSTABLE and op.requires_grad:
+                kept = _KEPT_OPERANDS.get(op.kind, range(len(op.inputs)))
+                if any(
+                    self._operands[i][j] == value and self._taken(i, j) == self._carried[value] for j in kept
+                ):
+                    return True
+        return False
+
+    def _maker(self, value: int) -> int:
+        """The operator whose storage this value is: what made it, or what it is a view of. Below 0: none."""
+        i = value - self._offset
+        while i >= 0 and self.graph.ops[i].kind == "view" and len(set(self._operands[i])) == 1:
+            i = self._operands[i][0] - self._offset
+        return i
 
     def _wants_narrow(self, value: int) -> bool:
         """Whether every consumer of this value would narrow it to 16 bits or fewer anyway."""

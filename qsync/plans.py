@@ -12,6 +12,7 @@ from typing import Any
 from qsync.errors import FormatError, MismatchError
 from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph
+from qsync.lowering import can_save_less, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 
 VERSION = 1
@@ -32,11 +33,15 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True)
 class ClassPlan:
-    """The assignment of one device class: every adjustable operator, in model order, with its precision."""
+    """The assignment of one device class: every adjustable operator, in model order, with its precision.
+
+    `saving_less` are patterns of the names of following operators that save less for backward.
+    """
 
     assignment: Mapping[str, Precision]
     predicted: Predicted | None = None
     profile_hash: str | None = None
+    saving_less: tuple[str, ...] = ()
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -88,6 +93,13 @@ class Plan:
                     f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more "
                     f"operators of {graph.model}; plan again for this model"
                 )
+            for pattern in class_plan.saving_less:
+                if pattern != "*" and not matching(graph, [pattern]):
+                    known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
+                    raise MismatchError(
+                        f"the plan for {class_name} lets {pattern!r} save less, but no operator of "
+                        f"{graph.model} that can matches{_nearest(pattern, known)}"
+                    )
         if self.graph_hash != graph.hash:
             raise MismatchError(
                 f"the plan was made for {self.model} with graph {self.graph_hash}, this model is "
@@ -104,20 +116,44 @@ class Plan:
         if not fnmatch.filter(known, pattern):
             raise MismatchError(f"no operator matches {pattern!r}{_nearest(pattern, known)}")
         classes = {
-            name: ClassPlan(
-                {
+            name: replace(
+                class_plan,
+                assignment={
                     op: chosen if fnmatch.fnmatchcase(op, pattern) else p
                     for op, p in class_plan.assignment.items()
                 },
-                None,
-                class_plan.profile_hash,
+                predicted=None,
             )
             for name, class_plan in self.classes.items()
         }
         return replace(self, classes=classes, step_s=None)
 
+    def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
+        """A plan in which following operators (gelu, layer_norm, dropout ...) that match save less for
+        backward.
+
+        In every class, or in one. What they keep then is lowering's to say: their result if the next product
+        keeps it anyway, else one bit or eight bits per element (`qsync.backend.saving`). Predictions are
+        dropped, as by `pin`.
+
+        >>> plan.save_less("encoder.layer.*", device_class="infer")
+        """
+        chosen = [device_class] if device_class is not None else list(self.classes)
+        changed = {
+            name: replace(
+                self[name],
+                predicted=None,
+                saving_less=tuple(dict.fromkeys((*self[name].saving_less, pattern))),
+            )
+            for name in chosen
+        }
+        return replace(self, classes={**self.classes, **changed}, step_s=None)
+
     def diff(self, other: Plan) -> str:
-        """One line per operator and class whose precision differs; empty if none does."""
+        """One line per operator and class whose precision differs, and per class in which others save less.
+
+        Empty if the plans run alike.
+        """
         lines = []
         for name in dict.fromkeys([*self.classes, *other.classes]):
             mine = self.classes[name].assignment if name in self.classes else {}
@@ -125,6 +161,12 @@ class Plan:
             for op in dict.fromkeys([*mine, *theirs]):
                 if mine.get(op) != theirs.get(op):
                     lines.append(f"{name}  {op}: {mine.get(op, 'absent')} -> {theirs.get(op, 'absent')}")
+            less, also = (
+                ", ".join(plan.classes[name].saving_less) if name in plan.classes else ""
+                for plan in (self, other)
+            )
+            if less != also:
+                lines.append(f"{name}  saving less: {less or 'none'} -> {also or 'none'}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,6 +174,7 @@ class Plan:
             name: {
                 "profile_hash": class_plan.profile_hash,
                 "predicted": asdict(class_plan.predicted) if class_plan.predicted else None,
+                "saving_less": list(class_plan.saving_less),
                 "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
             }
             for name, class_plan in sorted(self.classes.items())
@@ -165,7 +208,8 @@ class Plan:
                 raise FormatError(
                     f"{where}: the prediction cannot be read ({error}); replay the plan again"
                 ) from error
-            classes[name] = ClassPlan(assignment, predicted, entry.get("profile_hash"))
+            less = tuple(entry.get("saving_less", ()))
+            classes[name] = ClassPlan(assignment, predicted, entry.get("profile_hash"), less)
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))

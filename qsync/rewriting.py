@@ -1,8 +1,9 @@
 """The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
 The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type;
-every other precision calls the backend's kernel for it. Nothing here decides where a cast goes: each Cast
-node of the lowered graph becomes one call, each Run node one call, in the lowered graph's order.
+every other precision calls the backend's kernel for it, and so does a form that saves less. Nothing here
+decides where a cast goes: each Cast node of the lowered graph becomes one call, each Run node one call, in
+the lowered graph's order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch.fx
 from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.encoding import Operand
+from qsync.backend.saving import saving
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run
 from qsync.precision import Precision, is_encoded
@@ -74,6 +76,17 @@ class KernelCall(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._kernel(self._traced, self._output, *args, **kwargs)
+
+
+class SavingCall(torch.nn.Module):
+    """One Run node of a following operator that saves less for backward."""
+
+    def __init__(self, kind: str, form: str, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run, self._traced = saving(kind, form), target
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._run(self._traced, *args, **kwargs)
 
 
 class Report(torch.nn.Module):
@@ -186,11 +199,14 @@ class _Rewriter:
 
         args = torch.fx.map_arg(node.args, operand)
         kwargs = torch.fx.map_arg(node.kwargs, operand)
+        target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        if run.form != "plain":
+            call = SavingCall(op.kind, run.form, target)
+            return _call(module, f"{op.kind}_{run.form}", call, args, kwargs)
         if native:
             call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
             call.meta = dict(node.meta)
             return call
-        target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
         kernel = self._kernels.kernel(op.kind, Precision(run.mode))
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
 

@@ -9,7 +9,7 @@ the segments without tracing again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -22,7 +22,7 @@ from torch._dynamo import trace_rules
 from qsync import backend
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.graph import OpGraph
-from qsync.lowering import Cast, LoweredGraph, Run, lower
+from qsync.lowering import Cast, LoweredGraph, Run, lower, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.rewriting import Observer, rewrite
 from qsync.segments import Segment, join, read_segment, repeat_prefix
@@ -31,6 +31,8 @@ from qsync.weights import forget_copies
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
+# Given a graph, its operators that save less for backward.
+SavingChooser = Callable[[OpGraph], Collection[str]]
 
 
 @dataclass(slots=True)
@@ -60,10 +62,15 @@ class Program:
     """What runs in a model's place: its traced segments, rewritten for the assignment in force."""
 
     def __init__(
-        self, model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None
+        self,
+        model: torch.nn.Module,
+        choose: Chooser,
+        check: Callable[[OpGraph], None] | None = None,
+        saving_less: SavingChooser | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._choose, self._check, self._observer = choose, check, None
+        self._saving_less = saving_less or saving(())
         self._checked = False
         self.prefix = ""  # what stands before the names of the segment that runs now
         self._entries: list[_Entry] = []
@@ -86,9 +93,15 @@ class Program:
         """What the last call ran: the lowered graph of each segment, in order."""
         return tuple(entry.lowered for entry in self._ran)
 
-    def choose(self, choose: Chooser, observer: Observer | None = None) -> None:
-        """Run another assignment from the next call on; an observer is told of every node that runs."""
+    def choose(
+        self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
+    ) -> None:
+        """Run another assignment from the next call on; an observer is told of every node that runs.
+
+        Without `saving_less` every operator saves what torch does.
+        """
         self._choose, self._observer = choose, observer
+        self._saving_less = saving_less or saving(())
         for entry in self._entries:
             entry.lowered = self._lower(entry.graph)
             entry.run = self._rewrite(entry.segment, entry.lowered)
@@ -159,17 +172,23 @@ class Program:
         return rewrite(segment, lowered, self.kernels, observer)
 
     def _lower(self, graph: OpGraph) -> LoweredGraph:
-        return lower(graph, self._choose(graph), self.kernels.narrow)
+        return lower(graph, self._choose(graph), self.kernels.narrow, self._saving_less(graph))
 
 
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
 def attach(
-    model: torch.nn.Module, choose: Chooser, check: Callable[[OpGraph], None] | None = None
+    model: torch.nn.Module,
+    choose: Chooser,
+    check: Callable[[OpGraph], None] | None = None,
+    saving_less: SavingChooser | None = None,
 ) -> Program:
-    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call."""
-    program = Program(model, choose, check)
+    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
+
+    The operators that `saving_less` names save less for backward; without it none does.
+    """
+    program = Program(model, choose, check, saving_less)
     call = model._call_impl
     if isinstance(model.forward, MethodType) and trace_rules.check(model.forward):
         call = MethodType(_framed, model)
@@ -209,3 +228,9 @@ def following(assignment: Mapping[str, Precision]) -> Chooser:
     """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for
     (evaluation)."""
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
+
+
+def saving(patterns: Iterable[str]) -> SavingChooser:
+    """The operators that match one of these patterns and can save less do."""
+    wanted = tuple(patterns)
+    return lambda graph: matching(graph, wanted)

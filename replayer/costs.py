@@ -52,26 +52,28 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
 
     An adjustable operator must have been measured in it. A following or fixed one that was not takes its
     nearest measured mode, scaled by the bytes of the types (ours): these operators are bound by memory, not
-    by arithmetic. What moves no data (views, the graph's output) is free where it was not measured. Raises
+    by arithmetic. One that saves less must have been measured doing so, in whichever form and type is
+    nearest. What moves no data (views, the graph's output) is free where it was not measured. Raises
     MismatchError naming the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
     measured = profile.ops.get(run.op, {})
-    if run.mode in measured:
-        return measured[run.mode]
+    if run.timed_as in measured:
+        return measured[run.timed_as]
     if not measured and op.kind in _FREE:
         return Cost(0.0)
-    if op.role is Role.ADJUSTABLE or not measured:
+    alike = [mode for mode in measured if (" " in mode) == (run.form != "plain")]
+    if op.role is Role.ADJUSTABLE or not alike:
         known = ", ".join(measured) or "nothing"
         raise MismatchError(
-            f"the profile of {profile.device_class} has no time of {run.op} in {run.mode} (it has {known}); "
-            "profile this class again"
+            f"the profile of {profile.device_class} has no time of {run.op} in {run.timed_as} (it has "
+            f"{known}); profile this class again{' with save_less=True' if run.form != 'plain' else ''}"
         )
-    wanted = TYPE_BYTES.get(run.mode, 4)
-    # Nearest by width; of two equally near the wider, then by name, so that the answer does not depend on
-    # dict order.
-    nearest = min(measured, key=lambda mode: (abs(_width(mode) - wanted), -_width(mode), mode))
+    wanted = _width(run.mode)
+    # Nearest by form and width; of two equally near the wider, then by name, so that the answer does not
+    # depend on dict order.
+    nearest = min(alike, key=lambda m: (_form(m) != run.form, abs(_width(m) - wanted), -_width(m), m))
     ratio, cost = wanted / _width(nearest), measured[nearest]
     return Cost(cost.forward_s * ratio, cost.backward_s * ratio)
 
@@ -96,7 +98,7 @@ class ClassCosts:
         self.forward_s: FloatArray = np.zeros(num_ops)
         self.backward_s: FloatArray = np.zeros(num_ops)
         self._casts: dict[tuple[str, str, str], Cost] = {}
-        self._runs: dict[tuple[int, str], Cost] = {}
+        self._runs: dict[tuple[int, str, str], Cost] = {}
         self.update(range(num_ops))
 
     def update(self, positions: Iterable[int]) -> None:
@@ -126,10 +128,10 @@ class ClassCosts:
     def run(self, i: int) -> Cost:
         """The price of operator `i` in the mode it has now, without its casts."""
         op: Op = self.lowering.graph.ops[i]
-        key = (i, self.lowering.mode(i))
+        key = (i, self.lowering.mode(i), self.lowering.form(i))
         cost = self._runs.get(key)
         if cost is None:
-            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), ""), op)
+            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), "", key[2]), op)
         return cost
 
     def _run(self, i: int) -> tuple[float, float]:
@@ -137,5 +139,9 @@ class ClassCosts:
         return cost.forward_s, cost.backward_s
 
 
-def _width(mode: str) -> int:
-    return TYPE_BYTES.get(mode, 4)
+def _width(timed_as: str) -> int:
+    return TYPE_BYTES.get(timed_as.partition(" ")[0], 4)
+
+
+def _form(timed_as: str) -> str:
+    return timed_as.partition(" ")[2] or "plain"

@@ -19,7 +19,7 @@ import numpy as np
 from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.graph import OpGraph
-from qsync.lowering import LoweredGraph, Lowering
+from qsync.lowering import LoweredGraph, Lowering, matching
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.memory import peak_memory
@@ -219,7 +219,8 @@ def checked_lowerings(
                 raise UnsupportedError(
                     f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
                 )
-        lowerings[name] = Lowering(graph, assignment, device_class.narrow)
+        less = matching(graph, plan[name].saving_less) if isinstance(plan, Plan) else ()
+        lowerings[name] = Lowering(graph, assignment, device_class.narrow, less)
     return lowerings
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
 from qsync.graph import OpGraph, Role
-from qsync.lowering import Cast, LoweredGraph, Lowering, Run, lower
+from qsync.lowering import Cast, Change, LoweredGraph, Lowering, Run, lower, matching
 from qsync.precision import LARGEST, Precision
 
 NARROW = st.sampled_from(["bf16", None])
@@ -35,37 +35,57 @@ def drawn_assignment(data: st.DataObject, graph: OpGraph) -> dict[str, Precision
     return data.draw(assignments_for(graph))
 
 
+def drawn_lowering(data: st.DataObject, graph: OpGraph, narrow: str | None) -> Lowering:
+    """A lowering in which some of the operators that can save less do."""
+    assignment = drawn_assignment(data, graph)
+    able = matching(graph, ["*"])
+    less = data.draw(st.lists(st.sampled_from(able), unique=True)) if able else []
+    return Lowering(graph, assignment, narrow, less)
+
+
+def steps(graph: OpGraph) -> st.SearchStrategy[tuple[str, Precision | bool]]:
+    """One change: an adjustable operator's precision, or whether another one saves less."""
+    able = matching(graph, ["*"])
+    saving = st.tuples(st.sampled_from(able), st.booleans()) if able else st.nothing()
+    return precisions_for(graph) | saving
+
+
+def change(lowering: Lowering, name: str, to: Precision | bool) -> Change:
+    return lowering.save_less(name, to) if isinstance(to, bool) else lowering.assign(name, to)
+
+
 @given(graphs(), NARROW, st.data())
 def test_changing_one_operator_at_a_time_equals_lowering_from_scratch(graph, narrow, data):
-    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
-    for name, precision in data.draw(st.lists(precisions_for(graph), max_size=6)):
-        lowering.assign(name, precision)
-        assert state(lowering) == state(Lowering(graph, lowering.assignment(), narrow))
-        assert lowering.lowered() == lower(graph, lowering.assignment(), narrow)
+    lowering = drawn_lowering(data, graph, narrow)
+    for name, to in data.draw(st.lists(steps(graph), max_size=6)):
+        change(lowering, name, to)
+        now = lowering.assignment(), narrow, lowering.saving_less()
+        assert state(lowering) == state(Lowering(graph, *now))
+        assert lowering.lowered() == lower(graph, *now)
 
 
 @given(graphs(), NARROW, st.data())
 def test_undo_restores_everything(graph, narrow, data):
-    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
+    lowering = drawn_lowering(data, graph, narrow)
     states, changes = [], []
-    for name, precision in data.draw(st.lists(precisions_for(graph), max_size=6)):
+    for name, to in data.draw(st.lists(steps(graph), max_size=6)):
         states.append((state(lowering), lowering.lowered()))
-        changes.append(lowering.assign(name, precision))
-    for change, (before, lowered) in zip(reversed(changes), reversed(states), strict=True):
-        lowering.undo(change)
+        changes.append(change(lowering, name, to))
+    for made, (before, lowered) in zip(reversed(changes), reversed(states), strict=True):
+        lowering.undo(made)
         assert (state(lowering), lowering.lowered()) == (before, lowered)
 
 
 @given(graphs(), NARROW, st.data())
 def test_touched_covers_every_operator_whose_nodes_changed(graph, narrow, data):
-    lowering = Lowering(graph, drawn_assignment(data, graph), narrow)
-    name, precision = data.draw(precisions_for(graph))
+    lowering = drawn_lowering(data, graph, narrow)
+    name, to = data.draw(steps(graph))
 
     def nodes(i):
-        return lowering.mode(i), lowering.anchored_casts(i), lowering.output_casts(i)
+        return lowering.mode(i), lowering.form(i), lowering.anchored_casts(i), lowering.output_casts(i)
 
     before = [nodes(i) for i in range(len(graph.ops))]
-    touched = lowering.assign(name, precision).touched
+    touched = change(lowering, name, to).touched
     assert {i for i in range(len(graph.ops)) if nodes(i) != before[i]} <= set(touched)
 
 
@@ -168,3 +188,69 @@ def test_names_and_precisions_that_do_not_exist_are_refused():
         lower(mlp(), {"act0": BF16})
     with pytest.raises(FormatError, match=r"layer\.0\.attention: there is no int8 kernel for attention"):
         lower(encoder(1), {"layer.0.attention": INT8})
+
+
+# --- Saving less ---
+
+
+def forms(lowered: LoweredGraph) -> dict[str, str]:
+    return {op: run.form for op, run in runs(lowered).items() if run.form != "plain"}
+
+
+def test_every_operator_is_plain_unless_it_is_told_to_save_less():
+    graph = encoder(1)
+    assert not forms(lower(graph, {}))
+    able = matching(graph, ["*"])
+    assert able == tuple("layer.0." + name for name in ("drop1", "norm1", "gelu", "drop2", "norm2"))
+    assert matching(graph, ["*.gelu", "layer.0.norm?"]) == able[1:3] + able[4:]
+
+
+@pytest.mark.parametrize(
+    ("precision", "gelu", "norm1", "norm2"),
+    [
+        (Precision.FP32, "output", "output", "output"),
+        (Precision.TF32, "output", "output", "output"),
+        (BF16, "output", "codes", "output"),  # fc1 keeps norm1's result in BF16, norm1 runs in FP32
+        (FP16, "codes", "codes", "output"),
+        (INT8, "codes", "codes", "output"),  # the head, in FP32, keeps norm2's result
+    ],
+)
+def test_a_result_is_kept_if_the_next_product_keeps_that_very_tensor(precision, gelu, norm1, norm2):
+    graph = encoder(1)
+    assignment = {"layer.0.fc1": precision, "layer.0.fc2": precision}
+    found = forms(lower(graph, assignment, saving_less=matching(graph, ["*"])))
+    assert found == {
+        "layer.0.drop1": "bits", "layer.0.norm1": norm1, "layer.0.gelu": gelu,
+        "layer.0.drop2": "bits", "layer.0.norm2": norm2,
+    }  # fmt: skip
+
+
+def test_a_result_is_kept_through_views_and_not_through_copies():
+    def form(kind: str) -> str:
+        builder = Builder()
+        x = builder.follow("gelu", "gelu", builder.linear("a", builder.enter("x", (4, 4)), 4))
+        builder.linear("b", builder.follow("between", kind, x), 4)
+        return forms(lower(builder.build(), {}, saving_less=["gelu"]))["gelu"]
+
+    assert (form("view"), form("add")) == ("output", "codes")
+
+
+def test_what_torch_saves_anyway_is_left_to_torch():
+    """relu and softmax keep their results, which cost nothing where the next product keeps them too."""
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (4, 4)), 4)
+    for name, kind in (("r", "relu"), ("s", "softmax")):
+        x = builder.linear(f"after {name}", builder.follow(name, kind, x), 4)
+    graph = builder.build()
+    assert forms(lower(graph, {}, saving_less=["r", "s"])) == {}
+    assert forms(lower(graph, {"after r": INT8, "after s": INT8}, saving_less=["r", "s"])) == {
+        "r": "bits", "s": "codes"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["layer.0.fc1", "layer.0.add1", "nobody"])
+def test_only_following_operators_of_some_kinds_can_save_less(name):
+    with pytest.raises(MismatchError, match=f"no operator '{name}' that could save less"):
+        lower(encoder(1), {}, saving_less=[name])
+    with pytest.raises(MismatchError, match="following operators of the kinds gelu"):
+        Lowering(encoder(1), {}).save_less(name)

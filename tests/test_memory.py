@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from graphs import Builder, assignments_for, encoder, graphs, mlp
+from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.graph import Role
-from qsync.lowering import Cast, lower
-from qsync.precision import PRECISIONS_BY_KIND, Precision, type_bytes
+from qsync.lowering import Cast, Lowering, lower, matching
+from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
 from qsync.predictor.memory import Memory, StepMemory, peak_memory
 
 BF16, INT8 = Precision.BF16, Precision.INT8
@@ -76,6 +76,56 @@ def test_what_is_kept_for_backward(kinds, kept):
     builder = chain(*kinds)
     memory = peak(builder)
     assert memory.saved == int(kept * VALUE)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (("gelu",), 1 / 4),  # eight bits of its derivative
+        (("relu",), 1 / 32),  # a bit
+        (("dropout",), 1 / 32),
+        (("softmax",), 1 / 4 + 1 / WIDTH),  # and a scale per row
+        (("layer_norm",), 1 / 4 + 2 / WIDTH),  # and a deviation
+        (("batch_norm",), 1 / 4 + (ROWS + WIDTH) / (ROWS * WIDTH)),
+    ],
+)
+def test_what_is_kept_by_operators_that_save_less(kinds, kept):
+    graph = chain(*kinds).build()
+    memory = peak_memory(lower(graph, {}, saving_less=matching(graph, ["*"])))
+    assert memory.saved_by[f"{kinds[0]}0"] == int(kept * VALUE)
+
+
+def test_a_result_that_the_next_product_keeps_is_kept_once():
+    def kept(kind, saving_less=("follower",)):
+        builder = Builder()
+        x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+        x = builder.norm("follower", x) if kind == "norm" else builder.follow("follower", kind, x)
+        builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+        saved_by = peak_memory(lower(builder.build(), {}, saving_less=saving_less)).saved_by
+        return sum(num_bytes for op, num_bytes in saved_by.items() if op != "loss")
+
+    assert kept("gelu", ()) == 2 * VALUE
+    assert kept("gelu") == VALUE + VALUE // 32
+    assert kept("norm", ()) == 2 * VALUE + 8 * ROWS
+    assert kept("norm") == VALUE + 4 * ROWS
+
+
+@given(graphs(), st.data())
+def test_following_changes_of_precision_and_of_what_is_saved_equals_starting_anew(graph, data):
+    assume(graph.adjustable)
+    able = matching(graph, ["*"])
+    lowering = Lowering(graph, data.draw(assignments_for(graph)))
+    memory = StepMemory(lowering.lowered())
+    before = memory.peak_bytes
+    made = [lowering.save_less(name) for name in able]
+    made.append(lowering.assign(*data.draw(precisions_for(graph))))
+    for change in made:
+        memory.update(lowering, change.touched)
+    assert memory.at_peak() == StepMemory(lowering.lowered()).at_peak()
+    for change in reversed(made):
+        lowering.undo(change)
+        memory.update(lowering, change.touched)
+    assert memory.peak_bytes == before
 
 
 def test_a_value_kept_by_three_operators_counts_once():
@@ -199,22 +249,10 @@ def test_a_wider_batch_needs_more():
 
 
 def saved_by_torch(model, batch) -> int:
-    """Bytes of the storages that autograd keeps for backward; parameters, buffers and the batch left out."""
-    import torch
+    """Bytes that autograd keeps for backward; parameters, buffers and the batch left out."""
+    from qsync.experiments.saved import saved_bytes
 
-    known = {tensor.untyped_storage().data_ptr() for tensor in (batch, *model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in known:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(batch)  # held, so that no address is used twice
-    assert result.requires_grad
-    return sum(kept.values())
+    return saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
 
 
 def transformer():
@@ -264,36 +302,109 @@ def convolutional():
     return Sequential(*first, *second), torch.randn(8, 3, 16, 16)
 
 
+@pytest.mark.parametrize("less", [False, True])
+@pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
 @pytest.mark.parametrize("build", [transformer, convolutional])
-def test_in_fp32_it_is_what_autograd_keeps_to_the_byte(build):
-    pytest.importorskip("torch")
-    from qsync.tracing import capture
-
-    model, batch = build()
-    memory = peak_memory(lower(capture(model, batch), {}))
-    assert sum(memory.saved_by.values()) == saved_by_torch(model, batch)
-
-
-@pytest.mark.parametrize("precision", [BF16, INT8])
-def test_in_low_precision_too_with_the_copies_of_the_weights(precision):
+def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
+    """With the copies of the weights, which live until the optimizer changes them."""
     pytest.importorskip("torch")
     import qsync
 
-    model, batch = transformer()
+    model, batch = build()
     graph = qsync.capture(model, batch)
     chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
-    lowered = lower(graph, chosen)
-    weights = [(cast.target, cast.num_elements, cast.value) for cast in casts_of_weights(lowered)]
-    rows = {value.name: value.shape[0] for value in graph.parameters}
+    lowered = lower(graph, chosen, saving_less=matching(graph, ["*"]) if less else ())
     copies = sum(
-        type_bytes(target, n) + (4 * rows[name] if precision is INT8 else 0) for target, n, name in weights
+        type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
+        for cast, rows in casts_of_weights(lowered)
     )
-    wrapped = qsync.wrap(model, str(precision))
+    wrapped = qsync.wrap(model, str(precision), save_less=less)
     wrapped(batch)  # compiled here, so that only the step is seen below
     assert sum(peak_memory(lowered).saved_by.values()) + copies == saved_by_torch(wrapped, batch)
 
 
 def casts_of_weights(lowered):
+    """Those that are kept for backward, with the number of their scales: not biases, and not what an INT8
+    product needs for the gradient of an input that has none."""
     shapes = {value.name: value.shape for value in lowered.graph.parameters}
+    grads = {value.name: value.requires_grad for value in (*lowered.graph.inputs, *lowered.graph.ops)}
     casts = [node for node in lowered.nodes if isinstance(node, Cast) and node.of_parameter]
-    return [cast for cast in casts if len(shapes[cast.value]) == 2]  # a bias is not kept
+    for cast in casts:
+        users = [op for op in lowered.graph.ops if cast.value in op.inputs]
+        needed = not is_encoded(cast.target) or any(grads[op.inputs[0]] for op in users)
+        if len(shapes[cast.value]) > 1 and needed:
+            yield cast, shapes[cast.value][0]
+
+
+# --- The bar: what an INT8 product keeps ---
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_all"])
+def test_an_int8_linear_keeps_a_quarter_of_fp32_and_its_scales(precision):
+    torch = pytest.importorskip("torch")
+    import qsync
+    from qsync.experiments.saved import saved_bytes
+
+    rows, inner, outer = 96, 40, 24
+    x = torch.randn(rows, inner)
+
+    def kept(model) -> int:
+        model(x)
+        return saved_bytes(lambda: model(x), model.parameters())
+
+    full = kept(torch.nn.Linear(inner, outer))
+    assert full == 4 * rows * inner
+    assert kept(qsync.wrap(torch.nn.Linear(inner, outer), precision)) == full // 4 + 4 * rows
+
+
+def test_after_forward_nothing_is_alive_but_codes_scales_and_the_result():
+    """Of everything that forward allocated, seen by the allocator: no FP32 input waits anywhere."""
+    torch = pytest.importorskip("torch")
+    import qsync
+
+    rows = 256
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.0), torch.nn.Linear(16, 4), torch.nn.Linear(4, 32)
+    )
+    x = torch.randn(rows, 8)
+    qsync.wrap(model, "int8")
+    model(x)
+    codes = sum(rows * inner + 4 * rows for inner in (8, 16, 4))
+    weights = sum(inner * outer + 4 * outer for inner, outer in ((8, 16), (16, 4), (4, 32)))
+    alive = alive_after(lambda: model(x))
+    assert codes <= alive - 4 * rows * 32 <= codes + weights + 1024
+
+
+def alive_after(forward) -> int:
+    """Bytes that `forward` allocated and that are still there while its result is held."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = forward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert result.requires_grad
+    return sum(event.nbytes() for event in events)
+
+
+def test_query_key_and_value_share_one_int8_input():
+    torch = pytest.importorskip("torch")
+    import qsync
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) + self.k(x) + self.v(x)
+
+    rows = 128
+    x = torch.randn(rows, 64)
+    model = qsync.wrap(Model(), "int8")
+    model(x)
+    assert saved_by_torch(model, x) == 64 * rows + 4 * rows
+    seen: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        model(x)
+    codes = [tensor.data_ptr() for tensor in seen if tensor.shape == (rows, 64)]
+    assert len(codes) == 3 and len(set(codes)) == 1

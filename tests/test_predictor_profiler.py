@@ -12,7 +12,7 @@ from torch import nn
 import qsync
 from qsync import runtime
 from qsync.errors import CalibrationError, UnsupportedError
-from qsync.lowering import Cast, lower
+from qsync.lowering import Cast, Run, lower, matching
 from qsync.precision import Precision
 from qsync.predictor.clocks import ShareClock, WallClock
 from qsync.predictor.profiler import Profiler
@@ -185,3 +185,20 @@ def test_the_recorder_gives_each_node_the_time_between_marks():
     assert costs["first"].backward_s == costs["second"].backward_s == 1.0
     parts = step.before + step.outside.total_s + sum(cost.total_s for _, cost in step.nodes)
     assert parts == step.total
+
+
+def test_saving_less_is_measured_beside():
+    model = Net()
+    plain = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=1)
+    assert not any(" " in mode for modes in plain.ops.values() for mode in modes)
+    profile = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=1, save_less=True)
+    graph = qsync.capture(model, BATCH[0])
+    ops = {op.name: op for op in graph.ops}
+    able = matching(graph, ["*"])
+    assert able
+    for first in PRECISIONS:
+        lowered = lower(graph, {"first": Precision(first)}, saving_less=able)
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                assert run_cost(profile, node, ops[node.op]).total_s >= 0
+    assert set(plain.step_s) < set(profile.step_s)

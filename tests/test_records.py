@@ -165,6 +165,32 @@ def test_a_plan_for_another_model_is_refused_with_both_sides():
         plan_of()["other"]
 
 
+def test_plans_that_save_less(tmp_path):
+    plan = plan_of()
+    less = plan.save_less("layer.0.*").save_less("layer.0.gelu")
+    assert less["infer"].saving_less == ("layer.0.*", "layer.0.gelu")
+    assert less["infer"].predicted is None and less.step_s is None
+    assert less["infer"].assignment == plan["infer"].assignment
+    assert Plan.load(less.save(tmp_path / "plan.json")) == less
+    assert less.pin("head", "bf16")["infer"].saving_less == less["infer"].saving_less
+    less.check_graph(GRAPH)
+    assert plan.diff(less) == "infer  saving less: none -> layer.0.*, layer.0.gelu"
+    assert plan.save_less(device_class="infer")["infer"].saving_less == ("*",)
+    with pytest.raises(MismatchError, match="no device class 'other'"):
+        plan.save_less(device_class="other")
+    with pytest.raises(MismatchError, match=r"lets 'layer\.0\.gelo' save less.*nearest: 'layer\.0\.gelu'"):
+        plan.save_less("layer.0.gelo").check_graph(GRAPH)
+
+
+def test_plans_from_before_saving_less_are_read():
+    body = plan_of().to_json()
+    del body["classes"]["infer"]["saving_less"]
+    assert Plan.from_json(body) == plan_of()
+    body["classes"]["infer"]["saving_less"] = [1]
+    with pytest.raises(FormatError, match="saving_less"):
+        Plan.from_json(body)
+
+
 def test_pins_and_differences():
     plan = plan_of(head=INT8)
     pinned = plan.pin("layer.0.q*", "bf16")

@@ -51,6 +51,41 @@ def test_a_following_operator_is_scaled_from_its_nearest_type():
     assert run_cost(profile, run, op) == Cost(1.0, 2.0)
 
 
+def test_saving_less_has_a_price_of_its_own():
+    op = GRAPH.ops[1]
+    run = Run("act0", "bf16", (), "", "codes")
+    modes = {"fp32": Cost(9.0), "bf16": Cost(8.0), "fp32 output": Cost(7.0), "fp32 codes": Cost(2.0, 4.0)}
+    profile = replace(PROFILE, ops={"act0": modes})
+    assert run_cost(profile, run, op) == Cost(1.0, 2.0)  # the same form in FP32, by the bytes
+    assert run_cost(replace(PROFILE, ops={"act0": {**modes, "bf16 codes": Cost(5.0)}}), run, op) == Cost(5.0)
+    assert run_cost(profile, replace(run, mode="fp32", form="bits"), op) == Cost(2.0, 4.0)
+    assert run_cost(profile, replace(run, form="plain"), op) == Cost(8.0)
+
+
+@pytest.mark.parametrize(("form", "measured"), [("codes", "fp32"), ("plain", "fp32 codes")])
+def test_one_way_of_saving_does_not_stand_for_the_other(form, measured):
+    profile = replace(PROFILE, ops={"act0": {measured: Cost(1.0)}})
+    with pytest.raises(MismatchError, match="no time of act0 in fp32.*profile this class again"):
+        run_cost(profile, Run("act0", "fp32", (), "", form), GRAPH.ops[1])
+
+
+def test_a_lowering_that_saves_less_is_priced_and_unpriced_again():
+    both = {
+        mode: cost
+        for plain, cost in PROFILE.ops["act0"].items()
+        for mode, cost in ((plain, cost), (f"{plain} codes", replace(cost, backward_s=3 * cost.backward_s)))
+    }
+    lowering = Lowering(GRAPH, {"fc1": Precision.INT8})
+    costs = ClassCosts(lowering, replace(PROFILE, ops={**PROFILE.ops, "act0": both}))
+    before = costs.total_s
+    made = lowering.save_less("act0")
+    costs.update(made.touched)
+    assert costs.total_s == pytest.approx(before + 2 * both["fp32"].backward_s)
+    lowering.undo(made)
+    costs.update(made.touched)
+    assert costs.total_s == before
+
+
 def test_views_are_free_unless_measured_and_nothing_else_is():
     graph = encoder(1)
     profile = replace(profile_of(graph), ops={})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from torch import nn
 import qsync
 from qsync import backend, runtime
 from qsync.graph import OpGraph
-from qsync.lowering import Cast, Run, lower
+from qsync.lowering import FORMS, Cast, Run, lower, matching
+from qsync.plans import ClassPlan, Plan
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.replayer import replay
 from qsync.rewriting import rewrite
@@ -45,6 +47,21 @@ def priced(graph: OpGraph, assignment: dict[str, Precision]) -> tuple[Cast | Run
     """What the replayer prices for this assignment, but for the node that only hands results out."""
     profiles = {name: profile_of(graph, name, TRIED) for name in ("train", "infer")}
     timeline = replay(graph, {"train": {}, "infer": assignment}, profiles, cluster_of(precisions=TRIED))
+    outputs = {op.name for op in graph.ops if op.kind == "output"}
+    return tuple(n for n in timeline.sequence("infer") if isinstance(n, Cast) or n.op not in outputs)
+
+
+def priced_saving_less(graph: OpGraph, assignment: dict[str, Precision]) -> tuple[Cast | Run, ...]:
+    """The same for a plan in which every operator that can saves less."""
+    profile = profile_of(graph, "infer", TRIED)
+    ops = {
+        op.name: {timed: cost for mode, cost in profile.ops[op.name].items()
+                  for timed in (mode, *(f"{mode} {form}" for form in FORMS.get(op.kind, ())))}
+        for op in graph.ops
+    }  # fmt: skip
+    plan = Plan(graph.model, graph.hash, {"infer": ClassPlan(assignment)}).save_less("*")
+    cluster = cluster_of({"infer": 1}, precisions=TRIED)
+    timeline = replay(graph, plan, {"infer": replace(profile, ops=ops)}, cluster)
     outputs = {op.name for op in graph.ops if op.kind == "output"}
     return tuple(n for n in timeline.sequence("infer") if isinstance(n, Cast) or n.op not in outputs)
 
@@ -392,3 +409,38 @@ def test_backward_of_the_users_own_functions_is_used():
             model(X).backward()
             gradients.append([p.grad for p in model.parameters()])
         assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+
+
+# --- Saving less for backward ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(family):
+    model, batch = build(family)
+    graph = qsync.capture(model, batch)
+    for assignment in ({op.name: Precision.FP32 for op in graph.adjustable}, drawn(graph, 1)):
+        watcher = watched(model, assignment)
+        loss, gradients = step(model, batch)
+        watcher.nodes.clear()
+        runtime.program_of(model).choose(runtime.following(assignment), watcher, runtime.saving(["*"]))
+        less_loss, less_gradients = step(model, batch)
+        assert tuple(watcher.nodes) == priced_saving_less(graph, assignment)
+        assert not watcher.wrong
+        assert torch.equal(less_loss, loss)
+        assert decibels(less_gradients, gradients) > 30
+        found = {
+            node.op: node.form for node in watcher.nodes if isinstance(node, Run) and node.form != "plain"
+        }
+        assert bool(found) == bool(matching(graph, ["*"]))
+
+
+def test_a_checkpointed_model_saves_less_inside():
+    model = Checkpointed()
+    graph = qsync.capture(model, X)
+    able = matching(graph, ["*"])
+    runtime.attach(model, lambda graph: {}, saving_less=runtime.saving(["*"]))
+    model(X).backward()
+    forms = {
+        n.op: n.form for part in runtime.program_of(model).lowered for n in part.nodes if isinstance(n, Run)
+    }
+    assert {op for op, form in forms.items() if form != "plain"} == set(able)

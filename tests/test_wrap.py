@@ -586,3 +586,48 @@ def test_unknown_indicators_and_precisions_are_refused():
 def test_only_wrapped_models_have_a_program():
     with pytest.raises(MismatchError, match="not wrapped"):
         runtime.program_of(MLP())
+
+
+# --- Saving less for backward ---
+
+
+def forms_of(model: nn.Module) -> dict[str, str]:
+    """What the operators of the last call that save less keep."""
+    lowered = runtime.program_of(model).lowered
+    return {n.op: n.form for part in lowered for n in part.nodes if getattr(n, "form", "plain") != "plain"}
+
+
+def test_a_plan_says_which_operators_save_less():
+    model, batch = build("bert")
+    graph = qsync.capture(model, batch)
+    int8 = {op.name: Precision.INT8 if op.kind == "linear" else Precision.FP32 for op in graph.adjustable}
+    plain = Plan(graph.model, graph.hash, {"train": ClassPlan(int8), "infer": ClassPlan(int8)})
+    plan = plain.save_less("*.layer.0.*", device_class="infer")
+    other = copy.deepcopy(model)
+    expected, _ = step(qsync.wrap(other, plan, device_class="train"), batch)
+    loss, gradients = step(qsync.wrap(model, plan, device_class="infer"), batch)
+    assert torch.equal(loss, expected)
+    assert not forms_of(other)
+    forms = forms_of(model)
+    assert {name.split(".")[3] for name in forms} == {"0"}
+    assert sorted(forms.values()) == ["bits", "bits", "codes", "codes", "codes"]
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("bert", {"gelu", "layer_norm", "dropout"}), ("resnet", {"relu", "batch_norm"})]
+)
+def test_wrap_can_let_every_operator_save_less(family, kinds):
+    model, batch = build(family)
+    qsync.wrap(model, "int8", save_less=True)
+    for _ in range(2):
+        loss, _ = step(model, batch)
+    assert torch.isfinite(loss)
+    assert {name.rpartition(".")[2].partition("#")[0] for name in forms_of(model)} >= kinds
+
+
+def test_a_pattern_that_no_operator_matches_is_refused_at_the_first_call():
+    model, batch = build("mlp")
+    qsync.wrap(model, plan_for(model, batch).save_less("nobody"), device_class="infer")
+    with pytest.raises(MismatchError, match="lets 'nobody' save less"):
+        model(**batch)
