@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qsync.backend import cutlass
 from qsync.backend.convolution import conv2d_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
@@ -51,6 +52,15 @@ def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[C
         return ()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     lacking = _lacking(precision, capability)
+    found = _torch_candidates(kind, precision, device, lacking)
+    if device.type == "cuda" and cutlass.serves(kind, precision):
+        found += (_cutlass_candidate(kind, precision, device, lacking),)
+    return found
+
+
+def _torch_candidates(
+    kind: str, precision: Precision, device: torch.device, lacking: str | None
+) -> tuple[Candidate, ...]:
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, lacking),)
     if precision is Precision.FP16:
@@ -62,6 +72,15 @@ def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[C
     if kind == "conv2d":
         return (_candidate("qconv", conv2d_int8, lacking or _no_qconv(device)),)
     return (_candidate("int_mm", _INTEGER_KERNELS[kind, precision], lacking),)
+
+
+def _cutlass_candidate(
+    kind: str, precision: Precision, device: torch.device, lacking: str | None
+) -> Candidate:
+    if lacking is not None:
+        return Candidate("cutlass", None, lacking)
+    kernel, reason = cutlass.kernel(kind, precision, device)
+    return Candidate("cutlass", kernel, reason)
 
 
 def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:

@@ -15,7 +15,7 @@ from torch import Tensor
 from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.reference import reference_kernel
-from qsync.errors import UnsupportedError
+from qsync.errors import QSyncError, UnsupportedError
 from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
 # A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
@@ -168,7 +168,7 @@ class Kernels:
         try:
             got = _trial(kind, precision, candidate.kernel, self.device, small=True)()
             expected = _trial(kind, precision, reference_kernel(kind, precision), self.device, small=True)()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except (RuntimeError, NotImplementedError, ValueError, QSyncError) as error:
             return f"fails here: {str(error).strip().splitlines()[0]}"
         # Two stochastic roundings agree no better than the rounding itself: 8 bits leave about 35 dB.
         worst = min(_agreement_db(a, b) for a, b in zip(got, expected, strict=True))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from qsync.precision import Precision
 
-__all__ = ["kernel"]
+__all__ = ["kernel", "serves"]
 
 # The libraries that a kind of product needs in each precision.
 _FAMILIES = {
@@ -24,6 +24,15 @@ _FAMILIES = {
     ("conv2d", "int8"): ("int8_conv", "fp16_conv"),
     ("conv2d", "fp16"): ("fp16_conv",),
 }
+
+
+def serves(kind: str, precision: Precision) -> bool:
+    """Whether there are CUTLASS kernels for a kind of product in a precision, on some GPU.
+
+    >>> serves("conv2d", Precision.INT8)
+    True
+    """
+    return _families(kind, precision) is not None
 
 
 def kernel(
@@ -37,7 +46,7 @@ def kernel(
     """
     from qsync.backend.cutlass import convolution, library, linear, products
 
-    families = _FAMILIES.get(("linear" if kind == "addmm" else kind, str(precision)))
+    families = _families(kind, precision)
     if families is None:
         return None, f"CUTLASS is not used for {kind} in {precision}"
     reason = library.unavailable(products.architecture(device), families)
@@ -45,3 +54,7 @@ def kernel(
         return None, reason
     make = {"linear": linear.linear, "addmm": linear.addmm, "conv2d": convolution.conv2d}[kind]
     return make(precision), None
+
+
+def _families(kind: str, precision: Precision) -> tuple[str, ...] | None:
+    return _FAMILIES.get(("linear" if kind == "addmm" else kind, str(precision)))

@@ -65,17 +65,26 @@ def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bo
 
 
 def compile_to(
-    path: Path, architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bool = True
+    path: Path,
+    architecture: str,
+    families: Sequence[str] = FAMILIES,
+    all_tiles: bool = True,
+    keep: Path | None = None,
 ) -> None:
-    """Compiles the library into `path`, past the cache. Raises BuildError, in one sentence."""
+    """Compiles the library into `path`, past the cache; what leads to it (PTX) stays in the folder `keep`.
+
+    Raises BuildError, in one sentence.
+    """
     _check_families(architecture, families)
     tools = toolchain(architecture)
     command = [tools.nvcc, *_flags(architecture, families, all_tiles), f"-I{tools.headers}", f"-I{SOURCES}"]
     command += [str(SOURCES / "products.cu"), "-o", str(path)]
-    if tools.assembler is not None:
-        _compile_for_volta(command, tools.assembler)
-    else:
-        _run(command)
+    with tempfile.TemporaryDirectory(prefix="qsync-nvcc-") as folder:
+        command += ["--keep", "--keep-dir", str(keep or folder)]
+        if tools.assembler is None:
+            _run(command)
+        else:
+            _compile_for_volta(command, tools.assembler, str(keep or folder))
 
 
 @cache
@@ -164,17 +173,16 @@ def _flags(architecture: str, families: Sequence[str], all_tiles: bool) -> list[
     return [*flags, "-DQSYNC_ALL_TILES"] if all_tiles else flags
 
 
-def _compile_for_volta(command: list[str], assembler: str) -> None:
+def _compile_for_volta(command: list[str], assembler: str, folder: str) -> None:
     """The steps that nvcc would take for Turing, with the assembler's step done for Volta.
 
     nvcc prints them (--dryrun) as lines of shell. PTX is forward compatible, not backward: the assembler
     refuses whatever Volta lacks, so what it accepts means on Volta what it means on Turing. The one thing it
     refuses in these sources is a prefetch hint on loads, which changes no result.
     """
-    with tempfile.TemporaryDirectory(prefix="qsync-volta-") as folder:
-        listing = _run([*command, "--dryrun", "--keep", "--keep-dir", folder]).stderr
-        script = "set -e\n" + "\n".join(_volta_step(line, assembler) for line in listing.splitlines())
-        _run(["/bin/sh", "-c", script], cwd=folder)
+    listing = _run([*command, "--dryrun"]).stderr
+    script = "set -e\n" + "\n".join(_volta_step(line, assembler) for line in listing.splitlines())
+    _run(["/bin/sh", "-c", script], cwd=folder)
 
 
 def _volta_step(line: str, assembler: str) -> str:
@@ -209,7 +217,7 @@ def _run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProc
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} cannot run here ({error}): reinstall the CUDA toolkit") from error
     if done.returncode:
-        raise BuildError(f"{Path(command[0]).name} failed: {_first_error(done.stderr + done.stdout)}")
+        raise BuildError(f"{Path(command[0]).name} failed: {_first_error(done.stdout + done.stderr)}")
     return done
 
 
@@ -217,7 +225,7 @@ def _first_error(output: str) -> str:
     """The line that says what went wrong, among thousands about templates."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:
-        if re.search(r"\berror\b|fatal|No space|not found|cannot", line, re.IGNORECASE):
+        if re.search(r"\berror\b|fatal|No space|not found|cannot|killed", line, re.IGNORECASE):
             return line[:300]
     return lines[-1][:300] if lines else "it gave no reason; run it by hand"
 

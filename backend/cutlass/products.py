@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -145,7 +146,7 @@ def _run(
     dtype: torch.dtype,
 ) -> Tensor:
     call = _Call(product, a, b, shape, sizes, scaling, dtype)
-    with torch.cuda.device(a.device):
+    with _on(a.device):
         return call.result(_setting(call, inner))
 
 
@@ -186,11 +187,19 @@ class _Call:
             "b": self.b.data_ptr(),
             "out": out.data_ptr(),
             "out_type": OUT_TYPES[str(out.dtype).removeprefix("torch.")],
-            "stream": torch.cuda.current_stream(self.a.device).cuda_stream,
+            "stream": _stream(self.a.device),
         }
         is_gemm = PRODUCTS[self.product][1].endswith("gemm")
         run = self.library.gemm if is_gemm else self.library.conv
         run(self.product, self.library.tiles(self.product).index(setting.tile), arguments)
+
+
+def _on(device: torch.device) -> AbstractContextManager[None]:
+    return torch.cuda.device(device)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 @cache

@@ -3,8 +3,8 @@
 //     out[m, n] = alpha * row_scale[m / rows_per_scale] * column_scale[n] * sum[m, n] + bias[n]
 //
 // It is written as CUTLASS's "output tile iterator", the last link of the 2.x epilogue, because that link is the
-// same for Volta, Turing and Ampere and for products and convolutions: one epilogue serves them all. The type of the
-// result is chosen at run time, which a third of the compile time pays for.
+// same for Volta, Turing and Ampere and for products and convolutions: one epilogue serves them all. The type of
+// the result is chosen at run time, so that each product is compiled once and not three times.
 
 #pragma once
 
@@ -191,21 +191,23 @@ class ScaledOutput : public cutlass::epilogue::threadblock::PredicatedTileIterat
 
   template <typename Out>
   CUTLASS_DEVICE void store_vector(Out *out, cutlass::Array<float, kVector> const &values, int c) const {
-    cutlass::AlignedArray<Out, kVector> converted;
+    struct alignas(sizeof(Out) * kVector) Vector {
+      Out elements[kVector];
+    } converted;
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
-      converted[i] = static_cast<Out>(values[i]);
+      converted.elements[i] = static_cast<Out>(values[i]);
     }
     int const columns = this->extent_column(), left = columns - column(c);
     // Rows of a multiple of four elements keep every vector aligned; the host checks the first one.
     if (left >= kVector && columns % kVector == 0) {
-      *reinterpret_cast<cutlass::AlignedArray<Out, kVector> *>(out) = converted;
+      *reinterpret_cast<Vector *>(out) = converted;
       return;
     }
     CUTLASS_PRAGMA_UNROLL
     for (int i = 0; i < kVector; ++i) {
       if (i < left) {
-        out[i] = converted[i];
+        out[i] = converted.elements[i];
       }
     }
   }
