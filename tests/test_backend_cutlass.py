@@ -257,7 +257,7 @@ def test_structures_are_those_of_the_headers(header, struct, here):
 
 def gemm_arguments(**changes):
     plain = dict.fromkeys(("alpha", "row_scale", "column_scale", "bias", "stream"))
-    sizes = {"m": 32, "n": 48, "k": 64, "lda": 64, "ldb": 64, "slices": 1, "rows_per_scale": 1}
+    sizes = {"m": 32, "n": 48, "k": 64, "lda": 64, "ldb": 64, "slices": 1, "rows_per_scale": 1, "device": 0}
     return {**plain, **sizes, "a": 4096, "b": 8192, "out": 65536, "out_type": 0} | changes
 
 
@@ -265,7 +265,7 @@ def conv_arguments(**changes):
     sizes = dict(zip("nhwckrspq", (2, 8, 8, 32, 16, 3, 3, 8, 8), strict=True))
     place = dict.fromkeys(("pad_h", "pad_w", "stride_h", "stride_w", "dilation_h", "dilation_w"), 1)
     plain = dict.fromkeys(("alpha", "row_scale", "column_scale", "bias", "stream"))
-    rest = {"slices": 1, "a": 4096, "b": 8192, "out": 65536, "out_type": 0, "rows_per_scale": 64}
+    rest = {"slices": 1, "a": 4096, "b": 8192, "out": 65536, "out_type": 0, "rows_per_scale": 64, "device": 0}
     return {**sizes, **place, **plain, **rest} | changes
 
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from qsync.backend import encode, selection
-from qsync.backend.candidates import Candidate, device_precisions
+from qsync.backend import cutlass, encode, selection
+from qsync.backend.candidates import Candidate, candidates, device_precisions
 from qsync.backend.selection import Kernels, select
 from qsync.errors import UnsupportedError
 from qsync.precision import PRECISIONS_BY_KIND, Precision
@@ -93,10 +93,21 @@ def test_the_reference_is_there_for_who_asks():
         select("cpu").kernel("conv2d", "fp8", reference=True)
 
 
-def test_a_convolution_in_int8_is_missing_on_gpus(monkeypatch):
+def test_a_convolution_in_int8_needs_cutlass_on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(UnsupportedError, match="no INT8 convolution on GPUs"):
+    monkeypatch.setattr(cutlass, "kernel", lambda *_: (None, "CUTLASS products need nvcc"))
+    with pytest.raises(
+        UnsupportedError, match="no INT8 convolution on GPUs; cutlass: CUTLASS products need nvcc"
+    ):
         Kernels(torch.device("cuda", 0)).kernel("conv2d", "int8")
+
+
+def test_volta_compiles_nothing_for_int8(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    monkeypatch.setattr(cutlass, "kernel", pytest.fail)
+    found = candidates("linear", Precision.INT8, torch.device("cuda", 0))
+    assert [c.name for c in found] == ["int_mm", "cutlass"]
+    assert all("needs compute capability 7.5" in c.reason for c in found)
 
 
 def test_a_kernel_that_computes_something_else_is_rejected(monkeypatch):

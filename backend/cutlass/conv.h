@@ -21,6 +21,7 @@ extern "C" struct QsyncConv {
   int out_type;        // qsync::OutType
   int rows_per_scale;  // rows of M for each row_scale: p * q for one scale per image
   float const *alpha, *row_scale, *column_scale, *bias;
+  int device;  // the GPU of all of these
   void *stream;
 };
 
@@ -83,7 +84,7 @@ struct Conv {
   static int const kAlignment = 128 / cutlass::sizeof_bits<Element>::value;
   using Epilogue = ScaledEpilogue<typename Default::Kernel::Epilogue, kStrided>;
   using Kernel = typename cutlass::platform::conditional<
-      kStrided, cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<Mma, Epilogue, typename cutlass::platform::conditional<kStrided, Swizzle, cutlass::conv::threadblock::StridedDgradIdentityThreadblockSwizzle<1>>::type, kOperator>,
+      kStrided, cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<Mma, Epilogue, Swizzle, kOperator>,
       cutlass::conv::kernel::ImplicitGemmConvolution<Mma, Epilogue, Swizzle, kOperator>>::type;
 
   static int run(QsyncConv const &c) {
@@ -109,8 +110,7 @@ struct Conv {
         {out, out_layout}, {}, c.slices > 1 ? cutlass::conv::SplitKMode::kParallel : cutlass::conv::SplitKMode::kNone);
     typename Kernel::Params params(arguments);
     params.iterator_D.scaling = {c.alpha, c.row_scale, c.column_scale, c.bias, c.rows_per_scale, OutType(c.out_type)};
-    return launch<Kernel>(params, Swizzle::get_grid_shape(params.grid_tiled_shape),
-                          static_cast<cudaStream_t>(c.stream));
+    return launch<Kernel>(params, Swizzle::get_grid_shape(params.grid_tiled_shape), c.device, c.stream);
   }
 
  private:

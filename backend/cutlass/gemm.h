@@ -16,6 +16,7 @@ extern "C" struct QsyncGemm {
   int out_type;  // qsync::OutType
   int rows_per_scale;
   float const *alpha, *row_scale, *column_scale, *bias;
+  int device;  // the GPU of all of these
   void *stream;
 };
 
@@ -85,7 +86,7 @@ struct Gemm {
     typename Kernel::Params params(problem, tiles, {a, LayoutA(g.lda)}, {b, LayoutB(g.ldb)},
                                    {static_cast<float *>(g.out), RowMajor(g.n)}, {}, int64_t(g.m) * g.n);
     params.params_D.scaling = scaling(g);
-    return launch<Kernel>(params, Swizzle::get_grid_shape(tiles), static_cast<cudaStream_t>(g.stream));
+    return launch<Kernel>(params, Swizzle::get_grid_shape(tiles), g.device, g.stream);
   }
 };
 

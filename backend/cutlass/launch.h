@@ -38,9 +38,13 @@ inline int failed(cudaError_t error) {
 inline bool aligned(void const *pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
 
 template <typename Kernel>
-int launch(typename Kernel::Params const &params, dim3 grid, cudaStream_t stream) {
+int launch(typename Kernel::Params const &params, dim3 grid, int device, void *stream) {
   if (grid.y > 65535 || grid.z > 65535) {
     return refuse("a grid of %u x %u x %u blocks is too large: use a larger tile", grid.x, grid.y, grid.z);
+  }
+  // This library has a CUDA runtime of its own, which knows nothing of the device that torch's has chosen.
+  if (cudaError_t error = cudaSetDevice(device)) {
+    return failed(error);
   }
   int const bytes = int(sizeof(typename Kernel::SharedStorage));
   if (bytes >= 48 << 10) {  // more must be asked for, once per kernel and device; it is cheap
@@ -53,7 +57,7 @@ int launch(typename Kernel::Params const &params, dim3 grid, cudaStream_t stream
                  : failed(error);
     }
   }
-  cutlass::Kernel<Kernel><<<grid, dim3(Kernel::kThreadCount), bytes, stream>>>(params);
+  cutlass::Kernel<Kernel><<<grid, dim3(Kernel::kThreadCount), bytes, static_cast<cudaStream_t>(stream)>>>(params);
   cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? int(kDone) : failed(error);
 }

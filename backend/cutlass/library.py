@@ -39,12 +39,13 @@ def _structure(name: str, fields: str) -> type[ctypes.Structure]:
 # gemm.h's QsyncGemm and conv.h's QsyncConv, field by field.
 _Gemm = _structure(
     "QsyncGemm",
-    "m n k slices *a *b lda ldb *out out_type rows_per_scale *alpha *row_scale *column_scale *bias *stream",
+    "m n k slices *a *b lda ldb *out out_type rows_per_scale *alpha *row_scale *column_scale *bias "
+    "device *stream",
 )
 _Conv = _structure(
     "QsyncConv",
     "n h w c k r s p q pad_h pad_w stride_h stride_w dilation_h dilation_w slices *a *b *out out_type "
-    "rows_per_scale *alpha *row_scale *column_scale *bias *stream",
+    "rows_per_scale *alpha *row_scale *column_scale *bias device *stream",
 )
 
 

@@ -187,6 +187,7 @@ class _Call:
             "b": self.b.data_ptr(),
             "out": out.data_ptr(),
             "out_type": OUT_TYPES[str(out.dtype).removeprefix("torch.")],
+            "device": self.a.device.index or 0,
             "stream": _stream(self.a.device),
         }
         is_gemm = PRODUCTS[self.product][1].endswith("gemm")
