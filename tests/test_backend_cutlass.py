@@ -696,21 +696,54 @@ def test_views_are_read_as_they_lie_or_copied(emulated):
         assert torch.equal(products.gemm("int8_nt", a, b).double(), expected)
 
 
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.INT8])
 @pytest.mark.parametrize(
     ("x", "weight", "options", "reason"),
     [
-        ((2, 8, 6, 6), (8, 4, 3, 3), {"groups": 2}, "no grouped convolution"),
-        ((2, 8, 9, 9), (8, 8, 3, 3), {"dilation": 2}, "dilated"),
-        ((8, 6, 6), (8, 8, 3, 3), {}, "add a batch dimension"),
-        ((2, 8, 64, 64), (8, 8, 33, 33), {}, "larger than 32 x 32"),
+        ((2, 8, 6, 6), (8, 4, 3, 3), {"groups": 2}, "no grouped convolutions"),
+        ((2, 8, 9, 9), (8, 8, 3, 3), {"dilation": 2}, "dilated convolutions"),
+        ((8, 6, 6), (8, 8, 3, 3), {}, "batch dimension"),
+        ((2, 8, 34, 34), (8, 8, 33, 33), {}, "filters of 33 x 33"),
     ],
 )
-def test_convolutions_that_stay_in_a_higher_precision(x, weight, options, reason):
-    tensors = [torch.zeros(x), torch.zeros(weight)]
-    operands = [Operand(t, encode(t, "fp16")) for t in tensors]
-    with pytest.raises(UnsupportedError, match=reason) as error:
-        convolution.conv2d(Precision.FP16)(torch.conv2d, "fp32", *operands, **options)
-    assert_one_sentence(error)
+def test_convolutions_that_cutlass_lacks_run_in_fp16(precision, x, weight, options, reason):
+    convolution._say_once.cache_clear()
+    tensors = normal(x, weight, weight[:1])
+    for attempt in range(2):
+        said = (
+            pytest.warns(UserWarning, match=f"{reason}; it runs in FP16") if attempt == 0 else nullcontext()
+        )
+        with said if precision is Precision.INT8 else nullcontext():
+            got = outcome(MAKE["conv2d"](precision), "conv2d", precision, torch.conv2d, tensors, options)
+        expected = outcome(
+            reference_kernel("conv2d", Precision.FP16),
+            "conv2d",
+            Precision.FP16,
+            torch.conv2d,
+            tensors,
+            options,
+        )
+        assert all(db(a, b) > 45 for a, b in zip(got, expected, strict=True))
+
+
+def test_addmm_in_fp16_with_factors_is_left_to_torch():
+    tensors = normal((8,), (4, 16), (16, 8))
+    got, expected = (
+        outcome(kernel, "addmm", Precision.FP16, torch.addmm, tensors, {"alpha": 2, "beta": 0.5})
+        for kernel in (linear.addmm(Precision.FP16), reference_kernel("addmm", Precision.FP16))
+    )
+    assert all(db(a, b) > 45 for a, b in zip(got, expected, strict=True))
+
+
+def test_an_empty_batch_of_images(emulated):
+    x, w, b = normal((0, 3, 8, 8), (5, 3, 3, 3), (5,))
+    for precision in (Precision.FP16, Precision.INT8):
+        types = [operand_type("conv2d", i, precision) for i in range(2)]
+        leaves = [t.clone().requires_grad_() for t in (x, w)]
+        operands = [Operand(t, encode(t, name)) for t, name in zip(leaves, types, strict=True)]
+        y = convolution.conv2d(precision)(torch.conv2d, "fp32", *operands, b)
+        y.sum().backward()
+        assert y.shape == (0, 5, 6, 6) and leaves[0].grad.shape == x.shape and not leaves[1].grad.any()
 
 
 def test_addmm_with_factors_is_refused():

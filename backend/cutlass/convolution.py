@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,29 +14,31 @@ from torch.nn.functional import pad
 
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
-from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.linear import DTYPES
-from qsync.errors import UnsupportedError
+from qsync.backend.nested import product_fp16
 from qsync.precision import Precision
+
+# CUTLASS keeps one bit for each row and column of a filter.
+_LARGEST_FILTER = 32
 
 
 def unsupported(
     input: tuple[int, ...], weight: tuple[int, ...], dilation: Any = 1, groups: int = 1
 ) -> str | None:
-    """Why the kernels cannot compute a convolution of these shapes, in one sentence; None if they can.
+    """Why the kernels cannot compute a convolution of these shapes; None if they can.
 
     >>> unsupported((8, 64, 32, 32), (64, 2, 3, 3), groups=32)
-    'CUTLASS has no grouped convolution here: keep it in a higher precision'
+    'CUTLASS has no grouped convolutions'
     """
-    stay = "keep it in a higher precision"
     if len(input) != 4:
-        return "the convolution needs a batched input (n, C, h, w): add a batch dimension of 1"
+        return "CUTLASS needs a batch dimension"
     if groups != 1:
-        return f"CUTLASS has no grouped convolution here: {stay}"
+        return "CUTLASS has no grouped convolutions"
     if any(d != 1 for d in _pair(dilation)):
-        return f"CUTLASS has no input gradient of a dilated convolution: {stay}"
-    if max(weight[2:]) > 32:
-        return f"a filter of {weight[2]} x {weight[3]} is larger than 32 x 32: {stay}"
+        return "CUTLASS has no input gradient of dilated convolutions"
+    if max(weight[2:]) > _LARGEST_FILTER:
+        return f"CUTLASS has no filters of {weight[2]} x {weight[3]}"
     return None
 
 
@@ -47,8 +51,8 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
     X, W are INT8 codes, one scale per image and output channel, or FP16 values with no scales. INT8 tensor
     cores take operands along the inner dimension only, which for both gradients would mean transposed copies
     of images: FP16 is used, scaled by a power of two. Saves the codes and scales only. x (n, C, h, w) and
-    W (k, C, r, s); the result has the memory format of an FP32 convolution's. Raises UnsupportedError for
-    what `unsupported` names.
+    W (k, C, r, s); the result has the memory format of an FP32 convolution's. What `unsupported` names runs
+    in FP16 through torch, with a warning, once, if INT8 was asked for.
 
     >>> conv2d(Precision.INT8)(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), bias, padding=1)
     """
@@ -66,15 +70,30 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
     ) -> Tensor:
         reason = unsupported(tuple(input.value.shape), tuple(weight.value.shape), dilation, groups)
         if reason:
-            raise UnsupportedError(f"conv2d in {precision}: {reason}")
+            if precision is not Precision.FP16:
+                _say_once(
+                    f"conv2d in {precision}: {reason}; it runs in FP16: plan it in fp16 to be rid of this"
+                )
+            return product_fp16(
+                target, out_type, _half(input), _half(weight), bias, stride, padding, dilation, groups
+            )
         bias = bias.value if isinstance(bias, Operand) else bias
-        kernel_size = (weight.value.shape[2], weight.value.shape[3])
-        around, extra = _padding(padding, kernel_size)
-        geometry = Geometry(_pair(stride), around, _pair(dilation))
-        plan = _Plan(geometry, extra, DTYPES[out_type])
+        around, extra = _padding(padding, (weight.value.shape[2], weight.value.shape[3]))
+        plan = _Plan(Geometry(_pair(stride), around, _pair(dilation)), extra, DTYPES[out_type])
         return _Convolution.apply(input.value, weight.value, bias, input.encoded, weight.encoded, plan)
 
     return kernel
+
+
+def _half(operand: Operand) -> Operand:
+    """The operand in FP16, whatever it was encoded in."""
+    half = operand.encoded.data.dtype is torch.float16
+    return operand if half else Operand(operand.value, encode(operand.value, "fp16"))
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 class _Plan(NamedTuple):

@@ -64,13 +64,14 @@ class Library:
             for call, structure in ((self._c.qsync_gemm, _Gemm), (self._c.qsync_conv, _Conv)):
                 call.argtypes = [_INTS, _INTS, ctypes.POINTER(structure)]
             self.architecture = str(self._c.qsync_architecture())
+            texts = {name: self._c.qsync_tiles(number).decode() for name, (number, _) in PRODUCTS.items()}
         except (OSError, AttributeError) as error:
             raise BuildError(f"{path} cannot be loaded ({error}): delete it, and it is built anew") from error
+        self._tiles = {name: tuple(text.split(";")) if text else () for name, text in texts.items()}
 
     def tiles(self, product: str) -> tuple[str, ...]:
         """The tiles of a product, as in "128x128x64/4" (block and stages); none if it was not compiled."""
-        text = self._c.qsync_tiles(PRODUCTS[product][0]).decode()
-        return tuple(text.split(";")) if text else ()
+        return self._tiles[product]
 
     def gemm(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
         """out = scaled(A B): the arguments are gemm.h's, pointers as integers or None.

@@ -13,6 +13,7 @@ from qsync.backend.casts import round_columns, round_rows
 from qsync.backend.cutlass.products import Scaling, gemm
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.linear import DTYPES
+from qsync.backend.nested import product_fp16
 from qsync.backend.products import power_of_two
 from qsync.errors import UnsupportedError
 from qsync.precision import Precision
@@ -48,7 +49,10 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
 
 
 def addmm(precision: Precision) -> Callable[..., Tensor]:
-    """`linear` for addmm(b, x, W) with W stored (K, N); UnsupportedError for alpha and beta other than 1.
+    """`linear` for addmm(b, x, W) with W stored (K, N).
+
+    INT8 raises UnsupportedError for alpha other than 1, or beta other than 0 and 1; FP16 leaves them to
+    torch.
 
     >>> addmm(Precision.INT8)(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
@@ -64,6 +68,8 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
         alpha: float = 1,
     ) -> Tensor:
         if alpha != 1 or beta not in (0, 1):
+            if precision is Precision.FP16:
+                return product_fp16(target, out_type, input, mat1, mat2, beta=beta, alpha=alpha)
             raise UnsupportedError(
                 f"addmm with alpha={alpha} and beta={beta} has no {precision} kernel: keep it in FP32"
             )

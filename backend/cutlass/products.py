@@ -88,8 +88,7 @@ def gemm(
     rows, inner = reversed(a.shape) if layout == "tn" else a.shape
     columns = len(b) if layout == "nt" else b.shape[1]
     if 0 in (rows, columns, inner):
-        out = torch.zeros(rows, columns, device=a.device)
-        return (out if scaling.bias is None else out + scaling.bias).to(dtype)
+        return _without_products((rows, columns), scaling, dtype, a.device)
     # Every stored row becomes a multiple of 16 bytes, with zeros. Where that lengthens the inner dimension of
     # one operand, the other's follows: "nt" does so by itself, "tn" has it along the rows' number.
     a, b = _readable(a), _readable(b)
@@ -125,9 +124,21 @@ def conv(
         "dgrad": ((s["n"] * s["h"] * s["w"], s["c"]), s["r"] * s["s"] * s["k"]),
         "wgrad": ((s["k"], s["r"] * s["s"] * s["c"]), s["n"] * s["p"] * s["q"]),
     }[product.partition("_")[2]]
-    out = _run(product, _aligned(a), _aligned(b), shape, inner, sizes, _plain(scaling or Scaling()), dtype)
+    scaling = _plain(scaling or Scaling())
+    if 0 in (*shape, inner):
+        out = _without_products(shape, scaling, dtype, a.device)
+    else:
+        out = _run(product, _aligned(a), _aligned(b), shape, inner, sizes, scaling, dtype)
     names = {"fprop": "npqk", "dgrad": "nhwc", "wgrad": "krsc"}[product.partition("_")[2]]
     return out.view([s[name] for name in names])
+
+
+def _without_products(
+    shape: tuple[int, int], scaling: Scaling, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The result of sums over nothing, or with no rows."""
+    out = torch.zeros(shape, device=device)
+    return (out if scaling.bias is None else out + scaling.bias).to(dtype)
 
 
 def pad_channels(images: Tensor) -> Tensor:
