@@ -1,4 +1,4 @@
-"""Bytes that a step keeps for backward: `python -m qsync.experiments.saved [OUT.json]` counts them.
+"""Bytes that a step keeps for backward: `python -m qsync.experiments.saved --out saved.json` counts them.
 
 Counted with autograd's own hooks: storages, each once, parameters left out. In FP32, under torch.autocast in
 BF16 and in qsync's precisions, each as torch keeps it and with operators that save less. A count holds copies
@@ -30,11 +30,20 @@ from qsync.experiments.peers import under_autocast
 from qsync.experiments.resnet import ResNet
 from qsync.experiments.workloads import seeded
 from qsync.files import write_json
+from qsync.graph import OpGraph
+from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.memory import peak_memory
 
 SEED = 0
-PRECISIONS = ("bf16", "int8", "int8_all")
-AUTOCAST = "torch.autocast bf16"
+TORCH, AUTOCAST = "torch, fp32", "torch.autocast, bf16"
+# Precisions by preference: attention and matmul have no INT8 kernel.
+WAYS: dict[str, tuple[Precision, ...]] = {
+    "fp32": (Precision.FP32,),
+    "bf16": (Precision.BF16,),
+    "int8": (Precision.INT8,),
+    "int8, else bf16": (Precision.INT8, Precision.BF16),
+    "int8_all, else bf16": (Precision.INT8_ALL, Precision.BF16),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +88,21 @@ def cases() -> tuple[Case, ...]:
 
 def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
     """A row for each way of running this model: bytes counted and predicted, and seconds of a step."""
-    ways: dict[str, tuple[str, bool] | None] = {"fp32": None, "fp32, saving less": ("fp32", True)}
-    ways[AUTOCAST] = None
-    for precision in PRECISIONS:
-        ways[precision] = (precision, False)
-        ways[f"{precision}, saving less"] = (precision, True)
+    ways: dict[str, tuple[tuple[Precision, ...], bool] | None] = {TORCH: None, AUTOCAST: None}
+    for name, preferred in WAYS.items():
+        ways[name], ways[f"{name}, saving less"] = (preferred, False), (preferred, True)
     rows, steps = [], {}
-    for name, wrapped in ways.items():
+    for name, way in ways.items():
         progress(f"{name}, counting")
         torch._dynamo.reset()
         counts, predictions, step = [], [], None
         for num in (1, 2):
-            model, run = _ready(case, name, wrapped)
+            model, run = _ready(case, name, way)
             batch = case.batch(num)
             run(**batch)  # compiled here, so that only the step is counted
             known = [*batch.values(), *model.parameters(), *model.buffers()]
             counts.append(saved_bytes(lambda run=run, batch=batch: run(**batch), known))
-            predictions.append(_predicted(model) if wrapped else None)
+            predictions.append(_predicted(model) if way else None)
             step = step or _step(model, run, batch)
         steps[name] = step
         row: dict[str, Any] = {"model": case.name, "way": name, "activation_bytes": counts[1] - counts[0]}
@@ -107,7 +114,7 @@ def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict
     samples = measure(steps, rounds, torch.device("cpu"), sample_s=0.0)
     for row in rows:
         row["step_s"] = samples[row["way"]].median_s
-        row["step_to_fp32"] = statistics.median(ratios(samples[row["way"]], samples["fp32"]))
+        row["step_to_fp32"] = statistics.median(ratios(samples[row["way"]], samples[TORCH]))
         row["to_fp32"] = row["activation_bytes"] / rows[0]["activation_bytes"]
     return rows
 
@@ -136,12 +143,25 @@ def saved_bytes(forward: Callable[[], Any], known: Iterable[torch.Tensor] = ()) 
 
 
 def _ready(
-    case: Case, name: str, wrapped: tuple[str, bool] | None
-) -> tuple[nn.Module, Callable[..., torch.Tensor]]:
+    case: Case, name: str, way: tuple[tuple[Precision, ...], bool] | None
+) -> tuple[nn.Module, Callable[..., Any]]:
     model = seeded(case.make, SEED).train()
-    if wrapped is not None:
-        qsync.wrap(model, wrapped[0], save_less=wrapped[1])
+    if way is not None:
+        preferred, less = way
+        runtime.attach(model, _choice(preferred), saving_less=runtime.saving(["*"] if less else []))
     return model, under_autocast(model, torch.device("cpu")) if name == AUTOCAST else model
+
+
+def _choice(preferred: tuple[Precision, ...]) -> runtime.Chooser:
+    """The first of these precisions that an operator's kind has a kernel for, else FP32."""
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        return {
+            op.name: next((p for p in preferred if p in PRECISIONS_BY_KIND[op.kind]), Precision.FP32)
+            for op in graph.adjustable
+        }
+
+    return choose
 
 
 def _predicted(model: nn.Module) -> int:
@@ -152,25 +172,14 @@ def _predicted(model: nn.Module) -> int:
 def _step(model: nn.Module, run: Callable[..., Any], batch: dict[str, torch.Tensor]) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        run(**batch).backward()
+        result = run(**batch)
+        (result if isinstance(result, torch.Tensor) else result.logits).float().sum().backward()
 
     return step
 
 
-class _Summed(nn.Module):
-    """A model with a scalar result, which keeps nothing more for it."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, **batch: torch.Tensor) -> torch.Tensor:
-        result = self.inner(**batch)
-        return (result if isinstance(result, torch.Tensor) else result.logits).float().sum()
-
-
 def _linear() -> nn.Module:
-    return _Summed(_Shifted())
+    return _Shifted()
 
 
 class _Shifted(nn.Module):
@@ -191,11 +200,11 @@ def _bert() -> nn.Module:
         hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return _Summed(BertForSequenceClassification(config))
+    return BertForSequenceClassification(config)
 
 
 def _resnet() -> nn.Module:
-    return _Summed(ResNet((64, 128, 256, 512)))
+    return ResNet((64, 128, 256, 512))
 
 
 def _tokens(num: int) -> dict[str, torch.Tensor]:

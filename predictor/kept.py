@@ -54,8 +54,8 @@ def kept_by(
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
-    if op.kind == "attention":
-        return Kept(everything, output=True)
+    if op.kind == "attention":  # of a mask of bools its own copy in numbers
+        return Kept(tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST), output=True)
     if op.kind in SAVES_OUTPUT:
         return Kept(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
@@ -64,9 +64,17 @@ def kept_by(
 
 
 def made_for_backward(
-    op: Op, mode: str, graph_shapes: Mapping[str, tuple[int, ...]], device: str, form: str = "plain"
+    op: Op,
+    mode: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    device: str,
+    form: str = "plain",
 ) -> Iterator[int]:
-    """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics."""
+    """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics.
+
+    `shapes` and `dtypes` are those of every value, as traced.
+    """
     if form != "plain":
         yield from _made_saving_less(op, form)
     elif op.kind == "dropout":
@@ -77,8 +85,10 @@ def made_for_backward(
         yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention":
         yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
+        masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
+        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
     elif op.kind == "cross_entropy":
-        yield FP32_BYTES * num_elements(graph_shapes[op.inputs[0]])  # log-probabilities
+        yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
@@ -111,8 +121,15 @@ def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
 def families(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
     """For every value the value whose storage it is: itself, or what it is a view of."""
     root = {value.name: value.name for value in graph.inputs}
+    attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
     for op in graph.ops:
-        root[op.name] = root[op.inputs[0]] if is_alias(op, dtypes) else op.name
+        same = is_alias(op, dtypes)
+        if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
+            # Fused attention (B, H, L, D) leaves its result in the order (B, L, H, D), which is what models
+            # ask for: heads and positions are swapped back without a copy.
+            batch, heads, length, width = attention[root[op.inputs[0]]]
+            same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
+        root[op.name] = root[op.inputs[0]] if same else op.name
     return root
 
 

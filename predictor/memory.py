@@ -202,7 +202,7 @@ class StepMemory:
             yield Span(copy, len(self.graph.ops), len(self.graph.ops))
         if not op.requires_grad:
             return
-        for num_bytes in made_for_backward(op, run.mode, self._shape, self.device, run.form):
+        for num_bytes in made_for_backward(op, run.mode, self._shape, self._dtype, self.device, run.form):
             yield Span(num_bytes, i, time, "saved", op.name)
         moment = sum(
             self._for_a_moment(run, value, taken)
@@ -323,5 +323,7 @@ def _bytes(type_name: str, shape: Sequence[int]) -> int:
     if not is_encoded(type_name) or type_name == "fp16" or not shape:
         return size
     layout = type_name.rpartition("_")[2]
-    scales = {"row": num_elements(shape[:-1]), "col": shape[-1], "image": shape[0], "channel": shape[0]}[layout]
+    scales = {"row": num_elements(shape[:-1]), "col": shape[-1], "image": shape[0], "channel": shape[0]}[
+        layout
+    ]
     return size + FP32_BYTES * scales

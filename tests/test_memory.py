@@ -408,3 +408,30 @@ def test_query_key_and_value_share_one_int8_input():
         model(x)
     codes = [tensor.data_ptr() for tensor in seen if tensor.shape == (rows, 64)]
     assert len(codes) == 3 and len(set(codes)) == 1
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, BF16])
+def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
+    """Attention makes numbers of a mask of bools, and leaves its result in the order that BERT asks for."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from models import build
+
+    import qsync
+    from qsync.experiments.saved import saved_bytes
+
+    model, batch = build("bert", dropout=0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # attention reads its own, and has another kernel for it
+            module.p = 0.1
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.0
+    graph = qsync.capture(model, batch)
+    lowered = lower(graph, {op.name: precision for op in graph.adjustable})
+    qsync.wrap(model, str(precision))
+    model(**batch)
+    copies = sum(type_bytes(cast.target, cast.num_elements) for cast, _ in casts_of_weights(lowered))
+    known = [*batch.values(), *model.parameters(), *model.buffers()]
+    counted = saved_bytes(lambda: model(**batch)["loss"], known)
+    # Four bytes more: the weight of all targets together, which cross_entropy keeps.
+    assert sum(peak_memory(lowered).saved_by.values()) + copies + 4 == counted
