@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.convolution import conv2d_int8
+from qsync.backend.convolution import conv1d_int8, conv2d_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.nested import product_fp16, product_tf32
@@ -39,6 +39,7 @@ _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
     ("addmm", Precision.INT8): addmm_int8,
     ("addmm", Precision.INT8_ALL): addmm_int8_all,
 }
+_CONVOLUTIONS: dict[str, Kernel] = {"conv2d": conv2d_int8, "conv1d": conv1d_int8}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
@@ -69,8 +70,8 @@ def _torch_candidates(
         return (_candidate("torch, TF32 allowed", product_tf32, lacking),)
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], lacking),)
-    if kind == "conv2d":
-        return (_candidate("qconv", conv2d_int8, lacking or _no_qconv(device)),)
+    if kind in _CONVOLUTIONS:
+        return (_candidate("unfolded or oneDNN", _CONVOLUTIONS[kind], lacking or _no_convolution(device)),)
     return (_candidate("int_mm", _INTEGER_KERNELS[kind, precision], lacking),)
 
 
@@ -110,7 +111,7 @@ def _lacking(precision: Precision, capability: tuple[int, int] | None) -> str | 
     return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
 
 
-def _no_qconv(device: torch.device) -> str | None:
+def _no_convolution(device: torch.device) -> str | None:
     if device.type != "cpu":
         return "torch has no INT8 convolution on GPUs"
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_pointwise"):

@@ -68,6 +68,58 @@ def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Matrices (m, c, p) as (m, p, c), copied, in `dtype` if given."""
+    names = {
+        (torch.float32, torch.bfloat16): "transpose_narrow",
+        (torch.bfloat16, torch.float32): "transpose_widen",
+        (torch.int8, torch.int8): "transpose_int8",
+    }
+    wanted = dtype or x.dtype
+    library = _library_for(x, tuple(source for source, _ in names)) if (x.dtype, wanted) in names else None
+    if library is None:
+        return x.transpose(1, 2).to(wanted, memory_format=torch.contiguous_format, copy=True)
+    out = torch.empty((x.shape[0], x.shape[2], x.shape[1]), dtype=wanted)
+    library[names[x.dtype, wanted]](x, out)
+    return out
+
+
+def unfold(
+    images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The windows of images (n, h, w, C) of unsigned codes, as signed codes (n, p, q, kh, kw, C).
+
+    One window per output pixel (p, q); what lies outside an image is 0.
+    """
+    n, h, w, channels = images.shape
+    p, q = (
+        (size + 2 * pad - step * (k - 1) - 1) // s + 1
+        for size, pad, step, k, s in zip((h, w), padding, dilation, kernel, stride, strict=True)
+    )
+    library = _library_for(images, (torch.uint8,))
+    if library is None:
+        signed = images.view(torch.int8).bitwise_xor(-128)
+        padded = torch.nn.functional.pad(signed, (0, 0, padding[1], padding[1], padding[0], padding[0]))
+        windows = padded
+        for dim in (1, 2):
+            extent = dilation[dim - 1] * (kernel[dim - 1] - 1) + 1
+            windows = windows.unfold(dim, extent, stride[dim - 1])
+        return windows[..., :: dilation[0], :: dilation[1]].permute(0, 1, 2, 4, 5, 3).contiguous()
+    out = torch.empty((n, p, q, *kernel, channels), dtype=torch.int8)
+    library["unfold"](images, *stride, *padding, *dilation, out)
+    return out
+
+
+def sum_columns(g: Tensor) -> Tensor:
+    """The FP32 sums of the columns of g (m, n): what the gradient of a bias is."""
+    library = _library_for(g)
+    if library is None:
+        return g.float().sum(0)
+    sums = torch.empty(g.shape[1])
+    library[f"sum_columns_{_COMPILED_DTYPES[g.dtype]}"](g, sums, torch.empty_like(sums))
+    return sums
+
+
 def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Stochastic INT8 codes (m, n) of g * factors, with one scale per row (m); factors (n).
 

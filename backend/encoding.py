@@ -18,6 +18,7 @@ from qsync.backend.casts import (
     quantize_columns,
     quantize_rows,
     quantize_rows_unsigned,
+    transpose_last,
 )
 from qsync.errors import UnsupportedError
 
@@ -62,7 +63,7 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
     One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of a stored
     (K, N) matrix ("col": data (N, K), scale (N, 1)), or per first index: of a convolution's weight
     ("channel": (c, 1, 1, 1)) or of its input ("image": (n, 1, 1, 1); the codes are unsigned with zero point
-    128, and lie in channels-last order). A row that holds NaN or Inf gets the scale NaN, so whatever is
+    128); both lie in channels-last order. A row that holds NaN or Inf gets the scale NaN, so whatever is
     computed from it is NaN. Raises UnsupportedError for a type that is no encoding.
 
     >>> decode(encode(torch.tensor([[-127.0, 3.2]]), "int8_row"))
@@ -88,11 +89,21 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
             codes, scale = quantize_columns(x.contiguous())
             codes, scale = codes.t(), scale.unsqueeze(1)
         elif layout == "channel":
-            codes, scale = quantize_rows(x.reshape(len(x), math.prod(x.shape[1:])).contiguous())
-            codes, scale = codes.view(x.shape), scale.view(-1, *[1] * (x.ndim - 1))
+            codes, scale = _encode_channels(x)
         else:
             codes, scale = _encode_images(x)
         return Encoded(codes, scale, layout)
+
+
+def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
+    """A convolution's weight (c, C, ...) as codes in channels-last order, whatever the weight's own order.
+
+    Quantized first and put in order then: a quarter of the bytes to move across.
+    """
+    shape = (len(w), w.shape[1], math.prod(w.shape[2:]))
+    codes, scale = quantize_rows(w.reshape(shape[0], shape[1] * shape[2]).contiguous())
+    last = transpose_last(codes.view(shape)).view(len(w), *w.shape[2:], w.shape[1])
+    return last.movedim(-1, 1), scale.view(-1, *[1] * (w.ndim - 1))
 
 
 def _encode_images(x: Tensor) -> tuple[Tensor, Tensor]:

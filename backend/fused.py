@@ -25,6 +25,7 @@ def module() -> tvm.IRModule:
     """Every program, named as `qsync.backend.casts` looks it up."""
     programs: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
+        programs[f"sum_columns_{dtype}"] = _sum_columns(dtype)
         programs[f"quantize_rows_{dtype}"] = _quantize_rows(dtype, "int8", 0)
         programs[f"quantize_rows_unsigned_{dtype}"] = _quantize_rows(dtype, "uint8", 128)
         programs[f"quantize_columns_{dtype}"] = _quantize_columns(dtype)
@@ -35,6 +36,10 @@ def module() -> tvm.IRModule:
             name = "dequantize_biased" if biased else "dequantize"
             programs[f"{name}_{dtype}"] = _dequantize(dtype, biased)
         programs[f"scale_images_{dtype}"] = _scale_images(dtype)
+    programs["transpose_narrow"] = _transpose("float32", "bfloat16")
+    programs["transpose_widen"] = _transpose("bfloat16", "float32")
+    programs["transpose_int8"] = _transpose("int8", "int8")
+    programs["unfold"] = _unfold()
     programs["decode_rows"] = _decode("int8", 0, by_row=True)
     programs["decode_columns"] = _decode("int8", 0, by_row=False)
     programs["decode_rows_unsigned"] = _decode("uint8", 128, by_row=True)
@@ -95,6 +100,69 @@ def _quantize_rows(dtype: str, code_dtype: str, zero_point: int) -> Any:
             S[i] = _scale(S[i])
 
     return quantize_rows
+
+
+def _transpose(dtype: str, out_dtype: str) -> Any:
+    """Matrices (m, c, p) transposed (m, p, c), in another type."""
+
+    @T.prim_func
+    def transpose(x: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, c, p = T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(x, (m, c, p), dtype)
+        Y = T.match_buffer(out, (m, p, c), out_dtype)
+        for i in T.serial(m):
+            for k in T.serial(p):
+                for j in T.serial(c):
+                    Y[i, k, j] = T.Cast(out_dtype, X[i, j, k])
+
+    return transpose
+
+
+def _unfold() -> Any:
+    """Images of unsigned codes, zero point 128, as the signed rows of a matrix: one row per output pixel."""
+
+    @T.prim_func
+    def unfold(
+        images: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(images, (n, h, w, c), "uint8")
+        Y = T.match_buffer(out, (n, p, q, kh, kw, c), "int8")
+        for i, y, x, u, v in T.grid(n, p, q, kh, kw):
+            if (
+                (y * stride_h + u * step_h - pad_h >= 0)
+                & (y * stride_h + u * step_h - pad_h < h)
+                & (x * stride_w + v * step_w - pad_w >= 0)
+                & (x * stride_w + v * step_w - pad_w < w)
+            ):
+                for j in T.serial(c):
+                    Y[i, y, x, u, v, j] = T.reinterpret(
+                        "int8",
+                        T.bitwise_xor(
+                            X[
+                                i,
+                                y * stride_h + u * step_h - pad_h,
+                                x * stride_w + v * step_w - pad_w,
+                                j,
+                            ],
+                            T.uint8(128),
+                        ),
+                    )
+            else:
+                for j in T.serial(c):
+                    Y[i, y, x, u, v, j] = T.int8(0)
+
+    return unfold
 
 
 def _quantize_columns(dtype: str) -> Any:
@@ -208,6 +276,28 @@ def _narrow_and_sum(dtype: str) -> Any:
                 S[j] = S[j] + P[j]
 
     return narrow_and_sum
+
+
+def _sum_columns(dtype: str) -> Any:
+    @T.prim_func
+    def sum_columns(g: T.handle, sums: T.handle, partial: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        S = T.match_buffer(sums, (n,), "float32")
+        P = T.match_buffer(partial, (n,), "float32")
+        for j in T.serial(n):
+            S[j] = T.float32(0)
+        for block in T.serial((m + 63) // 64):
+            for j in T.serial(n):
+                P[j] = T.float32(0)
+            for r in T.serial(T.min(T.int64(64), m - block * 64)):
+                for j in T.serial(n):
+                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
+            for j in T.serial(n):
+                S[j] = S[j] + P[j]
+
+    return sum_columns
 
 
 def _dequantize(dtype: str, biased: bool) -> Any:

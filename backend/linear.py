@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.casts import decode_rows, dequantize, narrow_and_sum, round_columns, round_rows
+from qsync.backend.casts import (
+    decode_rows,
+    dequantize,
+    narrow_and_sum,
+    round_columns,
+    round_rows,
+    sum_columns,
+)
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.products import int8_sums, narrow_dtype, to_narrow
 from qsync.errors import UnsupportedError
@@ -148,9 +155,9 @@ class _Int8Product(torch.autograd.Function):
         db = None
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias
-            if sums is None or shape != sums.shape:
-                sums = g.sum(0, dtype=torch.float32) if shape == g.shape[1:] else g.float().sum_to_size(shape)
-            db = sums.to(dtype)
+            if shape != g.shape[1:]:
+                sums = g.float().sum_to_size(shape)
+            db = (sum_columns(g) if sums is None else sums).to(dtype)
         return dx, dw, db, None, None, None, None
 
 

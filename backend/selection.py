@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
+from qsync.backend.convolution import channels_last
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.reference import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
@@ -84,6 +85,16 @@ class Kernels:
                 f"there is no cast to {target_type!r}: choose fp32, bf16 or an encoded type"
             )
         return tensor.to(DTYPES[target_type])
+
+    def cast_weight(self, weight: Tensor, target_type: str) -> Tensor | Encoded:
+        """`cast` of a parameter, in the order of elements that products are fastest with. No gradient.
+
+        A convolution's BF16 weight gets channels-last order: the parameter's own oneDNN would reorder at
+        every call (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3; Zen 5).
+        """
+        if target_type == "bf16" and weight.ndim == 4 and weight.device.type == "cpu":
+            return channels_last(weight.detach())
+        return self.cast(weight, target_type)
 
     def kernel(self, kind: str, precision: Precision | str, reference: bool = False) -> Kernel:
         """The fastest kernel that this device has: kernel(target, out_type, *args, **kwargs) -> Tensor.

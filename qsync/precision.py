@@ -49,12 +49,13 @@ TYPE_BYTES = {
 }  # fmt: skip
 
 # How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one
-# scale per row of the last dimension, per column (a weight stored transposed), per image, or per output channel
-# (of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
+# scale per row of the last dimension, per column (a weight stored transposed), per image, or per output
+# channel (of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
 ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "linear": ("row", "row", None),
     "addmm": (None, "row", "col"),
     "conv2d": ("image", "channel", None),
+    "conv1d": ("image", "channel", None),
 }
 
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
@@ -62,7 +63,7 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "linear": tuple(Precision),
     "addmm": tuple(Precision),
     "conv2d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
-    "conv1d": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    "conv1d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
     "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
     "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
 }

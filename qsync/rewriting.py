@@ -19,6 +19,7 @@ from qsync.backend.encoding import Operand
 from qsync.backend.saving import saving
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run
+from qsync.operators import names_a_type
 from qsync.precision import Precision, is_encoded
 from qsync.segments import Segment
 from qsync.weights import WeightCast
@@ -163,8 +164,19 @@ class _Rewriter:
         name: str | None,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> Any:
-        """What the graph hands out, in the types that it was traced in."""
-        return torch.fx.map_arg(node.args[0], lambda n: self._operand(segment, name, n, new))
+        """What the graph hands out, in the types that it was traced in, and contiguous where it was.
+
+        Kernels of convolutions return channels-last order, which nobody outside of the graph need expect.
+        """
+
+        def handed_out(source: torch.fx.Node) -> torch.fx.Node:
+            found = self._operand(segment, name, source, new)
+            traced = source.meta.get("example_value")
+            if not isinstance(traced, torch.Tensor) or traced.ndim != 4 or not traced.is_contiguous():
+                return found
+            return found.graph.call_method("contiguous", (found,))
+
+        return torch.fx.map_arg(node.args[0], handed_out)
 
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
         source = self._node_of[cast.value, cast.source]
@@ -204,7 +216,9 @@ class _Rewriter:
             call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", call, args, kwargs)
         if native:
-            call = module.graph.create_node(node.op, node.target, args, kwargs, type_expr=node.type)
+            # A view asks for an order of elements that a convolution's result may not have here.
+            named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
+            call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
             call.meta = dict(node.meta)
             return call
         kernel = self._kernels.kernel(op.kind, Precision(run.mode))

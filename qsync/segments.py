@@ -219,7 +219,8 @@ class _Reader:
         if is_functorch_wrapped_tensor(value):  # kernels know nothing of torch.vmap's hidden dimension
             return False
         if role is Role.ADJUSTABLE:
-            if kind == "conv2d" and value.dim() != 4:  # scales are per image, and this one has no batch
+            unbatched = {"conv2d": 3, "conv1d": 2}
+            if value.dim() == unbatched.get(kind):  # scales are per image, and this one has no batch
                 return False
             scaled = kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1)
             return bool(floats) and _dtype(value) == "fp32" and not magnitude and not scaled

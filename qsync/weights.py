@@ -13,11 +13,13 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qsync.backend.convolution import channels_first
+
 
 class Caster(Protocol):
     """What makes the copy: see qsync.backend.select."""
 
-    def cast(self, tensor: torch.Tensor, target: str) -> Any: ...
+    def cast_weight(self, weight: torch.Tensor, target: str) -> Any: ...
 
 
 class WeightCast(torch.nn.Module):
@@ -31,14 +33,14 @@ class WeightCast(torch.nn.Module):
 
     def forward(self, weight: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return self._kernels.cast(weight, self._target)
+            return self._kernels.cast_weight(weight, self._target)
         key = (weight.data_ptr(), weight._version, _steps.count)
         # Without a gradient this is the first micro-batch: a loop that steps by hand through `.data` leaves
         # no other mark. Inside backward it is a checkpoint that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
         if key != self._key or first:
             with torch.no_grad():
-                self._copy = self._kernels.cast(weight, self._target)
+                self._copy = self._kernels.cast_weight(weight, self._target)
             self._key = key
         if isinstance(self._copy, torch.Tensor):
             return _Copied.apply(weight, self._copy)
@@ -55,7 +57,7 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return gradient.to(ctx.dtype), None
+        return channels_first(gradient, ctx.dtype) if gradient.ndim == 4 else gradient.to(ctx.dtype), None
 
 
 def forget_copies() -> None:

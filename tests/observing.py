@@ -13,8 +13,6 @@ from qsync.backend.encoding import Encoded
 from qsync.lowering import Cast, LoweredGraph, Run
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# How the types of encoded data begin; the codes of images are unsigned.
-ENCODED = {torch.int8: "int8", torch.uint8: "int8", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
 
 class Watcher:
@@ -41,7 +39,13 @@ class Watcher:
     def _compare(self, what: str, expected: str, found: Any) -> None:
         for item in found if type(found) in (tuple, list) else (found,):
             if isinstance(item, Encoded):
-                if not expected.startswith(ENCODED[item.data.dtype]):
+                prefix = {
+                    torch.int8: "int8",
+                    torch.uint8: "int8",
+                    torch.float16: "fp16",
+                    torch.float8_e4m3fn: "fp8",
+                }[item.data.dtype]
+                if not expected.startswith(prefix):
                     self.wrong.append(f"{what} is {item}, not {expected}")
             elif (
                 isinstance(item, torch.Tensor)

@@ -444,3 +444,32 @@ def test_a_checkpointed_model_saves_less_inside():
         n.op: n.form for part in runtime.program_of(model).lowered for n in part.nodes if isinstance(n, Run)
     }
     assert {op for op, form in forms.items() if form != "plain"} == set(able)
+
+
+class ViewsAfterConvolution(nn.Module):
+    """What a contiguous model may do with a convolution's result, and hand out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.head = nn.Linear(16 * 36, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = self.second(torch.relu(self.first(x)))
+        return self.head(y.view(y.shape[0], -1)), y
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_the_order_of_elements_inside_is_nobody_s_business(precision):
+    """Convolutions run in channels-last order; views, what is handed out and gradients are as they were."""
+    torch.manual_seed(0)
+    model, x = ViewsAfterConvolution(), torch.randn(2, 3, 6, 6)
+    expected, expected_maps = model(x)
+    qsync.wrap(model, precision)
+    logits, maps = model(x)
+    assert maps.is_contiguous() and maps.view(2, -1).shape == (2, 16 * 36)
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+    assert (maps - expected_maps).norm() < 0.05 * expected_maps.norm()
+    (logits.sum() + maps.sum()).backward()
+    for parameter in model.parameters():
+        assert parameter.grad.stride() == parameter.stride()

@@ -51,9 +51,9 @@ def casts(monkeypatch) -> list[str]:
         kernels = self._kernels
 
         class Counting:
-            def cast(self, tensor, target):
+            def cast_weight(self, tensor, target):
                 seen.append(target)
-                return kernels.cast(tensor, target)
+                return kernels.cast_weight(tensor, target)
 
         self._kernels = Counting()
         try:
