@@ -272,20 +272,18 @@ def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype)
         return bool(smallest & (ratio * torch.finfo(dtype).eps < 1 / 64))
 
 
-def _batch_norm(
-    target: Callable[..., Tensor],
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    if not training:
-        return target(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return _BatchNorm.apply(input, running_mean, running_var, weight, bias, momentum, eps)
+# torch.batch_norm has its arguments in another order than F.batch_norm.
+_BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_TORCH_BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+
+
+def _batch_norm(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    names = _TORCH_BATCH_NORM if target is torch.batch_norm else _BATCH_NORM
+    given = dict(zip(names, args, strict=False)) | kwargs
+    if not given.get("training", False):
+        return target(*args, **kwargs)
+    tensors = [given.get(name) for name in _BATCH_NORM[:5]]
+    return _BatchNorm.apply(*tensors, given.get("momentum", 0.1), given.get("eps", 1e-5))
 
 
 class _BatchNorm(torch.autograd.Function):

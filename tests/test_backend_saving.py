@@ -194,6 +194,16 @@ def test_running_statistics_move_as_torch_s_do():
     assert all(torch.equal(one, two) for one, two in zip(got, expected, strict=True))
 
 
+def test_both_spellings_of_batch_norm():
+    x, weight, bias = sample(4, 3, 8, 8), sample(3, seed=1), sample(3, seed=2)
+    run = saving("batch_norm", "codes")
+    leaf = x.clone().requires_grad_()
+    expected = F.batch_norm(x, None, None, weight, bias, training=True)
+    got = run(torch.batch_norm, leaf, weight, bias, None, None, True, 0.1, 1e-5, False)
+    assert torch.equal(got, expected) and "BatchNorm" in type(got.grad_fn).__name__
+    assert torch.equal(run(F.batch_norm, leaf, None, None, weight, bias, training=True), expected)
+
+
 @pytest.mark.parametrize("weight", [0.0, 1e-6])
 def test_a_weight_near_zero_makes_layer_norm_keep_codes(weight):
     """(y - b) / w would then say nothing of x."""
