@@ -24,7 +24,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qsync.backend import Operand, encode, reference_kernel
+from qsync.backend import Operand, encode, reference_kernel, select
+from qsync.backend.candidates import candidates
 from qsync.backend.cutlass import build, convolution, library, linear, products
 from qsync.backend.cutlass.tuning import Setting, Tuner, search
 from qsync.errors import BuildError, UnsupportedError
@@ -813,3 +814,21 @@ class TestOnAGpu(OnGpu):
         if layout == "channels_last":
             tensors[:2] = [t.to(memory_format=torch.channels_last) for t in tensors[:2]]
         assert_agrees("conv2d", precision, torch.conv2d, tensors, options, "cuda")
+
+    @pytest.mark.parametrize("product", ["int8_nt", "fp16_nt", "fp16_nn", "fp16_tn"])
+    def test_large_products_are_faster_than_fp32(self, product):
+        here_or_skip(library.PRODUCTS[product][1])
+        a, b = (torch.randn(4096, 4096, device="cuda") for _ in range(2))
+        dtype = torch.int8 if product.startswith("int8") else torch.float16
+        narrow = [t.mul(20).to(dtype) for t in (a, b)]
+        fast = products._seconds(lambda: products.gemm(product, *narrow))
+        plain = products._seconds(lambda: a @ b)
+        assert fast < plain, f"{fast * 1e3:.2f} ms, FP32 {plain * 1e3:.2f} ms"
+
+    @pytest.mark.parametrize("kind", ["linear", "addmm", "conv2d"])
+    @pytest.mark.parametrize("precision", [Precision.FP16, Precision.INT8])
+    def test_the_candidate_is_offered_and_right(self, kind, precision):
+        found = {c.name: c for c in candidates(kind, precision, torch.device("cuda", 0))}["cutlass"]
+        if found.kernel is None:
+            pytest.skip(found.reason)
+        assert select("cuda")._disagreement(kind, precision, found) is None
