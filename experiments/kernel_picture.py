@@ -87,10 +87,13 @@ def draw(content: Mapping[str, Any], path: str | Path) -> Path:
         )
     )
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    machine = content["machine"]
+    where = f"{machine['processor']}, one thread"
+    if content["device"].startswith("cuda"):
+        where = ", ".join(machine["gpus"][:1])
     figure.suptitle(
-        f"Times as fast as FP32 eager (measured, {content['machine']['processor']}, one thread)",
-        x=0.01, ha="left", fontsize=12, color=INK,
-    )  # fmt: skip
+        f"Times as fast as FP32 eager (measured, {where})", x=0.01, ha="left", fontsize=12, color=INK
+    )
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=130, facecolor="white")
     return write_bytes(path, drawn.getvalue())

@@ -35,7 +35,8 @@ FP32_PRODUCTS = (
 
 def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[nn.Module, Batch]:
     """BERT, 4 layers, 512 wide, 8 heads, and a batch of token sequences to classify."""
-    from transformers import BertConfig, BertForSequenceClassification
+    with peers.silent():
+        from transformers import BertConfig, BertForSequenceClassification
 
     wanted = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
     config = BertConfig(**{**wanted, **sizes})
@@ -48,7 +49,8 @@ def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[
 
 def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[nn.Module, Batch]:
     """ResNet-18, channels-last, and a batch of images to classify."""
-    from transformers import ResNetConfig, ResNetForImageClassification
+    with peers.silent():
+        from transformers import ResNetConfig, ResNetForImageClassification
 
     wanted = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "embedding_size": 64}
     torch.manual_seed(bench.seed)

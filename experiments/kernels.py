@@ -192,10 +192,13 @@ def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> C
 
 
 def _step_case(bench: Bench, section: str) -> Case:
+    on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
     if section == "bert":
         bars = (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5))
         made, shape = kernel_steps.bert(bench), "BERT 4x512, 8x128"
-        return kernel_steps.step_case(bench, section, shape, made, ("bf16", "int8", "int8_all"), bars)
+        return kernel_steps.step_case(
+            bench, section, shape, made, ("bf16", "int8", "int8_all", *on_gpu), bars
+        )
     bars = (Bar("bf16", "fp32", 1.8), Bar("int8", "fp32", 1.8))
     made, shape = kernel_steps.resnet(bench), "ResNet-18, 32x64x64"
     return kernel_steps.step_case(bench, section, shape, made, ("bf16", "int8"), bars)

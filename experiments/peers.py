@@ -77,7 +77,7 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 def torchao_version() -> str | None:
     """torchao's version; None if it is not installed or cannot be imported here."""
     try:
-        with _silent():
+        with silent():
             import torchao
             import torchao.prototype.quantized_training
     except Exception:  # a binary package built for another torch fails in ways of its own
@@ -92,7 +92,7 @@ def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.M
     """
     if torchao_version() is None:
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
-    with _silent():
+    with silent():
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
         from torchao.quantization import quantize_
 
@@ -129,7 +129,7 @@ def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
     """
     if torchao_version() is None:
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
-    with _silent():
+    with silent():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
@@ -184,8 +184,8 @@ def profiled(run: Callable[[], object], device: torch.device, memory: bool = Fal
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Importing torchao warns of binaries for other devices, and of names that torch will rename."""
+def silent() -> Iterator[None]:
+    """Importing torchao, as transformers does, warns of binaries for other devices and of names to come."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
