@@ -70,6 +70,7 @@ def compiled(tmp_path_factory):
 
 @needs_nvcc
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # 20 s each on a core of its own
 @pytest.mark.parametrize("architecture", ["70", "75", "80", "89", "90"])
 def test_the_sources_compile_for(architecture, request, tmp_path):
     families = FP16_FAMILIES if architecture == "70" else build.FAMILIES
