@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.convolution import conv1d_int8, conv2d_int8
+from qsync.backend.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.nested import product_fp16, product_tf32
@@ -62,6 +62,8 @@ def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[C
 def _torch_candidates(
     kind: str, precision: Precision, device: torch.device, lacking: str | None
 ) -> tuple[Candidate, ...]:
+    if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
+        return (_candidate("windows or oneDNN", conv2d_bf16, None),)
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, lacking),)
     if precision is Precision.FP16:
@@ -71,7 +73,7 @@ def _torch_candidates(
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], lacking),)
     if kind in _CONVOLUTIONS:
-        return (_candidate("unfolded or oneDNN", _CONVOLUTIONS[kind], lacking or _no_convolution(device)),)
+        return (_candidate("windows or oneDNN", _CONVOLUTIONS[kind], lacking or _no_convolution(device)),)
     return (_candidate("int_mm", _INTEGER_KERNELS[kind, precision], lacking),)
 
 

@@ -87,26 +87,43 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def unfold(
     images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """The windows of images (n, h, w, C) of unsigned codes, as signed codes (n, p, q, kh, kw, C).
+    """The windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel (p, q).
 
-    One window per output pixel (p, q); what lies outside an image is 0.
+    Images are BF16, or unsigned codes whose windows are signed. What lies outside an image is 0.
     """
     n, h, w, channels = images.shape
+    codes = images.dtype is torch.uint8
     p, q = (
         (size + 2 * pad - step * (k - 1) - 1) // s + 1
         for size, pad, step, k, s in zip((h, w), padding, dilation, kernel, stride, strict=True)
     )
-    library = _library_for(images, (torch.uint8,))
+    library = _library_for(images, (torch.uint8, torch.bfloat16))
     if library is None:
-        signed = images.view(torch.int8).bitwise_xor(-128)
-        padded = torch.nn.functional.pad(signed, (0, 0, padding[1], padding[1], padding[0], padding[0]))
-        windows = padded
+        signed = images.view(torch.int8).bitwise_xor(-128) if codes else images
+        windows = torch.nn.functional.pad(signed, (0, 0, padding[1], padding[1], padding[0], padding[0]))
         for dim in (1, 2):
             extent = dilation[dim - 1] * (kernel[dim - 1] - 1) + 1
             windows = windows.unfold(dim, extent, stride[dim - 1])
         return windows[..., :: dilation[0], :: dilation[1]].permute(0, 1, 2, 4, 5, 3).contiguous()
-    out = torch.empty((n, p, q, *kernel, channels), dtype=torch.int8)
-    library["unfold"](images, *stride, *padding, *dilation, out)
+    out = torch.empty((n, p, q, *kernel, channels), dtype=torch.int8 if codes else torch.bfloat16)
+    library["unfold_uint8" if codes else "unfold_bfloat16"](images, *stride, *padding, *dilation, out)
+    return out
+
+
+def fold(
+    windows: Tensor, size: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The adjoint of `unfold`: BF16 windows (n, p, q, kh, kw, C) added up into FP32 images (n, h, w, C)."""
+    n, p, q, kh, kw, channels = windows.shape
+    library = _library_for(windows, (torch.bfloat16,))
+    if library is None:
+        columns = windows.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
+        images = torch.nn.functional.fold(
+            columns, size, (kh, kw), dilation=dilation, padding=padding, stride=stride
+        )
+        return images.permute(0, 2, 3, 1)
+    out = torch.empty((n, *size, channels))
+    library["fold"](windows, *stride, *padding, *dilation, out)
     return out
 
 

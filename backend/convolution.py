@@ -1,4 +1,4 @@
-"""Convolutions in INT8 on CPUs: forward as one integer product, backward in BF16 through oneDNN.
+"""Convolutions in INT8 and BF16 on CPUs: as products of unfolded windows, or through oneDNN, by shape.
 
 Inside, images and weights lie in channels-last order, whatever order the model keeps its parameters in, and
 so does the result: what follows in the graph takes it as it comes.
@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.casts import decode_rows, dequantize, narrow_and_sum, scale_images, transpose_last, unfold
+from qsync.backend.casts import (
+    decode_rows,
+    dequantize,
+    fold,
+    narrow_and_sum,
+    scale_images,
+    sum_columns,
+    transpose_last,
+    unfold,
+)
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.linear import DTYPES
 from qsync.backend.products import int8_sums
@@ -95,6 +104,32 @@ def conv1d_int8(
     ).squeeze(2)
 
 
+def conv2d_bf16(
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """The target on BF16 operands: as products of windows where the weight outweighs the images, else as is.
+
+        y = W unfold(x) + b,   dx = fold(W' g),   dW = g unfold(x)'                                 (ours)
+
+    oneDNN reorders the weight, and its gradient, at every call. ms forward and backward, one thread of a Zen
+    5: 20.3 against 7.0 for 32x512x2x2 3x3, 9.1 against 2.6 for 32x256x4x4 to 512 with stride 2.
+
+    >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
+    """
+    geometry = _geometry(weight, stride, padding, dilation, groups)
+    if input.ndim != 4 or any(geometry.extra) or not _windows_pay(input.shape, weight.shape, geometry):
+        return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
+    return _WindowConvolution.apply(input, weight, bias, geometry).to(DTYPES[out_type])
+
+
 def _with_height(operand: Operand) -> Operand:
     encoded = operand.encoded
     flat = Encoded(encoded.data.unsqueeze(2), encoded.scale.unsqueeze(2), encoded.layout)
@@ -147,7 +182,8 @@ class _Int8Convolution(torch.autograd.Function):
             *((x_codes, x_scale) if need_w else (None, None)),
             *((w_encoded.data, w_encoded.scale.reshape(-1)) if need_x else (None, None)),
         )
-        ctx.x, ctx.weight, ctx.padded_shape = (x.shape, x.dtype), (weight.shape, weight.dtype), x_codes.shape
+        ctx.x, ctx.padded_shape = (x.shape, x.dtype), x_codes.shape
+        ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.geometry = geometry
         return out
@@ -157,27 +193,117 @@ class _Int8Convolution(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
         narrow, sums = _narrow_images(gradient)
-        # One call with decoded operands: folding the scales into g takes two calls, and both reorder their
-        # operands (7.2 against 6.8 ms for 16x64x32x32, 22.6 against 24.0 for 16x256x16x16, without the passes
-        # over g; Zen 5). An operand that was not saved is asked for its shape only.
-        absent = narrow.new_zeros(())
-        x = absent.expand(ctx.padded_shape) if x_codes is None else _decoded(x_codes, x_scale)
-        weight = absent.expand(ctx.weight[0]) if w_codes is None else _decoded(w_codes, w_scale)
-        place = (ctx.geometry.stride, ctx.geometry.padding, ctx.geometry.dilation, False, [0, 0])
-        wanted = [w_codes is not None, x_codes is not None, False]
-        dx, dw, _ = torch.ops.aten.convolution_backward(
-            narrow, x, weight, None, *place, ctx.geometry.groups, wanted
-        )
+        shapes = (ctx.padded_shape, ctx.weight[0])
+        x = None if x_codes is None else _decoded(x_codes, x_scale)
+        weight = None if w_codes is None else _decoded(w_codes, w_scale)
+        gradients = _window_gradients if _windows_pay(*shapes, ctx.geometry) else _onednn_gradients
+        dx, dw = gradients(narrow, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
         if dw is not None:
-            dw = channels_first(dw, ctx.weight[1])
+            dw = weight_gradient(dw, *ctx.weight[1:])
         db = sums.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None, None, None, None
 
 
+class _WindowConvolution(torch.autograd.Function):
+    """A BF16 convolution that saves its input and its weight, and unfolds its windows again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
+        ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
+        windows = _windows(x, weight.shape, geometry)
+        n, p, q = windows.shape[:3]
+        y = torch.nn.functional.linear(windows.flatten(3).flatten(0, 2), _rows(weight), bias)
+        return y.view(n, p, q, len(weight)).permute(0, 3, 1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        dx, dw = _window_gradients(g, *ctx.saved_tensors, *ctx.shapes, ctx.geometry)
+        db = None
+        if ctx.needs_input_grad[2]:
+            db = sum_columns(g.permute(0, 2, 3, 1).flatten(0, 2).contiguous()).to(g.dtype)
+        return None if dx is None else dx.to(g.dtype), dw, db, None
+
+
+def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
+    """Whether BF16 products of windows beat oneDNN, forward and backward.
+
+    They do where the weight is large beside the images: oneDNN's time is then that of reordering weights.
+    With a stride it loses sooner. From ten shapes of ResNet-18, one thread of a Zen 5.
+    """
+    outputs, channels = w_shape[:2]
+    if geometry.groups > 1 or channels < 16 or 0 in x_shape:
+        return False
+    pixels = math.prod((x_shape[0], *x_shape[2:])) // math.prod(geometry.stride)
+    return pixels <= (32 if max(geometry.stride) > 1 else 8) * outputs
+
+
+def _windows(x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
+    images = x.permute(0, 2, 3, 1).contiguous()
+    kernel = (w_shape[2], w_shape[3])
+    return unfold(images, kernel, geometry.stride, geometry.padding, geometry.dilation)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """A weight (c, C, kh, kw) as a matrix (c, kh kw C): a view of channels-last order."""
+    return weight.permute(0, 2, 3, 1).reshape(len(weight), math.prod(weight.shape[1:]))
+
+
+def _window_gradients(
+    g: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    x_shape: torch.Size,
+    w_shape: torch.Size,
+    geometry: _Geometry,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
+    pixels = g.permute(0, 2, 3, 1).contiguous()
+    n, p, q, outputs = pixels.shape
+    flat = pixels.view(n * p * q, outputs)
+    dx = dw = None
+    if weight is not None:
+        columns = (flat @ _rows(weight)).view(n, p, q, w_shape[2], w_shape[3], w_shape[1])
+        size = (x_shape[2], x_shape[3])
+        dx = fold(columns, size, geometry.stride, geometry.padding, geometry.dilation).permute(0, 3, 1, 2)
+    if x is not None:
+        windows = _windows(x, w_shape, geometry).flatten(3).flatten(0, 2)
+        dw = (flat.t() @ windows).view(outputs, w_shape[2], w_shape[3], w_shape[1]).permute(0, 3, 1, 2)
+    return dx, dw
+
+
+def _onednn_gradients(
+    g: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    x_shape: torch.Size,
+    w_shape: torch.Size,
+    geometry: _Geometry,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same in one call: an operand that was not saved is asked for its shape only."""
+    absent = g.new_zeros(())
+    dx, dw, _ = torch.ops.aten.convolution_backward(
+        g,
+        absent.expand(x_shape) if x is None else x,
+        absent.expand(w_shape) if weight is None else weight,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        [0, 0],
+        geometry.groups,
+        [weight is not None, x is not None, False],
+    )
+    return dx, dw
+
+
 def _unfolding_pays(x_codes: Tensor, w_codes: Tensor, geometry: _Geometry) -> bool:
-    """Whether to copy the windows out and multiply them, or to let oneDNN convolve.
+    """Whether to unfold an INT8 convolution's windows and multiply them, or to let oneDNN convolve.
 
     oneDNN packs the weight anew after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
     element, more if pixels are short. ms for packing, oneDNN, and unfolding with its product, one thread of a
@@ -202,13 +328,10 @@ def _unfolded(
     geometry: _Geometry,
 ) -> Tensor:
     """The convolution as one product: windows (pixels, kh kw C) times the weight's rows."""
-    kernel = (weight.data.shape[2], weight.data.shape[3])
-    images = x_codes.permute(0, 2, 3, 1)
-    windows = unfold(images, kernel, geometry.stride, geometry.padding, geometry.dilation)
+    windows = _windows(x_codes, weight.data.shape, geometry)
     n, p, q = windows.shape[:3]
-    outputs, inner = len(weight.data), math.prod(weight.data.shape[1:])
-    rows = weight.data.permute(0, 2, 3, 1).reshape(outputs, inner)
-    sums = int8_sums(windows.view(n * p * q, inner), rows.t())
+    outputs = len(weight.data)
+    sums = int8_sums(windows.flatten(3).flatten(0, 2), _rows(weight.data).t())
     per_pixel = x_scale.repeat_interleave(p * q)
     out = dequantize(sums, per_pixel, weight.scale.reshape(-1), bias, dtype)
     return out.view(n, p, q, outputs).permute(0, 3, 1, 2)
@@ -252,18 +375,20 @@ def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
 
 def channels_last(weight: Tensor) -> Tensor:
     """BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order: oneDNN's own."""
+    if not weight.is_contiguous():
+        return weight.to(torch.bfloat16, memory_format=torch.channels_last)
     shape = (len(weight), weight.shape[1], math.prod(weight.shape[2:]))
-    last = transpose_last(weight.reshape(shape), torch.bfloat16)
+    last = transpose_last(weight.view(shape), torch.bfloat16)
     return last.view(len(weight), *weight.shape[2:], weight.shape[1]).movedim(-1, 1)
 
 
-def channels_first(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """A weight's gradient (c, C, kh, kw), contiguous as parameters are, in `dtype`.
+def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
+    """A weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is, else in its own order.
 
     What DDP reduces must have the parameter's strides, on every rank.
     """
-    if gradient.is_contiguous() or not gradient.is_contiguous(memory_format=torch.channels_last):
-        return gradient.to(dtype)
     last = gradient.permute(0, 2, 3, 1)
+    if not contiguous or gradient.is_contiguous() or not last.is_contiguous():
+        return gradient.to(dtype)
     shape = (len(last), math.prod(last.shape[1:3]), last.shape[3])
     return transpose_last(last.view(shape), dtype).view(gradient.shape)

@@ -101,6 +101,11 @@ def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
     Quantized first and put in order then: a quarter of the bytes to move across.
     """
     shape = (len(w), w.shape[1], math.prod(w.shape[2:]))
+    if not w.is_contiguous() and w.movedim(1, -1).is_contiguous():
+        rows = w.movedim(1, -1).view(shape[0], shape[1] * shape[2])
+        codes, scale = quantize_rows(rows)
+        last = codes.view(len(w), *w.shape[2:], w.shape[1])
+        return last.movedim(-1, 1), scale.view(-1, *[1] * (w.ndim - 1))
     codes, scale = quantize_rows(w.reshape(shape[0], shape[1] * shape[2]).contiguous())
     last = transpose_last(codes.view(shape)).view(len(w), *w.shape[2:], w.shape[1])
     return last.movedim(-1, 1), scale.view(-1, *[1] * (w.ndim - 1))

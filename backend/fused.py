@@ -39,7 +39,8 @@ def module() -> tvm.IRModule:
     programs["transpose_narrow"] = _transpose("float32", "bfloat16")
     programs["transpose_widen"] = _transpose("bfloat16", "float32")
     programs["transpose_int8"] = _transpose("int8", "int8")
-    programs["unfold"] = _unfold()
+    programs["unfold_uint8"], programs["unfold_bfloat16"] = _unfold("uint8"), _unfold("bfloat16")
+    programs["fold"] = _fold()
     programs["decode_rows"] = _decode("int8", 0, by_row=True)
     programs["decode_columns"] = _decode("int8", 0, by_row=False)
     programs["decode_rows_unsigned"] = _decode("uint8", 128, by_row=True)
@@ -119,8 +120,18 @@ def _transpose(dtype: str, out_dtype: str) -> Any:
     return transpose
 
 
-def _unfold() -> Any:
-    """Images of unsigned codes, zero point 128, as the signed rows of a matrix: one row per output pixel."""
+def _unfold(dtype: str) -> Any:
+    """The windows of images, one row per output pixel; what lies outside is 0.
+
+    UINT8 codes with zero point 128 become INT8 codes.
+    """
+    out_dtype = "int8" if dtype == "uint8" else dtype
+
+    def taken(value: Any) -> Any:
+        return T.reinterpret("int8", T.bitwise_xor(value, T.uint8(128))) if dtype == "uint8" else value
+
+    def zero() -> Any:
+        return T.int8(0) if dtype == "uint8" else T.Cast(dtype, T.float32(0))
 
     @T.prim_func
     def unfold(
@@ -136,8 +147,8 @@ def _unfold() -> Any:
         T.func_attr({"tirx.noalias": True})
         n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
         p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
-        X = T.match_buffer(images, (n, h, w, c), "uint8")
-        Y = T.match_buffer(out, (n, p, q, kh, kw, c), "int8")
+        X = T.match_buffer(images, (n, h, w, c), dtype)
+        Y = T.match_buffer(out, (n, p, q, kh, kw, c), out_dtype)
         for i, y, x, u, v in T.grid(n, p, q, kh, kw):
             if (
                 (y * stride_h + u * step_h - pad_h >= 0)
@@ -146,23 +157,50 @@ def _unfold() -> Any:
                 & (x * stride_w + v * step_w - pad_w < w)
             ):
                 for j in T.serial(c):
-                    Y[i, y, x, u, v, j] = T.reinterpret(
-                        "int8",
-                        T.bitwise_xor(
-                            X[
-                                i,
-                                y * stride_h + u * step_h - pad_h,
-                                x * stride_w + v * step_w - pad_w,
-                                j,
-                            ],
-                            T.uint8(128),
-                        ),
+                    Y[i, y, x, u, v, j] = taken(
+                        X[i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j]
                     )
             else:
                 for j in T.serial(c):
-                    Y[i, y, x, u, v, j] = T.int8(0)
+                    Y[i, y, x, u, v, j] = zero()
 
     return unfold
+
+
+def _fold() -> Any:
+    """The adjoint of unfolding: BF16 windows added up where they came from, in FP32."""
+
+    @T.prim_func
+    def fold(
+        windows: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(windows, (n, p, q, kh, kw, c), "bfloat16")
+        Y = T.match_buffer(out, (n, h, w, c), "float32")
+        for i, y, x, j in T.grid(n, h, w, c):
+            Y[i, y, x, j] = T.float32(0)
+        for i, y, x, u, v in T.grid(n, p, q, kh, kw):
+            if (
+                (y * stride_h + u * step_h - pad_h >= 0)
+                & (y * stride_h + u * step_h - pad_h < h)
+                & (x * stride_w + v * step_w - pad_w >= 0)
+                & (x * stride_w + v * step_w - pad_w < w)
+            ):
+                for j in T.serial(c):
+                    Y[i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j] = Y[
+                        i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j
+                    ] + T.Cast("float32", X[i, y, x, u, v, j])
+
+    return fold
 
 
 def _quantize_columns(dtype: str) -> Any:

@@ -1,7 +1,8 @@
 """The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
-The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type;
-every other precision calls the backend's kernel for it, and so does a form that saves less. Nothing here
+The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
+(but for convolutions in BF16); every other precision calls the backend's kernel for it, and so does a form
+that saves less. Nothing here
 decides where a cast goes: each Cast node of the lowered graph becomes one call, each Run node one call, in
 the lowered graph's order.
 """
@@ -17,14 +18,12 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.encoding import Operand
 from qsync.backend.saving import saving
-from qsync.graph import OpGraph
+from qsync.graph import Op, OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run
 from qsync.operators import names_a_type
 from qsync.precision import Precision, is_encoded
 from qsync.segments import Segment
 from qsync.weights import WeightCast
-
-_NATIVE = (Precision.FP32, Precision.BF16)
 
 
 class KernelTable(Protocol):
@@ -100,6 +99,11 @@ class Report(torch.nn.Module):
     def forward(self, result: Any, *operands: Any) -> Any:
         self._observer.seen(self._node, result, operands)
         return result
+
+
+def _is_native(op: Op, mode: str) -> bool:
+    """Whether the traced call itself runs: convolutions in BF16 have a kernel of their own."""
+    return op.role != "adjustable" or mode == "fp32" or (mode == "bf16" and op.kind != "conv2d")
 
 
 class _Rewriter:
@@ -199,7 +203,7 @@ class _Rewriter:
         new: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
         op = self._ops[run.op]
-        native = op.role != "adjustable" or run.mode in _NATIVE
+        native = _is_native(op, run.mode)
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)

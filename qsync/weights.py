@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from qsync.backend.convolution import channels_first
+from qsync.backend.convolution import weight_gradient
 
 
 class Caster(Protocol):
@@ -52,12 +52,14 @@ class _Copied(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-        ctx.dtype = weight.dtype
+        ctx.dtype, ctx.contiguous = weight.dtype, weight.is_contiguous()
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        return channels_first(gradient, ctx.dtype) if gradient.ndim == 4 else gradient.to(ctx.dtype), None
+        if gradient.ndim == 4:
+            return weight_gradient(gradient, ctx.dtype, ctx.contiguous), None
+        return gradient.to(ctx.dtype), None
 
 
 def forget_copies() -> None:

@@ -153,3 +153,63 @@ def test_a_library_that_is_compiled_already_needs_no_tvm():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
+
+
+GEOMETRIES = [  # images (n, h, w, C), kernel, stride, padding, dilation
+    ((2, 5, 6, 3), (3, 3), [1, 1], [1, 1], [1, 1]),
+    ((1, 7, 7, 17), (3, 2), [2, 1], [0, 1], [1, 2]),
+    ((3, 4, 4, 8), (1, 1), [2, 2], [0, 0], [1, 1]),
+    ((2, 1, 9, 5), (1, 3), [1, 2], [0, 2], [1, 1]),
+    ((1, 3, 3, 4), (3, 3), [1, 1], [2, 2], [1, 1]),
+]
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("codes", [True, False])
+def test_windows_are_those_of_a_convolution(geometry, codes):
+    shape, kernel, stride, padding, dilation = geometry
+    generator = torch.Generator().manual_seed(4)
+    signed = torch.randint(-127, 128, shape, generator=generator).to(torch.int8 if codes else torch.bfloat16)
+    images = signed.view(torch.uint8).bitwise_xor(128) if codes else signed
+    fast, plain = both(casts.unfold, images, kernel, stride, padding, dilation)
+    assert equal(fast, plain)
+    expected = torch.nn.functional.unfold(
+        signed.float().permute(0, 3, 1, 2), kernel, dilation=dilation, padding=padding, stride=stride
+    )
+    n, p, q, kh, kw, channels = fast.shape
+    columns = fast.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
+    assert torch.equal(columns, expected)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_folding_is_the_adjoint_of_unfolding(geometry):
+    """<unfold(x), w> = <x, fold(w)> for whole numbers, exactly."""
+    shape, kernel, stride, padding, dilation = geometry
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(-8, 9, shape, generator=generator).bfloat16()
+    windows = casts.unfold(x, kernel, stride, padding, dilation)
+    w = torch.randint(-8, 9, windows.shape, generator=generator).bfloat16()
+    fast, plain = both(casts.fold, w, (shape[1], shape[2]), stride, padding, dilation)
+    assert equal(fast, plain)
+    assert (windows.double() * w.double()).sum() == (x.double() * fast.double()).sum()
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.int8, torch.int8)],
+)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 9), (2, 65, 33), (0, 2, 3)])
+def test_transposed_matrices_are_the_same_to_the_bit(source, target, shape):
+    x = (torch.randn(shape) * 50).to(source)
+    fast, plain = both(casts.transpose_last, x, target)
+    assert equal(fast, plain) and fast.is_contiguous()
+    assert torch.equal(fast, x.transpose(1, 2).to(target))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_of_columns_are_as_good_as_torch_s(dtype):
+    g = torch.randn(5000, 37).to(dtype)
+    fast, _ = both(casts.sum_columns, g)
+    exact = g.double().sum(0)
+    assert fast.dtype is torch.float32
+    assert ((fast.double() - exact).abs() <= 64 * 2**-24 * g.double().abs().sum(0)).all()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from qsync.backend import Operand, decode, encode, reference_kernel, select
+from qsync.backend import Operand, convolution, decode, encode, reference_kernel, select
 from qsync.backend.products import LONGEST_INT32_SUM, int8_sums
 from qsync.errors import UnsupportedError
 from qsync.precision import Precision, is_encoded, operand_type
@@ -338,7 +338,7 @@ def test_conv2d_int8_returns_channels_last_of_any_input(channels_last, out_type)
     assert y.is_contiguous(memory_format=torch.channels_last)
     assert dx.shape == x.shape
     assert dw.shape == w.shape
-    assert dw.is_contiguous()  # as parameters are: DDP reduces gradients in their parameters' strides
+    assert dw.stride() == w.stride()  # DDP reduces gradients in their parameters' strides
 
 
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
@@ -465,3 +465,43 @@ def test_frozen_and_repeated_backward_of_int8():
     once = w.grad.clone()
     y.sum().backward()
     assert torch.equal(w.grad, 2 * once)
+
+
+WINDOWED = [  # images, weight, stride, padding, dilation: all where the weight outweighs the images
+    ((2, 16, 4, 4), (32, 16, 3, 3), 1, 1, 1),
+    ((2, 16, 7, 6), (32, 16, 3, 3), 2, 1, 1),
+    ((2, 16, 5, 5), (32, 16, 3, 3), 1, 2, 2),
+    ((2, 16, 4, 4), (32, 16, 1, 1), 2, 0, 1),
+    ((1, 17, 3, 3), (5, 17, 2, 3), (2, 1), (0, 1), 1),
+    ((2, 16, 4, 4), (32, 16, 3, 3), 1, "valid", 1),
+]
+
+
+@pytest.mark.parametrize(("x_shape", "w_shape", "stride", "padding", "dilation"), WINDOWED)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_bf16_convolution_of_windows_is_onednn_s(
+    x_shape, w_shape, stride, padding, dilation, channels_last, monkeypatch
+):
+    results = []
+    for pays in (True, False):
+        monkeypatch.setattr(convolution, "_windows_pay", lambda *_, pays=pays: pays)
+        x, w, b = sample(*x_shape), sample(*w_shape, seed=1), sample(w_shape[0], seed=2)
+        if channels_last:
+            x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        kernel = select("cpu").kernel("conv2d", "bf16")
+        y = kernel(torch.conv2d, "bf16", *(t.bfloat16() for t in leaves), stride, padding, dilation)
+        assert y.dtype is torch.bfloat16
+        gradient = sample(*y.shape, seed=3).bfloat16()
+        results.append((y, *torch.autograd.grad(y, leaves, gradient)))
+    for windowed, through_onednn in zip(*results, strict=True):
+        assert windowed.shape == through_onednn.shape
+        assert (windowed - through_onednn).norm() <= 6e-3 * through_onednn.norm()
+
+
+def test_a_bf16_convolution_saves_its_input_and_its_weight_and_no_windows():
+    x, w = sample(2, 16, 4, 4).bfloat16().requires_grad_(), sample(32, 16, 3, 3).bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        select("cpu").kernel("conv2d", "bf16")(torch.conv2d, "bf16", x, w, padding=1)
+    assert sum(saved) == x.nbytes + w.nbytes
