@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from qsync.allocator.fastest import fastest_start, uniform_starts
 from qsync.allocator.problem import Problem, pose
@@ -31,6 +32,7 @@ def allocate(
     budgets: Mapping[str, int] | None = None,
     pins: Mapping[str, str | Precision] | None = None,
     lower_all: bool = False,
+    margin: float = 0.0,
     bucket_cap_bytes: int | None = None,
 ) -> Plan:
     """The plan that lowers just enough operators on just the weak classes that nobody waits.
@@ -41,7 +43,10 @@ def allocate(
     T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in
     FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only
     with `lower_all`, or where FP32 does not fit in its memory. `budgets` (bytes by class) take the place of
-    the cluster's memory; `pins` map patterns of operator names to precisions. Raises InfeasibleError naming
+    the cluster's memory; `pins` map patterns of operator names to precisions. With `margin` the lowered
+    classes reach the target even when their compute takes that part longer than predicted, as far as the
+    fastest start allows: a step waits for whoever is late, and a class planned to the last millisecond is
+    late at every other step (ours). Raises InfeasibleError naming
     the binding constraint and by how much it is missed, MismatchError where graph, profiles, sensitivity and
     cluster do not belong together, and what `pose` raises.
 
@@ -52,6 +57,8 @@ def allocate(
             f"slack must not be negative or infinite, found {slack}; 0.05 allows steps 5 % longer than the "
             "least"
         )
+    if not 0.0 <= margin < 1.0:
+        raise FormatError(f"margin must be at least 0 and less than 1, found {margin}; 0.03 is usual")
     if target_s is not None and not 0.0 < target_s < math.inf:
         raise FormatError(f"the target must be positive and finite, found {target_s}; give seconds")
     problem = pose(
@@ -63,10 +70,28 @@ def allocate(
         fastest_start(state, name)
     target = state.step_s() * (1 + slack) if target_s is None else target_s
     _check_reachable(state, target, lower_all)
+    state.late = dict.fromkeys(lowerable, _affordable(state, lowerable, target, margin))
     best = _best(state, lowerable, target)
-    return as_plan(
+    plan = as_plan(
         graph, best, profiles, cluster, problem=problem, target_s=target, bucket_cap_bytes=bucket_cap_bytes
     )
+    return replace(plan, margin=margin or None)
+
+
+def _affordable(state: State, lowerable: list[str], target_s: float, margin: float) -> float:
+    """The margin, or the part of it that the fastest start can keep, to a thousandth."""
+
+    def kept(part: float) -> bool:
+        state.late = dict.fromkeys(lowerable, part)
+        return state.late_step_s() <= target_s * (1 + TOLERANCE)
+
+    if kept(margin):
+        return margin
+    low, high = 0.0, margin
+    for _ in range(10):
+        middle = (low + high) / 2
+        low, high = (middle, high) if kept(middle) else (low, middle)
+    return low
 
 
 def as_plan(

@@ -50,8 +50,10 @@ def recover(state: State, classes: Sequence[str], target_s: float, priority: Pri
 
 
 def holds(state: State, target_s: float) -> bool:
-    """Whether the step is within the target and every class within its memory."""
-    return state.step_s() <= target_s * (1 + TOLERANCE) and all(one.fits() for one in state.classes.values())
+    """Whether the step is within the target, late classes included, and every class within its memory."""
+    return state.late_step_s() <= target_s * (1 + TOLERANCE) and all(
+        one.fits() for one in state.classes.values()
+    )
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:

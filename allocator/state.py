@@ -77,6 +77,7 @@ class State:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.classes = {name: ClassState(problem, part) for name, part in problem.classes.items()}
+        self.late: dict[str, float] = {}  # by class: the part of its time by which it may be late
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
         """Give some operators of one class other precisions; `back` undoes it exactly."""
@@ -102,6 +103,11 @@ class State:
     def step_s(self) -> float:
         """Seconds of the step as replay predicts them."""
         return step_time([state.work for state in self.classes.values()], self.problem.exchange)
+
+    def late_step_s(self) -> float:
+        """Seconds of the step if every class is as late as `late` says it may be."""
+        works = [state.work.slower(1 + self.late.get(name, 0.0)) for name, state in self.classes.items()]
+        return step_time(works, self.problem.exchange)
 
     @property
     def variance(self) -> float:

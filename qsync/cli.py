@@ -151,6 +151,9 @@ def plan(
     lower_all: Annotated[
         bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
     ] = False,
+    margin: Annotated[
+        float, typer.Option(help="Part by which lowered classes may be late and still reach the target.")
+    ] = 0.0,
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
     ] = None,
@@ -170,7 +173,7 @@ def plan(
     found = Basis.load(basis, Cluster.load(cluster) if cluster else None)
     chosen = allocate(
         found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
-        budgets=budgets, pins=pins, lower_all=lower_all,
+        budgets=budgets, pins=pins, lower_all=lower_all, margin=margin,
         bucket_cap_bytes=int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
     )  # fmt: skip
     certificate = check_plan(

@@ -63,6 +63,7 @@ class Plan:
     step_s: float | None = None
     target_s: float | None = None
     bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
+    margin: float | None = None  # the part by which lowered classes may be late and still reach the target
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -186,6 +187,8 @@ class Plan:
             "target_s": self.target_s,
         }
         body["bucket_cap_bytes"] = self.bucket_cap_bytes
+        if self.margin is not None:
+            body["margin"] = self.margin
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -214,8 +217,9 @@ class Plan:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
         plan = cls(
-            *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes")
-        )
+            *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
+            value.get("margin"),
+        )  # fmt: skip
         check_fields(plan, "plan")
         return plan
 

@@ -51,6 +51,14 @@ class Work:
     def total_s(self) -> float:
         return self.lead_s + self.backward_s + self.optimizer_s
 
+    def slower(self, factor: float) -> Work:
+        """The same step with `factor` times the compute."""
+        if factor == 1:
+            return self
+        ready = tuple(factor * at for at in self.ready_s)
+        times = (factor * self.lead_s, ready, factor * self.backward_s, factor * self.optimizer_s)
+        return Work(*times, self.tolls_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

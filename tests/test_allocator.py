@@ -485,3 +485,29 @@ def test_planning_a_model_of_the_size_of_bert_base_stays_cheap():
     work = num_calls(lambda: found.append(allocate(graph, profiles, sensitivity, CLUSTER)))
     assert found[0]["infer"].lowered
     assert work < 4_000_000  # 0.7 s on one core
+
+
+def test_a_margin_leaves_time_for_being_late():
+    """Every lowered class reaches the target even when its compute takes longer; at some variance."""
+    tight = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER)
+    loose = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, margin=0.05)
+    assert loose.target_s == tight.target_s and loose.margin == 0.05 and tight.margin is None
+    assert loose["infer"].predicted.compute_s * 1.05 <= loose.target_s
+    assert loose["infer"].predicted.compute_s < tight["infer"].predicted.compute_s
+    assert loose["infer"].predicted.added_variance > tight["infer"].predicted.added_variance
+    assert not loose["train"].lowered
+    assert Plan.from_json(loose.to_json()) == loose
+    verdicts = [r.verdict for r in explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER)]
+    assert any("whenever infer is as late as the plan's margin allows for" in v for v in verdicts)
+    assert not any("it could run in" in v for v in verdicts)
+
+
+def test_a_margin_that_nothing_can_keep_is_kept_in_part():
+    """A class so slow that it sets the target keeps what it can: the plan is the one without a margin, or
+    faster."""
+    slow = {**PROFILES, "infer": profile_of(GRAPH, "infer", slow=40.0)}
+    tight = allocate(GRAPH, slow, SENSITIVITY, CLUSTER)
+    loose = allocate(GRAPH, slow, SENSITIVITY, CLUSTER, margin=0.2)
+    assert loose.step_s <= loose.target_s * (1 + 1e-9) and loose.target_s == tight.target_s
+    with pytest.raises(FormatError, match="margin must be at least 0 and less than 1, found 1"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, margin=1)
