@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 
-from qsync.experiments import peers
+from qsync.backend.candidates import device_precisions
+from qsync.backend.peaks import best_by_type, products
 from qsync.experiments.pairing import measure
 
 SQUARE = 2048
+MEASURED_TYPES = ("fp32", "bf16", "fp8", "int8")
 COPIES = (2**20, 2**22, 2**24, 2**26)  # bytes copied: in the caches, up to far beyond them
 
 # Bytes moved per element of (input, weight, result), by variant; forward, and forward with backward. Operands
@@ -81,52 +83,14 @@ class Peaks:
 
 
 def measure_peaks(device: torch.device, rounds: int, square: int = SQUARE) -> Peaks:
-    """Measure the peaks of a device: the fastest round of each product and copy.
-
-    A type's peak is its best product: which of MKL, oneDNN, matrices and convolutions is fastest depends on
-    the processor, and a bound wants that one.
-    """
-    products = _products(device, square)
+    """Measure the peaks of a device: the fastest round of each product (`qsync.backend.peaks`) and copy."""
+    types = [str(p) for p in device_precisions(device) if str(p) in MEASURED_TYPES]
+    multiplied = products(device, square, types)
     copies = {str(size): _copy(torch.ones(size // 4, device=device)) for size in COPIES}
-    runs = {name: run for name, (_, run) in products.items()} | copies
+    runs = {name: run for name, (_, run) in multiplied.items()} | copies
     found = {name: min(samples.seconds) for name, samples in measure(runs, rounds, device).items()}
-    rates = {name: flops / found[name] for name, (flops, _) in products.items()}
-    best: dict[str, float] = {}
-    for name, rate in rates.items():
-        kind = name.split()[0]
-        best[kind] = max(rate, best.get(kind, 0.0))
-    return Peaks(best, {size: 2 * size / found[str(size)] for size in COPIES}, rates)
-
-
-def _products(device: torch.device, square: int) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Type and call -> (FLOPs, the call): large squares, and a convolution of 256 channels."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(square, square, generator=generator).to(device) for _ in range(2))
-    narrow = a.bfloat16(), b.bfloat16()
-    codes = a.to(torch.int8), b.to(torch.int8).t().contiguous().t()
-    flops = 2.0 * square**3
-    found: dict[str, tuple[float, Callable[[], object]]] = {
-        "fp32 mm": (flops, lambda: a @ b),
-        "bf16 mm": (flops, lambda: narrow[0] @ narrow[1]),
-        "int8 mm": (flops, lambda: torch._int_mm(*codes)),
-    }
-    channels = max(square // 8, 8)
-    x = torch.randn(16, channels, 16, 16, device=device).to(memory_format=torch.channels_last)
-    w = torch.randn(channels, channels, 3, 3, device=device).to(memory_format=torch.channels_last)
-    for name, pair in (("fp32 conv", (x, w)), ("bf16 conv", (x.bfloat16(), w.bfloat16()))):
-        count = 2.0 * x.numel() * channels * 9
-        found[name] = (count, lambda pair=pair: torch.conv2d(*pair, padding=1))
-    if device.type == "cpu":
-        found["fp32 onednn"] = (flops, lambda: peers.linear_one_dnn(a, b, a[0]))
-    elif torch.cuda.get_device_capability(device) >= (8, 9):
-        found["fp8 mm"] = (flops, _fp8_product(a, b))
-    return found
-
-
-def _fp8_product(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
-    x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
-    one = torch.ones((), device=a.device)
-    return lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    rates = {name: flops / found[name] for name, (flops, _) in multiplied.items()}
+    return Peaks(best_by_type(rates), {size: 2 * size / found[str(size)] for size in COPIES}, rates)
 
 
 def _copy(source: torch.Tensor) -> Callable[[], object]:
