@@ -31,7 +31,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     **{
         f"{name}{suffix}": {"facecolor": _lighter(PRECISION_COLOURS[precision])}
         for name, precision in _OURS.items()
-        for suffix in (" + weight", " bf16 out")
+        for suffix in (" + weight", " bf16 out", " contiguous")
     },
     "fp32 contiguous": {"facecolor": "#f4f5f7", "edgecolor": FAINT},
     "fp32 onednn": {"facecolor": "#d5dae0"},
@@ -43,7 +43,7 @@ _STYLES: dict[str, dict[str, Any]] = {
     "torchao float8, inductor": {"facecolor": "#ffffff", "edgecolor": "#cc79a7", "hatch": "xxxx"},
 }
 _ORDER = (
-    "bf16", "int8", "int8 + weight", "int8 bf16 out", "int8_all", "int8_all bf16 out", "fp8", "fp8 bf16 out",
+    "bf16", "bf16 contiguous", "int8", "int8 contiguous", "int8 + weight", "int8 bf16 out", "int8_all", "int8_all bf16 out", "fp8", "fp8 bf16 out",
     "fp32 contiguous", "fp32 onednn", "autocast", "inductor fp32", "inductor bf16",
     "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
 )  # fmt: skip

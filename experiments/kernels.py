@@ -32,6 +32,7 @@ from qsync.experiments import kernel_cases, kernel_steps, peers
 from qsync.experiments.demo_rank import commit
 from qsync.experiments.kernel_cases import NARROW_OUT, WITH_WEIGHT, Bar, Bench, Case
 from qsync.experiments.kernel_picture import draw, milliseconds
+from qsync.experiments.kernel_steps import CONTIGUOUS
 from qsync.experiments.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.roofline import measure_peaks
 from qsync.files import read_json, write_json
@@ -199,7 +200,12 @@ def _step_case(bench: Bench, section: str) -> Case:
         return kernel_steps.step_case(
             bench, section, shape, made, ("bf16", "int8", "int8_all", *on_gpu), bars
         )
-    bars = (Bar("bf16", "fp32", 1.8), Bar("int8", "fp32", 1.8))
+    # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
+    bars = tuple(
+        Bar(precision + order, "fp32" + order, 1.8)
+        for order in (CONTIGUOUS, "")
+        for precision in ("bf16", "int8")
+    )
     made, shape = kernel_steps.resnet(bench), "ResNet-18, 32x64x64"
     return kernel_steps.step_case(bench, section, shape, made, ("bf16", "int8"), bars)
 
