@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
 from qsync.backend.convolution import channels_last
@@ -24,21 +25,25 @@ from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_t
 # leaves 0 dB. The trap this guards: 8-bit products that saturate in 16 bits, on CPUs without VNNI.
 LEAST_AGREEMENT_DB = 25.0
 _MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
+# Of the representative calls: (side of matrices, images, channels, side of images).
+_SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What was chosen for one kind of product in one precision, and why.
 
-    `measured_s` is a forward and backward pass on one representative shape, encoding included; `speedup` is
-    against FP32 there: below 1 the precision costs time on this device. `rejected` names the other candidates
-    with the reason.
+    `measured_s` is a forward and backward pass on one representative shape, encoding included; `flops` its
+    operations, those of products alone: 2 per multiply-add, 3 times the forward pass. `speedup` is against
+    FP32 there: below 1 the precision costs time on this device. `rejected` names the other candidates with
+    the reason.
     """
 
     kind: str
     precision: Precision
     kernel: str
     measured_s: float
+    flops: float
     speedup: float
     rejected: tuple[tuple[str, str], ...]
 
@@ -131,6 +136,7 @@ class Kernels:
                     row |= {
                         "kernel": choice.kernel,
                         "measured_s": choice.measured_s,
+                        "flops": choice.flops,
                         "speedup": choice.speedup,
                     }
                     row |= {"why": choice.why(), "rejected": dict(choice.rejected)}
@@ -170,7 +176,8 @@ class Kernels:
         rejected += [(c.name, f"takes {s * 1e3:.2f} ms against {seconds * 1e3:.2f}") for s, c in others]
         rejected.append(("reference", "decodes to FP32: saves neither time nor memory"))
         baseline = seconds if precision is Precision.FP32 else self.choice(kind, Precision.FP32).measured_s
-        return best.kernel, Choice(kind, precision, best.name, seconds, baseline / seconds, tuple(rejected))
+        speedup, flops = baseline / seconds, _flops(kind, self.device)
+        return best.kernel, Choice(kind, precision, best.name, seconds, flops, speedup, tuple(rejected))
 
     def _disagreement(self, kind: str, precision: Precision, candidate: Candidate) -> str | None:
         """Why this kernel's result and gradients cannot be trusted; None if they are the reference's."""
@@ -216,7 +223,7 @@ def _trial(
 ) -> Callable[[], tuple[Tensor, ...]]:
     """A forward and backward pass on a representative shape, casts included: returns result and gradients."""
     generator = torch.Generator().manual_seed(0)
-    target, shapes, options = _representative(kind, small)
+    target, shapes, options = _representative(kind, device, small)
     values = [torch.randn(*shape, generator=generator).to(device).requires_grad_() for shape in shapes]
     gradient = None
 
@@ -237,16 +244,39 @@ def _cast(kind: str, index: int, precision: Precision, value: Tensor) -> Any:
     return value.to(DTYPES[type_name])
 
 
-def _representative(kind: str, small: bool) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
-    """The call that stands for a kind of product: a few milliseconds in FP32, or much less for a check."""
-    n = 48 if small else 512
-    side = 8 if small else 16
+def _flops(kind: str, device: torch.device) -> float:
+    """Operations of the products of a forward and backward pass on the representative shape.
+
+    Backward multiplies twice as much as forward; what attention computes again in backward does not count.
+    """
+    target, shapes, options = _representative(kind, device)
+    with FlopCounterMode(display=False) as counter:
+        target(*(torch.empty(shape, device="meta") for shape in shapes), **options)
+    return 3.0 * counter.get_total_flops()
+
+
+def _representative(
+    kind: str, device: torch.device, small: bool = False
+) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
+    """The call that stands for a kind of product: a few milliseconds in FP32, or much less for a check.
+
+    GPUs get the larger one: 512 squared is over before the next call is launched.
+    """
+    n, images, channels, side = (48, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
     return {
         "linear": (torch.nn.functional.linear, [(n, n), (n, n), (n,)], {}),
         "addmm": (torch.addmm, [(n,), (n, n), (n, n)], {}),
-        "conv2d": (torch.conv2d, [(8, 32, side, side), (32, 32, 3, 3), (32,)], {"padding": 1}),
-        "conv1d": (torch.conv1d, [(8, 32, side * 8), (32, 32, 3), (32,)], {"padding": 1}),
+        "conv2d": (
+            torch.conv2d,
+            [(images, channels, side, side), (channels, channels, 3, 3), (channels,)],
+            {"padding": 1},
+        ),
+        "conv1d": (
+            torch.conv1d,
+            [(images, channels, side * 8), (channels, channels, 3), (channels,)],
+            {"padding": 1},
+        ),
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
     }[kind]
