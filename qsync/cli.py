@@ -91,7 +91,8 @@ def doctor(as_json: Json = False) -> None:
     for line in doctors.summary(found):
         console.print(line, highlight=False)
     for device in found["devices"]:
-        console.print(doctors.table(device))
+        for shown in (doctors.table(device), *doctors.remarks(device), doctors.reasons(device)):
+            console.print(shown, highlight=False)
 
 
 @app.command()

@@ -13,12 +13,16 @@ from rich.table import Table
 
 import qsync
 from qsync import backend
+from qsync.backend import compiled, cutlass, kernel_cache
+from qsync.backend.absent import why_absent
 from qsync.backend.candidates import candidates
+from qsync.backend.peaks import measured_peaks, peak_of
 from qsync.devices import detect_class, machine
-from qsync.precision import Precision
+from qsync.precision import PRECISIONS_BY_KIND, Precision
 
 # The versions of torch that qsync is tested with, both ends included.
 _WANTED_TORCH = ((2, 11), (2, 13))
+_SLOWER = "slower than FP32 here"
 
 
 def examine() -> dict[str, Any]:
@@ -40,11 +44,14 @@ def examine() -> dict[str, Any]:
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """One device: its class, its precisions, and its kernels, measured with one thread."""
+    """One device: its class, its precisions, its peaks and its kernels, measured with one thread."""
     kernels = backend.select(device)
     found = detect_class(device)
     with _one_thread():
         rows = kernels.describe()
+        peaks = measured_peaks(device)
+    chosen = {(row["kind"], row["precision"]): row for row in rows}
+    narrow = kernels.narrow or "fp16"
     return {
         "device": str(device),
         "device_class": found.name,
@@ -52,8 +59,28 @@ def describe(device: torch.device) -> dict[str, Any]:
         "precisions": [str(p) for p in found.precisions],
         "narrow": kernels.narrow,
         "measured_threads": 1,
-        "kernels": [{**row, "note": _note(row, device)} for row in rows],
+        "peak_flops_per_s": peaks,
+        "build": build_state(device),
+        "kernels": [
+            _rated(chosen[kind, str(p)], peak_of(p, narrow, peaks), device)
+            if (kind, str(p)) in chosen
+            else _absent(kind, p)
+            for kind in PRECISIONS_BY_KIND
+            for p in Precision
+        ],
     }
+
+
+def build_state(device: torch.device) -> str:
+    """Whether what is compiled on the machine itself is compiled and kept: casts of CPUs, CUTLASS of GPUs."""
+    if device.type == "cuda":
+        return f"CUTLASS products: {cutlass.state(device)}"
+    reason = compiled.note()
+    if reason is not None:
+        return reason
+    folder = kernel_cache.folder()
+    kept = f"cached in {folder}" if any(folder.glob("casts-*")) else f"not kept: {folder} cannot be written"
+    return f"casts: compiled for {machine()['processor']}, {kept}"
 
 
 def notes() -> list[str]:
@@ -83,23 +110,83 @@ def summary(found: dict[str, Any]) -> list[str]:
 
 
 def table(device: dict[str, Any]) -> Table:
-    """The kernels of one device: one row per product and precision."""
-    threads = "" if device["device"].startswith("cuda") else ", one thread"
+    """The kernels of one device: one row per product and precision that it has one for."""
     carried = f"; carries {device['narrow']} along edges" if device["narrow"] else ""
     shown = Table(
         title=f"{device['device']}: class {device['device_class']}{carried}",
-        caption=f"Forward and backward on one small shape, casts included (measured{threads}).",
+        title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for heading in ("product", "precision", "kernel", "x FP32", "why"):
-        shown.add_column(heading, justify="right" if heading == "x FP32" else "left")
+    numbers = ("x FP32", "GFLOP/s", "of peak")
+    for heading in ("product", "precision", "kernel", *numbers, ""):
+        shown.add_column(heading, justify="right" if heading in numbers else "left")
     last = None
     for row in device["kernels"]:
-        speed = f"{row['speedup']:.2f}" if row["kernel"] else "-"
+        if row["kernel"] is None:
+            continue
         kind = row["kind"] if row["kind"] != last else ""
-        shown.add_row(kind, row["precision"], row["kernel"] or "none", speed, row["note"] or "")
+        rate, share = row["flops_per_s"], row["share_of_peak"]
+        shown.add_row(
+            kind, row["precision"], row["kernel"], f"{row['speedup']:.2f}",
+            "-" if rate is None else _giga(rate), "-" if share is None else f"{share:.0%}",
+            _SLOWER if row["speedup"] < 1 else "",
+        )  # fmt: skip
         last = row["kind"]
     return shown
+
+
+def remarks(device: dict[str, Any]) -> list[str]:
+    """How the table is to be read, the peaks, and what is compiled here: a paragraph each."""
+    threads = "" if device["device"].startswith("cuda") else ", one thread"
+    narrow = (device["narrow"] or "fp16").upper()
+    peaks = ", ".join(f"{name} {_giga(rate)}" for name, rate in device["peak_flops_per_s"].items())
+    return [
+        f"Forward and backward of one call, casts included (measured{threads}). GFLOP/s count its products, "
+        "2 operations per multiply-add, INT8's too. The reference is never chosen: it decodes to FP32.",
+        f"Peaks, GFLOP/s of a large product of each type (measured{threads}): {peaks}; of int8, which "
+        f"multiplies backward in {narrow}: 3 / (1 / int8 + 2 / {narrow.lower()}).",
+        device["build"],
+    ]
+
+
+def reasons(device: dict[str, Any]) -> Table:
+    """Why one device has no kernel for a product, and why the others were not chosen: a row per reason."""
+    shown = Table(
+        title=f"{device['device']}: why there is no kernel, or not another one",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for heading in ("precision", "products", "why"):
+        shown.add_column(heading)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for row in device["kernels"]:
+        for reason in [row["note"]] if row["kernel"] is None else _passed_over(row):
+            kinds.setdefault((row["precision"], reason), []).append(row["kind"])
+    num_kinds = len({row["kind"] for row in device["kernels"]})
+    for precision in Precision:
+        for (lacking, reason), products in kinds.items():
+            if lacking == precision:
+                shown.add_row(lacking, "all" if len(products) == num_kinds else ", ".join(products), reason)
+    return shown
+
+
+def _giga(rate: float) -> str:
+    return f"{rate / 1e9:.1f}" if rate < 1e10 else f"{rate / 1e9:,.0f}"
+
+
+def _rated(row: dict[str, Any], peak: float | None, device: torch.device) -> dict[str, Any]:
+    """The row with its rate and the share of the peak; None where nothing is multiplied, or no peak known."""
+    row = {**row, "note": _note(row, device)}
+    if row["kernel"] is None:
+        return row
+    rate = row["flops"] / row["measured_s"] or None
+    share = rate / peak if rate and peak else None
+    return {**row, "flops_per_s": rate, "peak_flops_per_s": peak, "share_of_peak": share}
+
+
+def _absent(kind: str, precision: Precision) -> dict[str, Any]:
+    reason = why_absent(kind, precision)
+    return {"kind": kind, "precision": str(precision), "kernel": None, "why": reason, "note": reason}
 
 
 def _note(row: dict[str, Any], device: torch.device) -> str | None:
@@ -107,9 +194,12 @@ def _note(row: dict[str, Any], device: torch.device) -> str | None:
     if row["kernel"] is None:
         tried = candidates(row["kind"], Precision(row["precision"]), device)
         return "; ".join(c.reason for c in tried if c.reason) or row["why"]
-    said = [] if row["speedup"] >= 1 else ["slower than FP32 here"]
-    said += [f"not {name}: {why}" for name, why in row["rejected"].items() if name != "reference"]
-    return "; ".join(said) or None
+    said = [] if row["speedup"] >= 1 else [_SLOWER]
+    return "; ".join(said + _passed_over(row)) or None
+
+
+def _passed_over(row: dict[str, Any]) -> list[str]:
+    return [f"not {name}: {why}" for name, why in row["rejected"].items() if name != "reference"]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from qsync.precision import Precision
 
-__all__ = ["kernel", "serves"]
+__all__ = ["kernel", "serves", "state"]
 
 # The libraries that a kind of product needs in each precision.
 _FAMILIES = {
@@ -54,6 +54,24 @@ def kernel(
         return None, reason
     make = {"linear": linear.linear, "addmm": linear.addmm, "conv2d": convolution.conv2d}[kind]
     return make(precision), None
+
+
+def state(device: torch.device) -> str:
+    """Which families of products are built for a GPU, where they are kept, and why the others are not.
+
+    >>> state(torch.device("cuda"))
+    'int8_gemm, fp16_gemm built for sm_90, cached in /home/me/.cache/qsync/kernels; int8_conv: nvcc failed'
+    """
+    from qsync.backend.cutlass import build, library, products
+    from qsync.backend.kernel_cache import folder
+
+    architecture = products.architecture(device)
+    by_reason: dict[str | None, list[str]] = {}
+    for family in build.FAMILIES:
+        by_reason.setdefault(library.unavailable(architecture, (family,)), []).append(family)
+    built = by_reason.pop(None, [])
+    said = [f"{', '.join(built)} built for sm_{architecture}, cached in {folder()}"] if built else []
+    return "; ".join(said + [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()])
 
 
 def _families(kind: str, precision: Precision) -> tuple[str, ...] | None:

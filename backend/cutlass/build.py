@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -61,7 +62,16 @@ def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bo
         "flags": " ".join(flags),
     }
     name = f"cutlass-sm{architecture}-{'-'.join(families) if len(families) < len(FAMILIES) else 'all'}"
-    return built(name, facts, lambda path: compile_to(path, architecture, families, all_tiles))
+
+    def compile_once(path: Path) -> None:
+        print(
+            f"qsync: compiling CUTLASS products ({', '.join(families)}) for sm_{architecture}, a minute "
+            f"each, once, into {path.parent}",
+            file=sys.stderr,
+        )
+        compile_to(path, architecture, families, all_tiles)
+
+    return built(name, facts, compile_once)
 
 
 def compile_to(
