@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -51,8 +52,10 @@ def _loaded() -> tuple[Library | None, str | None]:
     except ImportError as error:
         return None, f"casts run in plain torch: TVM is not installed ({error}); pip install apache-tvm"
     try:
-        path = kernel_cache.built("casts", facts, lambda path: _export(_executable(), path))
-        return Library(tvm_ffi.load_module(str(path))), None
+        path = kernel_cache.built("casts", facts, _export)
+        anew = kernel_cache.refusal()
+        note = f"every process compiles its casts anew: {anew}" if anew else None
+        return Library(tvm_ffi.load_module(str(path))), note
     except BuildError as error:
         reason = str(error)
     except Exception as error:  # the loader raises what it likes; nothing that it refused is used
@@ -60,16 +63,16 @@ def _loaded() -> tuple[Library | None, str | None]:
             f"{kernel_cache.folder()} holds casts that cannot be loaded ({_first_line(error)}); delete it"
         )
     try:
-        return Library(_executable().mod), f"casts are compiled anew by every process: {reason}"
+        return Library(_executable().mod), f"every process compiles its casts anew: {reason}"
     except BuildError as error:
         return None, f"casts run in plain torch: {error}"
 
 
 def _facts() -> dict[str, str]:
     """All that decides what is compiled, read without TVM: a rank that finds it compiled starts at once."""
-    source = Path(__file__).with_name("fused.py").read_bytes()
+    sources = sorted(Path(__file__).parent.glob("fused*.py"))
     return {
-        "source": hashlib.sha256(source).hexdigest(),
+        "source": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
         "tvm": importlib.metadata.version("apache-tvm"),
         "ffi": importlib.metadata.version("apache-tvm-ffi"),
         "processor": processor(),
@@ -102,15 +105,28 @@ def _executable() -> Any:
         raise BuildError(f"TVM cannot compile the casts ({_first_line(error)})") from error
 
 
-def _export(executable: Any, path: Path) -> None:
-    """Write the library: TVM links it with a C++ compiler. Raises BuildError."""
-    print(f"qsync: compiled casts for this processor, once, into {path.parent}", file=sys.stderr)
-    try:
-        executable.export_library(str(path))
-    except Exception as error:
+def _export(path: Path) -> None:
+    """Write the library, in a process of its own: LLVM ends the process that cannot write. Raises BuildError.
+
+    TVM links it with a C++ compiler.
+    """
+    print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
+    code = "import sys; from qsync.backend.compiled import export; export(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        last = lines[-1].rstrip(".") if lines else f"exit code {done.returncode}"
         raise BuildError(
-            f"TVM cannot link the casts ({_first_line(error)}); install a C++ compiler (g++ or clang++)"
-        ) from error
+            f"TVM cannot compile and link the casts ({last}); install a C++ compiler (g++ or clang++) and "
+            f"see that there is room in {path.parent}"
+        )
+
+
+def export(path: str) -> None:
+    """Compile the programs into a library at `path`."""
+    _executable().export_library(path)
 
 
 def _first_line(error: Exception) -> str:

@@ -19,6 +19,8 @@ from pathlib import Path
 from qsync.errors import BuildError
 from qsync.files import write_text
 
+_refused: str | None = None
+
 
 def folder() -> Path:
     """Where compiled kernels and tuning results are kept: `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`."""
@@ -38,10 +40,14 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
     >>> built("casts", {"source": source, "processor": "znver5"}, executable.export_library)
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    global _refused
     try:
         return _in(folder(), f"{name}-{digest}{suffix}", build)
     except OSError as error:
         refused = error
+        _refused = (
+            f"{folder()} cannot be used ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can"
+        )
     # A folder that cannot be written or a full disk costs every process its own build, and nothing more.
     try:
         return _in(Path(tempfile.mkdtemp(prefix="qsync-kernels-")), f"{name}-{digest}{suffix}", build)
@@ -52,6 +58,11 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
         ) from error
 
 
+def refusal() -> str | None:
+    """Why this process could not use the cache folder, in one sentence; None if it could, or did not try."""
+    return _refused
+
+
 def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
     path = place / file_name
     if _is_whole(path):
@@ -60,6 +71,8 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
     with _locked(place / f".{file_name}.lock"):
         if _is_whole(path):  # another rank built it while this one waited
             return path
+        for left in place.glob(f".building-*-{file_name}"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         # The suffix stays last: compilers look at it.
         handle, temporary = tempfile.mkstemp(dir=place, prefix=".building-", suffix=f"-{file_name}")
         os.close(handle)
