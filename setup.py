@@ -15,5 +15,5 @@ PACKAGES["qsync.backend.cutlass"] = "backend/cutlass"
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
-    package_data={"qsync.backend.cutlass": ["*.cu", "*.h"]},
+    package_data={"qsync.backend": ["*.h"], "qsync.backend.cutlass": ["*.cu", "*.h"]},
 )

@@ -1,8 +1,9 @@
 """The fused casts, as loops: one pass over memory where eager torch takes five.
 
-Each function is a program in TVM's script; LLVM vectorizes its inner loop for the processor that it is
-compiled for. Sizes are symbolic: one compilation serves every batch. What each computes is what the function
-of the same name in `qsync.backend.casts` says in plain torch, and is tested against it.
+Each function is a program in TVM's script. On a CPU its loops are plain ones, and LLVM vectorizes the inner
+for the processor that it is compiled for; on a GPU the same text runs as blocks of threads
+(`qsync.backend.fused_loops`). Sizes are symbolic: one compilation serves every batch. What each computes is
+what the function of the same name in `qsync.backend.casts` says in plain torch, and is tested against it.
 
 Scales arrive as the integers with their bits: as integers, magnitudes are ordered alike and NaN is the
 largest, and the outputs serve as the accumulators (a local variable in a script would tie the library to
@@ -16,95 +17,107 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-# The magnitude that a row of zeros gets, 1e-35, as the integer with its bits (see encoding.py).
-_SMALLEST_AMAX_BITS = 0x0554AD2E
-_INFINITY_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
+from qsync.backend import fused_columns
+from qsync.backend.fused_expressions import (
+    SMALLEST_AMAX_BITS,
+    inverse,
+    magnitude,
+    nearest,
+    scale,
+    stochastic,
+)
+from qsync.backend.fused_loops import Serial, Threads
 
 
-def module() -> tvm.IRModule:
-    """Every program, named as `qsync.backend.casts` looks it up."""
+def module(device_type: str = "cpu") -> tvm.IRModule:
+    """Every program for a type of device, named as `qsync.backend.casts` looks it up."""
+    loops = Threads if device_type == "cuda" else Serial
     programs: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
-        programs[f"sum_columns_{dtype}"] = _sum_columns(dtype)
-        programs[f"quantize_rows_{dtype}"] = _quantize_rows(dtype, "int8", 0)
-        programs[f"quantize_rows_unsigned_{dtype}"] = _quantize_rows(dtype, "uint8", 128)
-        programs[f"quantize_columns_{dtype}"] = _quantize_columns(dtype)
-        programs[f"round_rows_{dtype}"] = _round_rows(dtype)
-        programs[f"round_columns_{dtype}"] = _round_columns(dtype)
-        programs[f"narrow_and_sum_{dtype}"] = _narrow_and_sum(dtype)
+        programs[f"quantize_rows_{dtype}"] = _quantize_rows(loops, dtype, "int8", 0)
+        programs[f"quantize_rows_unsigned_{dtype}"] = _quantize_rows(loops, dtype, "uint8", 128)
+        programs[f"round_rows_{dtype}"] = _round_rows(loops, dtype)
         for biased in (False, True):
             name = "dequantize_biased" if biased else "dequantize"
-            programs[f"{name}_{dtype}"] = _dequantize(dtype, biased)
-        programs[f"scale_images_{dtype}"] = _scale_images(dtype)
-    programs["transpose_narrow"] = _transpose("float32", "bfloat16")
-    programs["transpose_widen"] = _transpose("bfloat16", "float32")
-    programs["transpose_int8"] = _transpose("int8", "int8")
-    programs["unfold_uint8"], programs["unfold_bfloat16"] = _unfold("uint8"), _unfold("bfloat16")
-    programs["fold"] = _fold()
-    programs["decode_rows"] = _decode("int8", 0, by_row=True)
-    programs["decode_columns"] = _decode("int8", 0, by_row=False)
-    programs["decode_rows_unsigned"] = _decode("uint8", 128, by_row=True)
+            programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
+        programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
+    programs["transpose_narrow"] = _transpose(loops, "float32", "bfloat16")
+    programs["transpose_widen"] = _transpose(loops, "bfloat16", "float32")
+    programs["transpose_int8"] = _transpose(loops, "int8", "int8")
+    programs["unfold_uint8"] = _unfold(loops, "uint8")
+    programs["unfold_bfloat16"] = _unfold(loops, "bfloat16")
+    programs["fold"] = _gather() if loops is Threads else _fold()
+    programs["decode_rows"] = _decode(loops, "int8", 0, by_row=True)
+    programs["decode_columns"] = _decode(loops, "int8", 0, by_row=False)
+    programs["decode_rows_unsigned"] = _decode(loops, "uint8", 128, by_row=True)
+    programs |= fused_columns.programs(loops)
     return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})
 
 
-def _magnitude(value: Any) -> Any:
-    """The bits of |value|. As integers they are ordered like the magnitudes, and NaN is the largest."""
-    return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
-
-
-def _scale(bits: Any) -> Any:
-    """The bits of max |x| / 127, from those of max |x|; NaN where a row held Inf or NaN."""
-    amax = T.reinterpret("float32", bits)
-    scale = T.reinterpret("int32", amax * T.float32(1 / 127))
-    return T.Select(bits >= T.int32(_INFINITY_BITS), T.int32(_NAN_BITS), scale)
-
-
-def _inverse(bits: Any) -> Any:
-    """127 / max |x|, rounded twice as torch rounds it."""
-    return (T.float32(1) / T.reinterpret("float32", bits)) * T.float32(127)
-
-
-def _nearest(value: Any) -> Any:
-    return T.Cast("int32", T.nearbyint(value))
-
-
-def _stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
-    """floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of the place and the seed.
-
-    The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, where a
-    generator draws one number after the other.
-    """
-    h = T.Cast("uint32", i * columns + j) * T.uint32(0x9E3779B1) + seed
-    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16))) * T.uint32(0x85EBCA6B)
-    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(13))) * T.uint32(0xC2B2AE35)
-    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16)))
-    uniform = T.Cast("float32", T.Cast("int32", T.shift_right(h, T.uint32(8)))) * T.float32(2**-24)
-    return T.Cast("int32", T.floor(value + uniform))
-
-
-def _quantize_rows(dtype: str, code_dtype: str, zero_point: int) -> Any:
+def _quantize_rows(loops: Any, dtype: str, code_dtype: str, zero_point: int) -> Any:
     @T.prim_func
     def quantize_rows(x: T.handle, codes: T.handle, scales: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n = T.int64(), T.int64()
         X = T.match_buffer(x, (m, n), dtype)
         Q = T.match_buffer(codes, (m, n), code_dtype)
-        S = T.match_buffer(scales, (m,), "int32")
-        for i in T.serial(m):
-            S[i] = T.int32(_SMALLEST_AMAX_BITS)
-            for j in T.serial(n):
-                S[i] = T.max(S[i], _magnitude(T.Cast("float32", X[i, j])))
-            for j in T.serial(n):
-                Q[i, j] = T.Cast(
-                    code_dtype, _nearest(T.Cast("float32", X[i, j]) * _inverse(S[i])) + T.int32(zero_point)
-                )
-            S[i] = _scale(S[i])
+        out = T.match_buffer(scales, (m,), "int32")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                S = loops.room(out)
+                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                for j in loops.columns(t, n):
+                    S[loops.own(i, t)] = T.max(S[loops.own(i, t)], magnitude(T.Cast("float32", X[i, j])))
+                loops.maximum(S, t)
+                for j in loops.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        code_dtype,
+                        nearest(T.Cast("float32", X[i, j]) * inverse(S[loops.top(i)])) + T.int32(zero_point),
+                    )
+                out[i] = scale(S[loops.top(i)])
 
     return quantize_rows
 
 
-def _transpose(dtype: str, out_dtype: str) -> Any:
+def _round_rows(loops: Any, dtype: str) -> Any:
+    @T.prim_func
+    def round_rows(g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        F = T.match_buffer(factors, (n,), "float32")
+        Q = T.match_buffer(codes, (m, n), "int8")
+        out = T.match_buffer(scales, (m,), "int32")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                S = loops.room(out)
+                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                for j in loops.columns(t, n):
+                    S[loops.own(i, t)] = T.max(
+                        S[loops.own(i, t)], magnitude(T.Cast("float32", G[i, j]) * F[j])
+                    )
+                loops.maximum(S, t)
+                for j in loops.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        "int8",
+                        stochastic(
+                            T.Cast("float32", G[i, j]) * F[j] * inverse(S[loops.top(i)]),
+                            i,
+                            j,
+                            n,
+                            T.Cast("uint32", seed),
+                        ),
+                    )
+                out[i] = scale(S[loops.top(i)])
+
+    return round_rows
+
+
+def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:
     """Matrices (m, c, p) transposed (m, p, c), in another type."""
+
+    def cast(value: Any) -> Any:
+        return loops.narrow(value) if out_dtype == "bfloat16" else T.Cast(out_dtype, value)
 
     @T.prim_func
     def transpose(x: T.handle, out: T.handle):
@@ -112,15 +125,16 @@ def _transpose(dtype: str, out_dtype: str) -> Any:
         m, c, p = T.int64(), T.int64(), T.int64()
         X = T.match_buffer(x, (m, c, p), dtype)
         Y = T.match_buffer(out, (m, p, c), out_dtype)
-        for i in T.serial(m):
-            for k in T.serial(p):
-                for j in T.serial(c):
-                    Y[i, k, j] = T.Cast(out_dtype, X[i, j, k])
+        for i in loops.planes(m):
+            for k in loops.rows(p):
+                for t in loops.threads():
+                    for j in loops.columns(t, c):
+                        Y[i, k, j] = cast(X[i, j, k])
 
     return transpose
 
 
-def _unfold(dtype: str) -> Any:
+def _unfold(loops: Any, dtype: str) -> Any:
     """The windows of images, one row per output pixel; what lies outside is 0.
 
     UINT8 codes with zero point 128 become INT8 codes.
@@ -131,7 +145,7 @@ def _unfold(dtype: str) -> Any:
         return T.reinterpret("int8", T.bitwise_xor(value, T.uint8(128))) if dtype == "uint8" else value
 
     def zero() -> Any:
-        return T.int8(0) if dtype == "uint8" else T.Cast(dtype, T.float32(0))
+        return T.int8(0) if dtype == "uint8" else T.reinterpret(dtype, T.uint16(0))
 
     @T.prim_func
     def unfold(
@@ -149,26 +163,34 @@ def _unfold(dtype: str) -> Any:
         p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
         X = T.match_buffer(images, (n, h, w, c), dtype)
         Y = T.match_buffer(out, (n, p, q, kh, kw, c), out_dtype)
-        for i, y, x, u, v in T.grid(n, p, q, kh, kw):
-            if (
-                (y * stride_h + u * step_h - pad_h >= 0)
-                & (y * stride_h + u * step_h - pad_h < h)
-                & (x * stride_w + v * step_w - pad_w >= 0)
-                & (x * stride_w + v * step_w - pad_w < w)
-            ):
-                for j in T.serial(c):
-                    Y[i, y, x, u, v, j] = taken(
-                        X[i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j]
-                    )
-            else:
-                for j in T.serial(c):
-                    Y[i, y, x, u, v, j] = zero()
+        for i in loops.planes(n):
+            for y in loops.rows(p):
+                for t in loops.threads():
+                    for x, u, v in T.grid(q, kh, kw):
+                        if (
+                            (y * stride_h + u * step_h - pad_h >= 0)
+                            & (y * stride_h + u * step_h - pad_h < h)
+                            & (x * stride_w + v * step_w - pad_w >= 0)
+                            & (x * stride_w + v * step_w - pad_w < w)
+                        ):
+                            for j in loops.columns(t, c):
+                                Y[i, y, x, u, v, j] = taken(
+                                    X[
+                                        i,
+                                        y * stride_h + u * step_h - pad_h,
+                                        x * stride_w + v * step_w - pad_w,
+                                        j,
+                                    ]
+                                )
+                        else:
+                            for j in loops.columns(t, c):
+                                Y[i, y, x, u, v, j] = zero()
 
     return unfold
 
 
 def _fold() -> Any:
-    """The adjoint of unfolding: BF16 windows added up where they came from, in FP32."""
+    """The adjoint of unfolding: BF16 windows added up where they came from, in FP32. For CPUs."""
 
     @T.prim_func
     def fold(
@@ -203,142 +225,57 @@ def _fold() -> Any:
     return fold
 
 
-def _quantize_columns(dtype: str) -> Any:
+def _gather() -> Any:
+    """`fold` for GPUs: every pixel collects the windows that it is part of, so no two threads share a sum."""
+
     @T.prim_func
-    def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
-        T.func_attr({"tirx.noalias": True})
-        m, n = T.int64(), T.int64()
-        X = T.match_buffer(x, (m, n), dtype)
-        Q = T.match_buffer(codes, (m, n), "int8")
-        S = T.match_buffer(scales, (n,), "int32")
-        R = T.match_buffer(inverses, (n,), "int32")
-        for j in T.serial(n):
-            R[j] = T.int32(_SMALLEST_AMAX_BITS)
-        for i in T.serial(m):
-            for j in T.serial(n):
-                R[j] = T.max(R[j], _magnitude(T.Cast("float32", X[i, j])))
-        for j in T.serial(n):
-            S[j] = _scale(R[j])
-            R[j] = T.reinterpret("int32", _inverse(R[j]))
-        for i in T.serial(m):
-            for j in T.serial(n):
-                Q[i, j] = T.Cast(
-                    "int8", _nearest(T.Cast("float32", X[i, j]) * T.reinterpret("float32", R[j]))
-                )
-
-    return quantize_columns
-
-
-def _round_rows(dtype: str) -> Any:
-    @T.prim_func
-    def round_rows(g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle):
-        T.func_attr({"tirx.noalias": True})
-        m, n = T.int64(), T.int64()
-        G = T.match_buffer(g, (m, n), dtype)
-        F = T.match_buffer(factors, (n,), "float32")
-        Q = T.match_buffer(codes, (m, n), "int8")
-        S = T.match_buffer(scales, (m,), "int32")
-        for i in T.serial(m):
-            S[i] = T.int32(_SMALLEST_AMAX_BITS)
-            for j in T.serial(n):
-                S[i] = T.max(S[i], _magnitude(T.Cast("float32", G[i, j]) * F[j]))
-            for j in T.serial(n):
-                Q[i, j] = T.Cast(
-                    "int8",
-                    _stochastic(
-                        T.Cast("float32", G[i, j]) * F[j] * _inverse(S[i]), i, j, n, T.Cast("uint32", seed)
-                    ),
-                )
-            S[i] = _scale(S[i])
-
-    return round_rows
-
-
-def _round_columns(dtype: str) -> Any:
-    @T.prim_func
-    def round_columns(
-        g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle, inverses: T.handle
+    def fold(
+        windows: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
     ):
         T.func_attr({"tirx.noalias": True})
-        m, n = T.int64(), T.int64()
-        G = T.match_buffer(g, (m, n), dtype)
-        F = T.match_buffer(factors, (m,), "float32")
-        Q = T.match_buffer(codes, (m, n), "int8")
-        S = T.match_buffer(scales, (n,), "int32")
-        R = T.match_buffer(inverses, (n,), "int32")
-        for j in T.serial(n):
-            R[j] = T.int32(_SMALLEST_AMAX_BITS)
-        for i in T.serial(m):
-            for j in T.serial(n):
-                R[j] = T.max(R[j], _magnitude(T.Cast("float32", G[i, j]) * F[i]))
-        for j in T.serial(n):
-            S[j] = _scale(R[j])
-            R[j] = T.reinterpret("int32", _inverse(R[j]))
-        for i in T.serial(m):
-            for j in T.serial(n):
-                Q[i, j] = T.Cast(
-                    "int8",
-                    _stochastic(
-                        T.Cast("float32", G[i, j]) * F[i] * T.reinterpret("float32", R[j]),
-                        i,
-                        j,
-                        n,
-                        T.Cast("uint32", seed),
-                    ),
-                )
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(windows, (n, p, q, kh, kw, c), "bfloat16")
+        Y = T.match_buffer(out, (n, h, w, c), "float32")
+        for i in Threads.planes(n):
+            for y in Threads.rows(h):
+                for t in Threads.threads():
+                    for x in T.serial(w):
+                        for j in Threads.columns(t, c):
+                            Y[i, y, x, j] = T.float32(0)
+                            for u, v in T.grid(kh, kw):
+                                # The window at (row, column) reaches this pixel if both are whole numbers.
+                                if (
+                                    (y + pad_h - u * step_h >= 0)
+                                    & (y + pad_h - u * step_h < p * stride_h)
+                                    & (T.truncmod(y + pad_h - u * step_h, stride_h) == 0)
+                                    & (x + pad_w - v * step_w >= 0)
+                                    & (x + pad_w - v * step_w < q * stride_w)
+                                    & (T.truncmod(x + pad_w - v * step_w, stride_w) == 0)
+                                ):
+                                    Y[i, y, x, j] = Y[i, y, x, j] + T.Cast(
+                                        "float32",
+                                        X[
+                                            i,
+                                            T.truncdiv(y + pad_h - u * step_h, stride_h),
+                                            T.truncdiv(x + pad_w - v * step_w, stride_w),
+                                            u,
+                                            v,
+                                            j,
+                                        ],
+                                    )
 
-    return round_columns
-
-
-def _narrow_and_sum(dtype: str) -> Any:
-    @T.prim_func
-    def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
-        T.func_attr({"tirx.noalias": True})
-        m, n = T.int64(), T.int64()
-        G = T.match_buffer(g, (m, n), dtype)
-        H = T.match_buffer(narrow, (m, n), "bfloat16")
-        S = T.match_buffer(sums, (n,), "float32")
-        P = T.match_buffer(partial, (n,), "float32")
-        # Summed in blocks of 64 rows: one running sum over thousands of rows would lose digits that torch's
-        # keeps.
-        for j in T.serial(n):
-            S[j] = T.float32(0)
-        for block in T.serial((m + 63) // 64):
-            for j in T.serial(n):
-                P[j] = T.float32(0)
-            for r in T.serial(T.min(T.int64(64), m - block * 64)):
-                for j in T.serial(n):
-                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
-                    H[block * 64 + r, j] = T.Cast("bfloat16", G[block * 64 + r, j])
-            for j in T.serial(n):
-                S[j] = S[j] + P[j]
-
-    return narrow_and_sum
+    return fold
 
 
-def _sum_columns(dtype: str) -> Any:
-    @T.prim_func
-    def sum_columns(g: T.handle, sums: T.handle, partial: T.handle):
-        T.func_attr({"tirx.noalias": True})
-        m, n = T.int64(), T.int64()
-        G = T.match_buffer(g, (m, n), dtype)
-        S = T.match_buffer(sums, (n,), "float32")
-        P = T.match_buffer(partial, (n,), "float32")
-        for j in T.serial(n):
-            S[j] = T.float32(0)
-        for block in T.serial((m + 63) // 64):
-            for j in T.serial(n):
-                P[j] = T.float32(0)
-            for r in T.serial(T.min(T.int64(64), m - block * 64)):
-                for j in T.serial(n):
-                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
-            for j in T.serial(n):
-                S[j] = S[j] + P[j]
-
-    return sum_columns
-
-
-def _dequantize(dtype: str, biased: bool) -> Any:
+def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
     """In FP32 the result takes the place of the sums: fresh memory costs more than the arithmetic."""
     in_place = dtype == "float32"
     out_dtype = "int32" if in_place else dtype
@@ -346,7 +283,7 @@ def _dequantize(dtype: str, biased: bool) -> Any:
     def value(total: Any, row: Any, column: Any, bias: Any) -> Any:
         scaled = T.Cast("float32", total) * row * column
         result = scaled + bias if biased else scaled
-        return T.reinterpret("int32", result) if in_place else T.Cast(dtype, result)
+        return T.reinterpret("int32", result) if in_place else loops.narrow(result)
 
     if in_place:
 
@@ -358,9 +295,10 @@ def _dequantize(dtype: str, biased: bool) -> Any:
             C = T.match_buffer(columns, (n,), "float32")
             B = T.match_buffer(bias, (n,), "float32")
             T.func_attr({"tirx.noalias": True})
-            for i in T.serial(m):
-                for j in T.serial(n):
-                    A[i, j] = value(A[i, j], R[i], C[j], B[j])
+            for i in loops.rows(m):
+                for t in loops.threads():
+                    for j in loops.columns(t, n):
+                        A[i, j] = value(A[i, j], R[i], C[j], B[j])
 
     else:
 
@@ -373,14 +311,15 @@ def _dequantize(dtype: str, biased: bool) -> Any:
             B = T.match_buffer(bias, (n,), "float32")
             Y = T.match_buffer(out, (m, n), out_dtype)
             T.func_attr({"tirx.noalias": True})
-            for i in T.serial(m):
-                for j in T.serial(n):
-                    Y[i, j] = value(A[i, j], R[i], C[j], B[j])
+            for i in loops.rows(m):
+                for t in loops.threads():
+                    for j in loops.columns(t, n):
+                        Y[i, j] = value(A[i, j], R[i], C[j], B[j])
 
     return dequantize
 
 
-def _scale_images(dtype: str) -> Any:
+def _scale_images(loops: Any, dtype: str) -> Any:
     """Convolution results (images, pixels, channels), scaled by image, biased by channel; FP32 in place."""
     if dtype == "float32":
 
@@ -391,10 +330,11 @@ def _scale_images(dtype: str) -> Any:
             Y = T.match_buffer(y, (m, p, c), "float32")
             R = T.match_buffer(rows, (m,), "float32")
             B = T.match_buffer(bias, (c,), "float32")
-            for i in T.serial(m):
-                for k in T.serial(p):
-                    for j in T.serial(c):
-                        Y[i, k, j] = Y[i, k, j] * R[i] + B[j]
+            for i in loops.planes(m):
+                for k in loops.rows(p):
+                    for t in loops.threads():
+                        for j in loops.columns(t, c):
+                            Y[i, k, j] = Y[i, k, j] * R[i] + B[j]
 
     else:
 
@@ -406,15 +346,16 @@ def _scale_images(dtype: str) -> Any:
             R = T.match_buffer(rows, (m,), "float32")
             B = T.match_buffer(bias, (c,), "float32")
             Z = T.match_buffer(out, (m, p, c), dtype)
-            for i in T.serial(m):
-                for k in T.serial(p):
-                    for j in T.serial(c):
-                        Z[i, k, j] = T.Cast(dtype, Y[i, k, j] * R[i] + B[j])
+            for i in loops.planes(m):
+                for k in loops.rows(p):
+                    for t in loops.threads():
+                        for j in loops.columns(t, c):
+                            Z[i, k, j] = loops.narrow(Y[i, k, j] * R[i] + B[j])
 
     return scale_images
 
 
-def _decode(dtype: str, zero_point: int, by_row: bool) -> Any:
+def _decode(loops: Any, dtype: str, zero_point: int, by_row: bool) -> Any:
     @T.prim_func
     def decode(codes: T.handle, scales: T.handle, out: T.handle):
         T.func_attr({"tirx.noalias": True})
@@ -422,12 +363,12 @@ def _decode(dtype: str, zero_point: int, by_row: bool) -> Any:
         Q = T.match_buffer(codes, (m, n), dtype)
         S = T.match_buffer(scales, (m if by_row else n,), "float32")
         Y = T.match_buffer(out, (m, n), "bfloat16")
-        for i in T.serial(m):
-            for j in T.serial(n):
-                Y[i, j] = T.Cast(
-                    "bfloat16",
-                    T.Cast("float32", T.Cast("int32", Q[i, j]) - T.int32(zero_point))
-                    * (S[i] if by_row else S[j]),
-                )
+        for i in loops.rows(m):
+            for t in loops.threads():
+                for j in loops.columns(t, n):
+                    Y[i, j] = loops.narrow(
+                        T.Cast("float32", T.Cast("int32", Q[i, j]) - T.int32(zero_point))
+                        * (S[i] if by_row else S[j])
+                    )
 
     return decode

@@ -1,0 +1,51 @@
+"""What the fused casts compute per element: one definition, whatever loops run it and for whatever processor.
+
+Scales are integers with the bits of FP32 numbers: as integers, magnitudes are ordered alike and NaN is the
+largest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+# The magnitude that a row of zeros gets, 1e-35, as the integer with its bits (see encoding.py).
+SMALLEST_AMAX_BITS = 0x0554AD2E
+_INFINITY_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
+_ONE_127TH = float.fromhex("0x1.020408p-7")  # as FP32 rounds it
+
+
+def magnitude(value: Any) -> Any:
+    """The bits of |value|. As integers they are ordered like the magnitudes, and NaN is the largest."""
+    return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
+
+
+def scale(bits: Any) -> Any:
+    """The bits of max |x| / 127, from those of max |x|; NaN where a row held Inf or NaN."""
+    amax = T.reinterpret("float32", bits)
+    scale = T.reinterpret("int32", amax * T.float32(_ONE_127TH))
+    return T.Select(bits >= T.int32(_INFINITY_BITS), T.int32(_NAN_BITS), scale)
+
+
+def inverse(bits: Any) -> Any:
+    """127 / max |x|, rounded twice as torch rounds it."""
+    return (T.float32(1) / T.reinterpret("float32", bits)) * T.float32(127)
+
+
+def nearest(value: Any) -> Any:
+    return T.Cast("int32", T.nearbyint(value))
+
+
+def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
+    """floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of the place and the seed.
+
+    The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, where a
+    generator draws one number after the other.
+    """
+    h = T.Cast("uint32", i * columns + j) * T.uint32(0x9E3779B1) + seed
+    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16))) * T.uint32(0x85EBCA6B)
+    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(13))) * T.uint32(0xC2B2AE35)
+    h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16)))
+    uniform = T.Cast("float32", T.Cast("int32", T.shift_right(h, T.uint32(8)))) * T.float32(2**-24)
+    return T.Cast("int32", T.floor(value + uniform))
