@@ -60,11 +60,12 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
         scale = max |x| / c,  code = round(x / scale),  c = 127 (INT8), 448 (E4M3)          (ours; symmetric
         absmax)
 
-    One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of a stored
-    (K, N) matrix ("col": data (N, K), scale (N, 1)), or per first index: of a convolution's weight
-    ("channel": (c, 1, 1, 1)) or of its input ("image": (n, 1, 1, 1); the codes are unsigned with zero point
-    128); both lie in channels-last order. A row that holds NaN or Inf gets the scale NaN, so whatever is
-    computed from it is NaN. Raises UnsupportedError for a type that is no encoding.
+    One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of matrices
+    ("inner": (..., K, N) gets (..., 1, N)) or of a stored weight ("col": data (N, K), scale (N, 1)), or per
+    first index: of a convolution's weight ("channel": (c, 1, 1, 1)) or of its input ("image": (n, 1, 1, 1);
+    the codes are unsigned with zero point 128); both lie in channels-last order. A row that holds NaN or Inf
+    gets the scale NaN, so whatever is computed from it is NaN. Raises UnsupportedError for a type that is no
+    encoding.
 
     >>> decode(encode(torch.tensor([[-127.0, 3.2]]), "int8_row"))
     tensor([[-127.,    3.]])
@@ -74,13 +75,17 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
         if type_name == "fp16":
             return Encoded(x.to(torch.float16), None, "plain")
         form, _, layout = type_name.partition("_")
-        if form not in CODE_DTYPE or layout not in ("row", "col", "image", "channel"):
+        if form not in CODE_DTYPE or layout not in ("row", "col", "inner", "image", "channel"):
             raise UnsupportedError(
-                f"{type_name!r} is no encoding: choose int8_* or fp8_* (row, col, image, channel), or fp16"
+                f"{type_name!r} is no encoding: choose int8_* or fp8_* (row, col, inner, image, channel), or "
+                "fp16"
             )
         if form == "fp8":
             dims = tuple(range(1, x.ndim)) if layout in ("image", "channel") else (-1,)
+            dims = (-2,) if layout == "inner" else dims
             codes, scale = nearest_codes((x.t() if layout == "col" else x).float(), dims, form)
+        elif layout == "inner" or (layout == "row" and x.ndim > 3):
+            codes, scale = _encode_along(x, x.ndim - 1 if layout == "row" else max(x.ndim - 2, 0))
         elif layout == "row":
             codes, scale = quantize_rows(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous())
             codes, scale = codes.view(x.shape), scale.view(*x.shape[:-1], 1)
@@ -93,6 +98,36 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
         else:
             codes, scale = _encode_images(x)
         return Encoded(codes, scale, layout)
+
+
+def memory_order(x: Tensor) -> list[int] | None:
+    """The dimensions of a tensor from the outermost in memory to the innermost; None if it is not dense."""
+    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    return order if x.permute(order).is_contiguous() else None
+
+
+def _encode_along(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Codes with one scale for all of one dimension, in the order of elements in which x lies.
+
+    Attention's heads are views of a product's result, and so are transposed matrices: bringing their codes in
+    order, where a product wants that, moves a quarter of the bytes.
+    """
+    order = memory_order(x)
+    if order is None:
+        x, order = x.contiguous(), list(range(x.ndim))
+    ordered = x.permute(order)
+    place = order.index(dim)
+    outer, length, inner = (
+        math.prod(ordered.shape[:place]), ordered.shape[place], math.prod(ordered.shape[place + 1 :])
+    )  # fmt: skip
+    if inner == 1 or not x.numel():
+        codes, scale = quantize_rows(ordered.reshape(outer * inner, length))
+    else:
+        pairs = [quantize_columns(matrix) for matrix in ordered.reshape(outer, length, inner).unbind()]
+        codes, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
+    back = [order.index(d) for d in range(x.ndim)]
+    scales = [1 if d == place else size for d, size in enumerate(ordered.shape)]
+    return codes.view(ordered.shape).permute(back), scale.view(scales).permute(back)
 
 
 def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,10 @@ from torch import Tensor
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2
 
 
-def int8_sums(a: Tensor, b: Tensor) -> Tensor:
+def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """The exact integer product of INT8 matrices a (M, K) and b (K, N), as INT32 (M, N).
+
+    On CPUs the result may be given a place, dense rows in INT32: it is there unless what is returned is FP32.
 
     Any strides. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA
     the operands are padded to what cuBLASLt takes (M > 16, K and N multiples of 8).
@@ -19,7 +21,10 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
     if inner > LONGEST_INT32_SUM:
         half = inner // 2
         return int8_sums(a[:, :half], b[:half]).float().add_(int8_sums(a[:, half:], b[half:]))
-    return _int_mm_cuda(a, b) if a.is_cuda else torch._int_mm(_with_plain_strides(a), _with_plain_strides(b))
+    if a.is_cuda:
+        return _int_mm_cuda(a, b)
+    a, b = _with_plain_strides(a), _with_plain_strides(b)
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
 
 
 def _with_plain_strides(matrix: Tensor) -> Tensor:

@@ -323,7 +323,11 @@ def _bytes(type_name: str, shape: Sequence[int]) -> int:
     if not is_encoded(type_name) or type_name == "fp16" or not shape:
         return size
     layout = type_name.rpartition("_")[2]
-    scales = {"row": num_elements(shape[:-1]), "col": shape[-1], "image": shape[0], "channel": shape[0]}[
-        layout
-    ]
-    return size + FP32_BYTES * scales
+    scales = {
+        "row": num_elements(shape[:-1]),
+        "col": shape[-1],
+        "inner": num_elements((*shape[:-2], *shape[-1:])) if len(shape) > 1 else 1,
+        "image": shape[0],
+        "channel": shape[0],
+    }
+    return size + FP32_BYTES * scales[layout]

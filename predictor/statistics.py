@@ -145,7 +145,8 @@ def rounding_variance(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
     """Mean over elements of the variance that rounding to a type adds.
 
     Nearest rounding with step s adds s^2/12 per element, stochastic rounding s^2/6. INT8 has s = amax/127 per
-    row (of the last dimension), column, image or channel; a float of m mantissa bits has s = 2^(floor(log2|x|) - m).
+    row (of the last dimension), column, image or channel; a float of m mantissa bits has
+    s = 2^(floor(log2|x|) - m).
 
     >>> rounding_variance(torch.ones(2, 4), "int8_row")   # (1/127)^2 / 12
     """
@@ -162,7 +163,10 @@ def rounding_variance(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
 
 def _scaled_variance(x: torch.Tensor, type_name: str) -> torch.Tensor:
     prefix, _, layout = type_name.partition("_")
-    rows = x.flatten(1) if layout in ("image", "channel") else x.t() if layout == "col" else x
+    if layout in ("image", "channel"):
+        rows = x.flatten(1)
+    else:
+        rows = x.mT if layout in ("col", "inner") and x.ndim > 1 else x
     amax = rows.abs().amax(-1)
     if prefix == "int8":
         return (amax / 127).square().mean() / (6 if layout == "stochastic" else 12)

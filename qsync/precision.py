@@ -45,17 +45,19 @@ CARRIED_FLOATS = ("fp64", "fp32", "bf16")
 TYPE_BYTES = {
     "fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "int64": 8, "int32": 4, "int16": 2, "uint8": 1, "bool": 1,
     "complex64": 8, "fp8_row": 1, "fp8_col": 1, "int8": 1,
-    "int8_row": 1, "int8_col": 1, "int8_image": 1, "int8_channel": 1,
+    "int8_row": 1, "int8_col": 1, "int8_inner": 1, "int8_image": 1, "int8_channel": 1,
 }  # fmt: skip
 
 # How the operands of each kind of product are encoded by the 8-bit precisions, in the order of Op.inputs: one
-# scale per row of the last dimension, per column (a weight stored transposed), per image, or per output
-# channel (of a convolution's weight). None: the operand stays in FP32 and is added in the epilogue (biases).
+# scale per row of the last dimension, per column (of a weight stored transposed: "col"; of batched matrices:
+# "inner"), per image, or per output channel (of a convolution's weight). None: the operand stays in FP32 and
+# is added in the epilogue (biases).
 ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "linear": ("row", "row", None),
     "addmm": (None, "row", "col"),
     "conv2d": ("image", "channel", None),
     "conv1d": ("image", "channel", None),
+    "matmul": ("row", "inner"),
 }
 
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
@@ -64,7 +66,7 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "addmm": tuple(Precision),
     "conv2d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
     "conv1d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
-    "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
     "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
 }
 

@@ -222,6 +222,8 @@ class _Reader:
             unbatched = {"conv2d": 3, "conv1d": 2}
             if value.dim() == unbatched.get(kind):  # scales are per image, and this one has no batch
                 return False
+            if kind == "matmul" and len(read) != len(set(read)):
+                return False  # its two places would want two encodings of one value
             scaled = kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1)
             return bool(floats) and _dtype(value) == "fp32" and not magnitude and not scaled
         return True

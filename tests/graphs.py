@@ -163,7 +163,7 @@ def profile_of(
             }
         ops[op.name] = {mode: Cost(t, 2 * t if op.requires_grad else 0.0) for mode, t in times.items()}
     sources = ("fp64", "fp32", "bf16", "fp16")
-    layouts = ("row", "col", "image", "channel")
+    layouts = ("row", "col", "inner", "image", "channel")
     targets = (*sources, *(f"{t}_{layout}" for t in ("int8", "fp8") for layout in layouts))
     fit = {
         (s, t): (Cost(slow * latency_s), Cost(slow * cast_s, slow * cast_s if "_" not in t else 0.0))

@@ -77,7 +77,7 @@ def test_a_choice_says_why():
     [
         ("linear", "fp8", "no CPU multiplies FP8"),
         ("linear", "tf32", "tensor cores"),
-        ("matmul", "int8", "qsync has none"),
+        ("matmul", "int8_all", "qsync has none"),
         ("softmax", "fp16", "qsync has none"),
     ],
 )

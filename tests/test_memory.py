@@ -255,7 +255,7 @@ def saved_by_torch(model, batch) -> int:
     return saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
 
 
-def transformer():
+def transformer(written_out: bool = False):
     import torch
     from torch.nn import functional
 
@@ -274,7 +274,11 @@ def transformer():
                 y.view(batch, length, self.heads, -1).transpose(1, 2)
                 for y in self.qkv(self.norm1(x)).chunk(3, -1)
             ]
-            y = functional.scaled_dot_product_attention(*split, is_causal=True)
+            if written_out:
+                q, k, v = split
+                y = functional.softmax(q @ k.transpose(-1, -2), -1) @ v
+            else:
+                y = functional.scaled_dot_product_attention(*split, is_causal=True)
             x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, width)))
             return x + self.drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))))
 
@@ -293,6 +297,10 @@ def transformer():
     return Transformer(), torch.randint(0, 256, (4, 32))
 
 
+def written_out():
+    return transformer(True)
+
+
 def convolutional():
     import torch
     from torch.nn import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
@@ -304,7 +312,7 @@ def convolutional():
 
 @pytest.mark.parametrize("less", [False, True])
 @pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
-@pytest.mark.parametrize("build", [transformer, convolutional])
+@pytest.mark.parametrize("build", [transformer, written_out, convolutional])
 def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
     """With the copies of the weights, which live until the optimizer changes them."""
     pytest.importorskip("torch")
