@@ -37,7 +37,7 @@ class Toolchain(NamedTuple):
 
     nvcc: str
     version: str
-    headers: Path
+    headers: Path | None
     assembler: str | None = None
 
 
@@ -86,9 +86,27 @@ def compile_to(
     Raises BuildError, in one sentence.
     """
     _check_families(architecture, families)
-    tools = toolchain(architecture)
-    command = [tools.nvcc, *_flags(architecture, families, all_tiles), f"-I{tools.headers}", f"-I{SOURCES}"]
-    command += [str(SOURCES / "products.cu"), "-o", str(path)]
+    flags = [
+        *_flags(architecture, families, all_tiles),
+        f"-I{toolchain(architecture).headers}",
+        f"-I{SOURCES}",
+    ]
+    _compile(path, SOURCES / "products.cu", architecture, flags, keep)
+
+
+def compile_file(path: Path, source: Path, architecture: str, flags: Sequence[str]) -> None:
+    """Compiles one file of CUDA C++ into the library `path`; `flags`: what the source needs beside our own.
+
+    Needs nvcc, and none of CUTLASS's headers. Raises BuildError, in one sentence.
+    """
+    _compile(path, source, architecture, [*_machine_flags(architecture), *flags])
+
+
+def _compile(
+    path: Path, source: Path, architecture: str, flags: Sequence[str], keep: Path | None = None
+) -> None:
+    tools = toolchain(architecture, with_headers=False)
+    command = [tools.nvcc, *flags, str(source), "-o", str(path)]
     with tempfile.TemporaryDirectory(prefix="qsync-nvcc-") as folder:
         command += ["--keep", "--keep-dir", str(keep or folder)]
         if tools.assembler is None:
@@ -98,15 +116,18 @@ def compile_to(
 
 
 @cache
-def toolchain(architecture: str) -> Toolchain:
-    """What this machine has to compile for the architecture. Raises BuildError that names what is missing."""
+def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
+    """What this machine has to compile for the architecture, with or without CUTLASS's headers.
+
+    Raises BuildError that names what is missing.
+    """
     compilers = _compilers()
     if not compilers:
+        wanting = "CUTLASS products need" if with_headers else "compiling for GPUs needs"
         raise BuildError(
-            "CUTLASS products need nvcc, which is not here: install the CUDA toolkit, or put its nvcc on the "
-            "PATH"
+            f"{wanting} nvcc, which is not here: install the CUDA toolkit, or put its nvcc on the PATH"
         )
-    headers = _headers()
+    headers = _headers() if with_headers else None
     for nvcc in compilers:
         if f"compute_{architecture}" in _architectures(nvcc):
             return Toolchain(nvcc, _version(nvcc), headers)
@@ -175,12 +196,17 @@ def _check_families(architecture: str, families: Sequence[str]) -> None:
 
 
 def _flags(architecture: str, families: Sequence[str], all_tiles: bool) -> list[str]:
-    compiled = _STAND_IN if toolchain(architecture).assembler is not None else architecture
-    flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-    flags += ["--expt-relaxed-constexpr", "-DNDEBUG"]
-    flags += [f"-gencode=arch=compute_{compiled},code=sm_{compiled}", f"-DQSYNC_SM={architecture}"]
+    flags = [*_machine_flags(architecture), f"-DQSYNC_SM={architecture}"]
     flags += [f"-DQSYNC_{family.upper()}" for family in families]
     return [*flags, "-DQSYNC_ALL_TILES"] if all_tiles else flags
+
+
+def _machine_flags(architecture: str) -> list[str]:
+    tools = toolchain(architecture, with_headers=False)
+    compiled = _STAND_IN if tools.assembler is not None else architecture
+    flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    flags += ["--expt-relaxed-constexpr", "-DNDEBUG"]
+    return [*flags, f"-gencode=arch=compute_{compiled},code=sm_{compiled}"]
 
 
 def _compile_for_volta(command: list[str], assembler: str, folder: str) -> None:
