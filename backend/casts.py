@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": to
 # A row of zeros gets this magnitude: its codes are zero, and its scale and the inverse of it are normal FP32
 # numbers.
 _SMALLEST_AMAX = 1e-35
+# A conversion to BF16 of fewer elements is torch's.
+_LEAST_NARROWED = 2**19
 _COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -66,6 +69,37 @@ def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     scale = _bits(len(values))
     library[f"quantize_rows_unsigned_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
+
+
+def narrow(x: Tensor) -> Tensor:
+    """BF16 of an FP32 tensor of any shape, differentiable.
+
+    torch's own conversion is as fast while the matrix is small: 0.037 against 0.032 ms for 1024x384, 0.16
+    against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread).
+    """
+    library = _library_for(x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
+    if library is None:
+        return x.to(torch.bfloat16)
+    return _Narrow.apply(x) if x.requires_grad and torch.is_grad_enabled() else _narrowed(x, library)
+
+
+class _Narrow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        library = _library_for(x, (torch.float32,))
+        return x.to(torch.bfloat16) if library is None else _narrowed(x, library)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.float()
+
+
+def _narrowed(x: Tensor, library: compiled.Library) -> Tensor:
+    x = x.detach()
+    out = torch.empty_like(x, dtype=torch.bfloat16)
+    size = (math.prod(x.shape[:-1]), x.shape[-1])
+    library["narrow"](x.view(size), out.view(size))
+    return out
 
 
 def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:

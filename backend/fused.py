@@ -41,6 +41,7 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
             name = "dequantize_biased" if biased else "dequantize"
             programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
         programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
+    programs["narrow"] = _narrow(loops)
     programs["transpose_narrow"] = _transpose(loops, "float32", "bfloat16")
     programs["transpose_widen"] = _transpose(loops, "bfloat16", "float32")
     programs["transpose_int8"] = _transpose(loops, "int8", "int8")
@@ -111,6 +112,21 @@ def _round_rows(loops: Any, dtype: str) -> Any:
                 out[i] = scale(S[loops.top(i)])
 
     return round_rows
+
+
+def _narrow(loops: Any) -> Any:
+    @T.prim_func
+    def narrow(x: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), "float32")
+        Y = T.match_buffer(out, (m, n), "bfloat16")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                for j in loops.columns(t, n):
+                    Y[i, j] = loops.narrow(X[i, j])
+
+    return narrow
 
 
 def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
+from qsync.backend.casts import narrow
 from qsync.backend.convolution import channels_last
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.reference import reference_kernel
@@ -89,6 +90,8 @@ class Kernels:
             raise UnsupportedError(
                 f"there is no cast to {target_type!r}: choose fp32, bf16 or an encoded type"
             )
+        if target_type == "bf16" and tensor.dtype is torch.float32:
+            return narrow(tensor)
         return tensor.to(DTYPES[target_type])
 
     def cast_weight(self, weight: Tensor, target_type: str) -> Tensor | Encoded:

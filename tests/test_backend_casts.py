@@ -213,3 +213,13 @@ def test_sums_of_columns_are_as_good_as_torch_s(dtype):
     exact = g.double().sum(0)
     assert fast.dtype is torch.float32
     assert ((fast.double() - exact).abs() <= 64 * 2**-24 * g.double().abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("shape", [(1024, 513), (2, 512, 600), (524288,)])
+def test_narrowed_tensors_are_torch_s_and_differentiable(shape):
+    x = (torch.randn(shape) * torch.logspace(-38, 38, shape[-1])).requires_grad_()
+    fast, plain = both(lambda x: casts.narrow(x.detach()), x)
+    assert equal(fast, plain) and equal(fast, x.detach().bfloat16())
+    y = casts.narrow(x)
+    gradient = torch.randn(shape).bfloat16()
+    assert equal(torch.autograd.grad(y, x, gradient)[0], gradient.float())
