@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
+from qsync.backend.attention import attention_int8
 from qsync.backend.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
@@ -40,6 +41,7 @@ _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
     ("addmm", Precision.INT8): addmm_int8,
     ("addmm", Precision.INT8_ALL): addmm_int8_all,
     ("matmul", Precision.INT8): matmul_int8,
+    ("attention", Precision.INT8): attention_int8,
 }
 _CONVOLUTIONS: dict[str, Kernel] = {"conv2d": conv2d_int8, "conv1d": conv1d_int8}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}

@@ -15,6 +15,9 @@ from qsync.backend.encoding import Encoded, Operand, memory_order
 from qsync.backend.linear import DTYPES
 from qsync.backend.products import int8_sums, narrow_dtype
 
+# FP32 holds every integer up to 2^24, which is more than 1040 products of two codes.
+LONGEST_FP32_SUM = 2**24 // 127**2
+
 
 def matmul_int8(target: Callable[..., Tensor], out_type: str, input: Operand, other: Operand) -> Tensor:
     """y = A B with A and B in INT8, gradients through BF16 products.
@@ -38,7 +41,7 @@ class _Int8Matmul(torch.autograd.Function):
     ) -> Tensor:
         codes = (_matrices(a_encoded.data, -2), _matrices(b_encoded.data, -1))
         scales = (_matrices(a_encoded.scale, -2), _matrices(b_encoded.scale, -1))
-        y = _scaled_products(*codes, *scales, dtype)
+        y = scaled_products(*codes, *scales, dtype)
         need_a, need_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((codes[0], scales[0]) if need_b else (None, None)),
@@ -84,13 +87,15 @@ def _narrow(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if narrow_dtype(device) is torch.bfloat16 else torch.float32
 
 
-def _scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
     """rows columns (a b) in `dtype`: codes a (..., M, K) and b (..., K, N), rows (..., M, 1), columns (...,
     1, N)."""
     if b.ndim == 2:  # one product of all rows
         flat = int8_sums(a.reshape(-1, a.shape[-1]), b)
         y = dequantize(flat, rows.reshape(-1), columns.reshape(-1), None, dtype)
         return y.view(*a.shape[:-1], b.shape[-1])
+    if a.is_cuda and a.shape[-1] <= LONGEST_FP32_SUM:
+        return _products_at_once(a, b).mul_(rows).mul_(columns).to(dtype)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     size = (math.prod(batch), a.shape[-2], b.shape[-1])
     left, right, row, column = (
@@ -109,6 +114,15 @@ def _scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype:
         if scaled.data_ptr() != result.data_ptr():
             result.copy_(scaled)
     return y.view(*batch, *size[1:])
+
+
+def _products_at_once(a: Tensor, b: Tensor) -> Tensor:
+    """The exact integer products, in FP32, by 16-bit ones: torch has no batched INT8 product on GPUs."""
+    narrow = narrow_dtype(a.device)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]).to(narrow) for t in (a, b))
+    sums = torch.bmm(left, right, out_dtype=torch.float32)
+    return sums.view(*batch, *sums.shape[1:])
 
 
 def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:

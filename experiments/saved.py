@@ -36,7 +36,7 @@ from qsync.predictor.memory import peak_memory
 
 SEED = 0
 TORCH, AUTOCAST = "torch, fp32", "torch.autocast, bf16"
-# Precisions by preference: attention has no INT8 kernel.
+# Precisions by preference.
 WAYS: dict[str, tuple[Precision, ...]] = {
     "fp32": (Precision.FP32,),
     "bf16": (Precision.BF16,),

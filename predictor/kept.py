@@ -34,11 +34,15 @@ class Kept:
 
 
 def kept_by(
-    op: Op, requires_grad: Mapping[str, bool], dtypes: Mapping[str, str], form: str = "plain"
+    op: Op,
+    requires_grad: Mapping[str, bool],
+    dtypes: Mapping[str, str],
+    form: str = "plain",
+    mode: str = "fp32",
 ) -> Kept:
     """What this operator keeps for backward; nothing if it has none.
 
-    `requires_grad` and `dtypes` are those of every value, as traced; `form` is lowering's.
+    `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are lowering's.
 
     >>> kept_by(graph.ops[0], requires_grad, dtypes)
     Kept(inputs=(0, 1), output=False, indices=())
@@ -54,8 +58,10 @@ def kept_by(
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
-    if op.kind == "attention":  # of a mask of bools its own copy in numbers
-        return Kept(tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST), output=True)
+    if op.kind == "attention":  # of a mask of bools its own copy in numbers, but for INT8's
+        bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
+        floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
+        return Kept(floats, indices=bools) if mode == "int8" else Kept(floats, output=True)
     if op.kind in SAVES_OUTPUT:
         return Kept(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
@@ -83,7 +89,7 @@ def made_for_backward(
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
-    elif op.kind == "attention":
+    elif op.kind == "attention" and mode != "int8":  # in INT8 backward computes all of it again
         yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
         masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)

@@ -106,7 +106,7 @@ class StepMemory:
         self._parameters = {value.name for value in self.graph.parameters}
         self._position = {op.name: i for i, op in enumerate(self.graph.ops)}
         self._root = families(self.graph, self._dtype)
-        self._kept: dict[tuple[int, str], Kept] = {}
+        self._kept: dict[tuple[int, str, str], Kept] = {}
         self._involved = self._involve()
         self._loss_inside = any(op.kind in ("cross_entropy", "loss") for op in self.graph.ops)
         self._persistent = optimizer_bytes + _throughout(self.graph)
@@ -224,9 +224,9 @@ class StepMemory:
 
     def kept(self, i: int) -> Kept:
         """What operator `i` keeps for backward, as it runs now."""
-        key = (i, self._runs[i].form)
+        key = (i, self._runs[i].form, self._runs[i].mode)
         if key not in self._kept:
-            self._kept[key] = kept_by(self.graph.ops[i], self._grad, self._dtype, key[1])
+            self._kept[key] = kept_by(self.graph.ops[i], self._grad, self._dtype, *key[1:])
         return self._kept[key]
 
     def carried(self, value: str) -> str:

@@ -58,6 +58,7 @@ ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "conv2d": ("image", "channel", None),
     "conv1d": ("image", "channel", None),
     "matmul": ("row", "inner"),
+    "attention": ("row", "row", "row", None),
 }
 
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
@@ -67,7 +68,7 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "conv2d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
     "conv1d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
     "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
-    "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
 }
 
 _ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_ALL: "int8"}

@@ -151,7 +151,7 @@ def test_operators_that_share_a_cast_are_lowered_together():
     losing = {
         op.name: {"fp32": base.ops[op.name]["fp32"], "int8": Cost(1.0)}
         for op in graph.adjustable
-        if op.kind == "linear" and op.name.rpartition(".")[2] not in ("query", "key", "value")
+        if op.name.rpartition(".")[2] not in ("query", "key", "value")
     }
     infer = replace(base, casts={("embedding", "fp32", "int8_row"): quantize}, ops={**base.ops, **losing})
     nothing = {op: dict.fromkeys(modes, Cost(0.0)) for op, modes in base.ops.items()}
@@ -357,8 +357,8 @@ def test_what_is_wrong_with_a_request_is_named():
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.9.query": "fp32"})
     with pytest.raises(FormatError, match="unknown precision 'int4'"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "int4"})
-    with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8, which has no kernel"):
-        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.*": "int8"})
+    with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8_all, which has no"):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.*": "int8_all"})
     with pytest.raises(UnsupportedError, match="head is pinned to fp16, which train lacks"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "fp16"})
     with pytest.raises(FormatError, match="no device class 'other' in this cluster"):
@@ -382,13 +382,16 @@ def test_what_is_wrong_with_a_request_is_named():
 
 
 def test_uniform_plans_take_what_exists():
-    plan = uniform(GRAPH, PROFILES, CLUSTER, {"infer": "int8"}, sensitivity=SENSITIVITY)
+    precisions = (FP32, Precision.INT8_ALL)
+    profiles = {name: profile_of(GRAPH, name, precisions) for name in PROFILES}
+    cluster, sensitivity = cluster_of(precisions=precisions), sensitivity_of(GRAPH)
+    plan = uniform(GRAPH, profiles, cluster, {"infer": "int8_all"}, sensitivity=sensitivity)
     assert not plan["train"].lowered
     assert {op for op, p in plan["infer"].assignment.items() if p == FP32} == {
         "layer.0.attention",
         "layer.1.attention",
     }
-    assert check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER).ok
+    assert check_plan(GRAPH, plan, profiles, sensitivity, cluster).ok
     with pytest.raises(UnsupportedError, match="infer lacks fp16"):
         uniform(GRAPH, PROFILES, CLUSTER, {"infer": "fp16"})
     with pytest.raises(FormatError, match="no device class 'other'"):
@@ -445,7 +448,8 @@ def test_the_check_catches_what_cannot_run():
     assert "head runs in fp16 on infer, which has only" in violations(
         tampered(assignment={**everything, "head": Precision.FP16})
     )
-    assert "which has no kernel" in violations(tampered(assignment={**everything, "layer.0.attention": INT8}))
+    lacking = {**everything, "layer.0.attention": Precision.INT8_ALL}
+    assert "which has no kernel" in violations(tampered(assignment=lacking))
     assert "'nose'" in violations(tampered(assignment={**everything, "nose": INT8}))
     ops = {**PROFILES["infer"].ops, PLAN["infer"].lowered[0]: {"fp32": Cost(1.0)}}
     unmeasured = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops)}

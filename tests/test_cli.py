@@ -226,7 +226,7 @@ def test_a_class_without_a_profile_is_named(refused, folder):
         ("--pin", "haed=fp32", "nearest: 'head'"),
         ("--pin", "head", "PATTERN=PRECISION"),
         ("--pin", "head=int7", "unknown precision 'int7'"),
-        ("--pin", "layer.0.attention=int8", "no kernel"),
+        ("--pin", "layer.0.attention=int8_all", "no kernel"),
         ("--memory", "infer", "CLASS=BYTES"),
         ("--memory", "infer=lots", "bytes"),
         ("--memory", "infer=-1G", "positive"),

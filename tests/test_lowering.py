@@ -186,8 +186,8 @@ def test_fp16_is_never_carried():
 def test_names_and_precisions_that_do_not_exist_are_refused():
     with pytest.raises(MismatchError, match="no adjustable operator 'act0'"):
         lower(mlp(), {"act0": BF16})
-    with pytest.raises(FormatError, match=r"layer\.0\.attention: there is no int8 kernel for attention"):
-        lower(encoder(1), {"layer.0.attention": INT8})
+    with pytest.raises(FormatError, match=r"layer\.0\.attention: there is no int8_all kernel for attention"):
+        lower(encoder(1), {"layer.0.attention": Precision.INT8_ALL})
 
 
 # --- Saving less ---

@@ -75,7 +75,7 @@ def test_wrapping_is_in_place():
     step(model, batch)
     assert type(model) is kind and list(model.state_dict()) == keys
     assert list(dict(model.named_modules())) == modules
-    assert set(modes_of(model).values()) == {"int8", "fp32"}
+    assert set(modes_of(model).values()) == {"int8"}
 
 
 def test_a_plan_gives_each_class_its_own_precisions():
@@ -424,9 +424,9 @@ def test_a_hand_edited_plan_that_leaves_an_operator_out_is_refused(tmp_path):
 def test_a_precision_without_a_kernel_for_its_operator_is_refused(tmp_path):
     model, batch = build("bert")
     name = "bert.encoder.layer.0.attention.self.attention"
-    plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.update({name: "int8"}))
+    plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.update({name: "int8_all"}))
     qsync.wrap(model, plan, device_class="infer")
-    with pytest.raises(FormatError, match=f"{name}.*int8"):
+    with pytest.raises(FormatError, match=f"{name}.*int8_all"):
         model(**batch)
 
 

@@ -1,0 +1,182 @@
+"""Attention in INT8: scores from INT8 products, softmax in FP32, the other products in BF16, a few heads at a
+time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.linear import DTYPES
+from qsync.backend.matmul import decode_matrices, scaled_products
+
+# Scores of as many heads as fit 1 MB, a core's share of the cache, go through all their passes together: ms
+# forward for 64 heads of 128x128 and 32 of 512x512, by heads at a time: 1: 4.2, 12.8; 4: 2.4, 13.4; 16: 2.1,
+# 38; all of them: 7.7, 68 (one thread of a Zen 5).
+_SCORES_AT_A_TIME = 2**18
+
+
+def attention_int8(
+    target: Callable[..., Tensor],
+    out_type: str,
+    query: Operand,
+    key: Operand,
+    value: Operand,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """y = dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
+
+        S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`           (ours)
+        y = bf16(P) bf16(s_v V),  P = softmax(S + mask) in FP32
+
+    Arguments as torch's scaled_dot_product_attention; q, k, v are encoded "row". Saves the codes and scales,
+    the mask as it is, and a byte per score of a dropout: backward computes S and P again. P stays in 16 bits:
+    quantizing it takes a pass over the scores, and its product is no faster then.
+
+    >>> q, k, v = (Operand(x, encode(x, "int8_row")) for x in (q, k, v))
+    >>> attention_int8(F.scaled_dot_product_attention, "fp32", q, k, v, is_causal=True)
+    """
+    scale = 1 / math.sqrt(query.value.shape[-1]) if scale is None else scale
+    options = _Options(dropout_p, is_causal, scale, enable_gqa)
+    operands = (query, key, value)
+    values, codes = [o.value for o in operands], [o.encoded for o in operands]
+    return _Int8Attention.apply(*values, attn_mask, *codes, options, DTYPES[out_type])
+
+
+class _Options(NamedTuple):
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    grouped: bool
+
+
+class _Int8Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        q: Encoded,
+        k: Encoded,
+        v: Encoded,
+        options: _Options,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        operands = (q.data, q.scale, k.data, k.scale, v.data, v.scale)
+        heads = _Heads(operands, mask, None, options)
+        if options.dropout_p:
+            noise = torch.empty(heads.scores_shape, dtype=torch.uint8, device=query.device)
+            heads.noise = noise.bernoulli_(1 - options.dropout_p)
+        ctx.save_for_backward(*operands, mask, heads.noise)
+        ctx.options, ctx.values = options, [(t.shape, t.dtype) for t in (query, key, value)]
+        values = heads.decoded(2)
+        y = values.new_empty((heads.count, query.shape[-2], value.shape[-1]))
+        for some in heads.chunks():
+            torch.bmm(heads.dropped(heads.weights(some), some).to(y.dtype), values[some], out=y[some])
+        y = y.view(*heads.batch, *y.shape[1:])
+        if y.ndim < 4:
+            return y.to(dtype)
+        # In the order in which torch's kernel leaves it, which models ask for: heads beside each other.
+        return y.transpose(-3, -2).to(dtype).contiguous().transpose(-3, -2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *operands, mask, noise = ctx.saved_tensors
+        heads = _Heads(operands, mask, noise, ctx.options)
+        q, k, v = (heads.decoded(j) for j in range(3))
+        g = gradient.to(q.dtype).reshape(heads.count, *gradient.shape[-2:])
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        need_mask = ctx.needs_input_grad[3]
+        d_mask = gradient.new_empty((heads.count, *heads.scores_shape[-2:])) if need_mask else None
+        for some in heads.chunks():
+            weights = heads.weights(some)
+            torch.bmm(heads.dropped(weights, some).to(q.dtype).mT, g[some], out=dv[some])
+            # Widened before anything is subtracted: the softmax's gradient is a difference.
+            d_weights = heads.dropped(torch.bmm(g[some], v[some].mT).float(), some)
+            d_scores = torch._softmax_backward_data(d_weights, weights, -1, torch.float32)
+            if d_mask is not None:
+                d_mask[some] = d_scores
+            narrow = d_scores.mul_(ctx.options.scale).to(q.dtype)
+            torch.bmm(narrow, k[some], out=dq[some])
+            torch.bmm(narrow.mT, q[some], out=dk[some])
+        if d_mask is not None:
+            d_mask = d_mask.view(heads.scores_shape).sum_to_size(mask.shape).to(mask.dtype)
+        found = (heads.gathered(d, *ctx.values[j]) for j, d in enumerate((dq, dk, dv)))
+        return *found, d_mask, None, None, None, None, None
+
+
+class _Heads:
+    """The operands as matrices, one per head, and their scores, computed for some heads at a time."""
+
+    def __init__(
+        self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: _Options
+    ) -> None:
+        self._codes, self._scales, self._options = operands[::2], operands[1::2], options
+        query, key, _ = self._codes
+        self.groups = query.shape[-3] // key.shape[-3] if options.grouped else 1
+        shapes = [t.shape[:-2] for t in self._codes]
+        shapes[1:] = [(*s[:-1], s[-1] * self.groups) if s else s for s in shapes[1:]]
+        self.batch = torch.broadcast_shapes(*shapes)
+        self.count = math.prod(self.batch)
+        self.scores_shape = (*self.batch, query.shape[-2], key.shape[-2])
+        self.noise = noise
+        self._matrices = [self._per_head(j, t[j]) for t in (self._codes, self._scales) for j in (0, 1)]
+        self._mask = None
+        if mask is not None:
+            mask = torch.atleast_2d(mask)
+            alike = math.prod(mask.shape[:-2]) == 1
+            self._mask = mask.reshape(1, *mask.shape[-2:]) if alike else self._per_head(0, mask)
+
+    def decoded(self, j: int) -> Tensor:
+        """Operand `j` in the float of the products that are not in INT8, (heads, length, width)."""
+        return self._per_head(j, decode_matrices(self._codes[j], self._scales[j]))
+
+    def chunks(self) -> list[slice]:
+        step = max(_SCORES_AT_A_TIME // max(math.prod(self.scores_shape[-2:]), 1), 1)
+        return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
+
+    def weights(self, some: slice) -> Tensor:
+        """softmax(S + mask) of some heads, in FP32."""
+        q, k, rows, columns = (t[some] for t in self._matrices)
+        scores = scaled_products(q, k.mT, rows * self._options.scale, columns.mT, torch.float32)
+        length, positions = self.scores_shape[-2:]
+        if self._options.is_causal:
+            later = torch.ones(length, positions, dtype=torch.bool, device=q.device).triu_(1)
+            scores.masked_fill_(later, -math.inf)
+        if self._mask is not None:
+            mask = self._mask if len(self._mask) == 1 else self._mask[some]
+            scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
+            return torch._safe_softmax(scores, -1)
+        return torch.softmax(scores, -1)
+
+    def dropped(self, weights: Tensor, some: slice) -> Tensor:
+        if self.noise is None:
+            return weights
+        kept = self.noise.view(self.count, *self.scores_shape[-2:])[some]
+        return weights * kept.to(weights.dtype).div_(1 - self._options.dropout_p)
+
+    def gathered(self, gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The gradient of an operand of this shape, summed over the heads that share it."""
+        whole = gradient.view(*self.batch, *gradient.shape[1:])
+        if whole.shape == shape:
+            return whole.to(dtype)
+        if self.groups > 1 and shape[-3] != whole.shape[-3]:
+            whole = whole.float().unflatten(-3, (-1, self.groups)).sum(-3)
+        return whole.float().sum_to_size(shape).to(dtype)
+
+    def _per_head(self, j: int, t: Tensor) -> Tensor:
+        if self.groups > 1 and j > 0:
+            t = t.repeat_interleave(self.groups, -3)
+        return t.expand(*self.batch, *t.shape[-2:]).reshape(self.count, *t.shape[-2:])
