@@ -1,8 +1,8 @@
 """Passes over a matrix between products: quantize, dequantize, narrow. In plain torch, and compiled.
 
 Every function has a plain body, which reads like its equation and runs on every device, and a compiled one
-(`qsync.backend.fused`) of the same result, which runs where the matrix is on a CPU, in FP32 or BF16 and
-dense, and where it was measured to be faster than the plain one.
+(`qsync.backend.fused`) of the same result, which runs on CPUs and NVIDIA GPUs, where the matrix is in FP32
+or BF16 and dense, and where it was measured to be faster than the plain one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync.backend import compiled
+from qsync.backend import compiled, gpu_casts
 
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
@@ -36,12 +36,12 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
     A row that holds NaN or Inf gets the scale NaN.
     """
-    library = _library_for(values)
+    library = _library_for("quantize_rows", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (1,), "int8"))
     codes, scale = (
         torch.empty_like(values, dtype=torch.int8),
-        _bits(len(values)),
+        _bits(len(values), values.device),
     )
     library[f"quantize_rows_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
@@ -49,24 +49,24 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 codes (m, n) of a matrix, and one scale per column (n)."""
-    library = _library_for(values)
+    library = _library_for("quantize_columns", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (0,), "int8"))
     columns = values.shape[1]
-    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(columns)
-    inverse = torch.empty_like(scale)
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(columns, values.device)
+    inverse = scale.new_empty(library.partial_shape(len(values), columns))
     library[f"quantize_columns_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale, inverse)
     return codes, scale.view(torch.float32)
 
 
 def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_rows` with 128 added to every code: what oneDNN's convolutions take as activations."""
-    library = _library_for(values)
+    library = _library_for("quantize_rows_unsigned", values)
     if library is None:
         codes, scale = nearest_codes(values.float(), (1,), "int8")
         return codes.view(torch.uint8).bitwise_xor(128), scale.reshape(-1)
     codes = torch.empty_like(values, dtype=torch.uint8)
-    scale = _bits(len(values))
+    scale = _bits(len(values), values.device)
     library[f"quantize_rows_unsigned_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
 
@@ -77,7 +77,7 @@ def narrow(x: Tensor) -> Tensor:
     torch's own conversion is as fast while the matrix is small: 0.037 against 0.032 ms for 1024x384, 0.16
     against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread).
     """
-    library = _library_for(x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
+    library = _library_for("narrow", x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
     if library is None:
         return x.to(torch.bfloat16)
     return _Narrow.apply(x) if x.requires_grad and torch.is_grad_enabled() else _narrowed(x, library)
@@ -86,7 +86,7 @@ def narrow(x: Tensor) -> Tensor:
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        library = _library_for(x, (torch.float32,))
+        library = _library_for("narrow", x, (torch.float32,))
         return x.to(torch.bfloat16) if library is None else _narrowed(x, library)
 
     @staticmethod
@@ -110,10 +110,14 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         (torch.int8, torch.int8): "transpose_int8",
     }
     wanted = dtype or x.dtype
-    library = _library_for(x, tuple(source for source, _ in names)) if (x.dtype, wanted) in names else None
+    library = (
+        _library_for("transpose_last", x, tuple(source for source, _ in names))
+        if (x.dtype, wanted) in names
+        else None
+    )
     if library is None:
         return x.transpose(1, 2).to(wanted, memory_format=torch.contiguous_format, copy=True)
-    out = torch.empty((x.shape[0], x.shape[2], x.shape[1]), dtype=wanted)
+    out = x.new_empty((x.shape[0], x.shape[2], x.shape[1]), dtype=wanted)
     library[names[x.dtype, wanted]](x, out)
     return out
 
@@ -131,7 +135,7 @@ def unfold(
         (size + 2 * pad - step * (k - 1) - 1) // s + 1
         for size, pad, step, k, s in zip((h, w), padding, dilation, kernel, stride, strict=True)
     )
-    library = _library_for(images, (torch.uint8, torch.bfloat16))
+    library = _library_for("unfold", images, (torch.uint8, torch.bfloat16))
     if library is None:
         signed = images.view(torch.int8).bitwise_xor(-128) if codes else images
         windows = torch.nn.functional.pad(signed, (0, 0, padding[1], padding[1], padding[0], padding[0]))
@@ -139,7 +143,7 @@ def unfold(
             extent = dilation[dim - 1] * (kernel[dim - 1] - 1) + 1
             windows = windows.unfold(dim, extent, stride[dim - 1])
         return windows[..., :: dilation[0], :: dilation[1]].permute(0, 1, 2, 4, 5, 3).contiguous()
-    out = torch.empty((n, p, q, *kernel, channels), dtype=torch.int8 if codes else torch.bfloat16)
+    out = images.new_empty((n, p, q, *kernel, channels), dtype=torch.int8 if codes else torch.bfloat16)
     library["unfold_uint8" if codes else "unfold_bfloat16"](images, *stride, *padding, *dilation, out)
     return out
 
@@ -149,25 +153,26 @@ def fold(
 ) -> Tensor:
     """The adjoint of `unfold`: BF16 windows (n, p, q, kh, kw, C) added up into FP32 images (n, h, w, C)."""
     n, p, q, kh, kw, channels = windows.shape
-    library = _library_for(windows, (torch.bfloat16,))
+    library = _library_for("fold", windows, (torch.bfloat16,))
     if library is None:
         columns = windows.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
         images = torch.nn.functional.fold(
             columns, size, (kh, kw), dilation=dilation, padding=padding, stride=stride
         )
         return images.permute(0, 2, 3, 1)
-    out = torch.empty((n, *size, channels))
+    out = windows.new_empty((n, *size, channels), dtype=torch.float32)
     library["fold"](windows, *stride, *padding, *dilation, out)
     return out
 
 
 def sum_columns(g: Tensor) -> Tensor:
     """The FP32 sums of the columns of g (m, n): what the gradient of a bias is."""
-    library = _library_for(g)
+    library = _library_for("sum_columns", g)
     if library is None:
         return g.float().sum(0)
-    sums = torch.empty(g.shape[1])
-    library[f"sum_columns_{_COMPILED_DTYPES[g.dtype]}"](g, sums, torch.empty_like(sums))
+    sums = g.new_empty(g.shape[1], dtype=torch.float32)
+    partial = sums.new_empty(library.partial_shape(len(g), g.shape[1]))
+    library[f"sum_columns_{_COMPILED_DTYPES[g.dtype]}"](g, sums, partial)
     return sums
 
 
@@ -177,21 +182,21 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     E[code * scale] = g * factors, and E[(code * scale - g * factors)^2] is scale^2 / 6 on average over the
     place between two codes, twice that of the nearest code. Draws from torch's default generator.
     """
-    library = _library_for(g)
+    library = _library_for("round_rows", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors, (1,)))
-    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g))
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g), g.device)
     library[f"round_rows_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale)
     return codes, scale.view(torch.float32)
 
 
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Stochastic INT8 codes (m, n) of g * factors, with one scale per column (n); factors (m)."""
-    library = _library_for(g)
+    library = _library_for("round_columns", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
-    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1])
-    inverse = torch.empty_like(scale)
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1], g.device)
+    inverse = scale.new_empty(library.partial_shape(len(g), g.shape[1]))
     library[f"round_columns_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale, inverse)
     return codes, scale.view(torch.float32)
 
@@ -203,7 +208,7 @@ def dequantize(
 
     INT32 sums are overwritten.
     """
-    library = _library_for(sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
+    library = _library_for("dequantize", sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
         # 5, one thread).
@@ -225,7 +230,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
     unsigned = codes.dtype is torch.uint8
     transposed = not codes.is_contiguous() and codes.t().is_contiguous() and not unsigned
     stored = codes.t() if transposed else codes
-    library = _library_for(stored, (torch.int8, torch.uint8))
+    library = _library_for("decode_rows", stored, (torch.int8, torch.uint8))
     if library is None:
         signed = codes.float().sub_(128) if unsigned else codes.float()
         return signed.mul_(scale.unsqueeze(1)).bfloat16()
@@ -237,12 +242,13 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
     """BF16 of g (m, n), and the FP32 sums of its columns (n): what a layer's products and its bias need."""
-    library = _library_for(g)
+    library = _library_for("narrow_and_sum", g)
     if library is None:
         return g.bfloat16(), g.float().sum(0)
     narrow = torch.empty_like(g, dtype=torch.bfloat16)
     sums = g.new_empty(g.shape[1], dtype=torch.float32)
-    library[f"narrow_and_sum_{_COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, torch.empty_like(sums))
+    partial = sums.new_empty(library.partial_shape(len(g), g.shape[1]))
+    library[f"narrow_and_sum_{_COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, partial)
     return narrow, sums
 
 
@@ -253,7 +259,7 @@ def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """
     images, channels = y.shape[:2]
     flat = y.permute(0, 2, 3, 1).reshape(images, math.prod(y.shape[2:]), channels)
-    library = _library_for(flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
+    library = _library_for("scale_images", flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         out = y.mul_(rows.view(-1, 1, 1, 1))
         return (out if bias is None else out.add_(bias.view(-1, 1, 1))).to(dtype)
@@ -290,9 +296,9 @@ def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tenso
     return amax.mul(1 / largest).add_(amax - amax), inverse
 
 
-def _bits(size: int) -> Tensor:
+def _bits(size: int, device: torch.device) -> Tensor:
     """Room for FP32 scales, as the compiled casts take it: the integers with their bits."""
-    return torch.empty(size, dtype=torch.int32)
+    return torch.empty(size, dtype=torch.int32, device=device)
 
 
 def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -310,15 +316,18 @@ def _seed() -> int:
 
 
 def _library_for(
-    matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(_COMPILED_DTYPES)
+    name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(_COMPILED_DTYPES)
 ) -> compiled.Library | None:
-    """The compiled casts, if they can take this matrix and pay here."""
-    usable = (
-        matrix.device.type == "cpu" and matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()
-    )
-    if not usable:
+    """The compiled casts, if they can take this matrix and the one of that name pays here."""
+    if not (matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()):
         return None
-    return _library(torch.get_num_threads())
+    if matrix.device.type == "cpu":
+        return _library(torch.get_num_threads())
+    if matrix.device.type == "cuda" and torch.version.cuda:
+        # What a GPU's blocks can count: 65,535 images, as many times 256 columns.
+        counted = matrix.shape[-1] <= 2**23 and (matrix.ndim == 2 or len(matrix) < 2**16)
+        return gpu_casts.library(name, matrix.device) if counted else None
+    return None
 
 
 @cache
@@ -332,7 +341,7 @@ def _library(num_threads: int) -> compiled.Library | None:
     if library is None or num_threads == 1:
         return library
     values = torch.linspace(-1, 1, 2**20).view(1024, 1024)
-    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(1024)
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(1024, values.device)
     fused = _least_s(lambda: library["quantize_rows_float32"](values, codes, scale))
     plain = _least_s(lambda: nearest_codes(values, (1,), "int8"))
     return library if fused <= plain else None

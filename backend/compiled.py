@@ -1,4 +1,4 @@
-"""The fused casts of `qsync.backend.fused`, compiled by TVM for this processor once and loaded from then on.
+"""The fused casts of `qsync.backend.fused`, compiled by TVM for this machine once and loaded from then on.
 
 Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. What cannot be is said by
 `note`: without a linker every process compiles for itself, without TVM the plain casts run.
@@ -20,39 +20,53 @@ from qsync.errors import BuildError
 
 
 class Library(dict[str, Any]):
-    """Compiled functions by name, called on torch tensors without a copy."""
+    """Compiled functions by name, called on torch tensors without a copy.
 
-    def __init__(self, module: Any) -> None:
+    `part` is how many rows are reduced at once where columns are: a GPU's programs want room for the result
+    of every part, a CPU's keep one. On a GPU the work is queued on torch's current stream.
+    """
+
+    def __init__(self, module: Any, part: int | None = None) -> None:
         self._module = module
+        self.part = part
 
     def __missing__(self, name: str) -> Any:
         self[name] = self._module[name]
         return self[name]
 
+    def partial_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The room that a reduction of columns wants beside its results."""
+        return (columns,) if self.part is None else (-(-rows // self.part), columns)
 
-def library() -> Library | None:
-    """The compiled functions, None where there are none; compiled at the first call on a machine.
+
+def library(architecture: str | None = None) -> Library | None:
+    """The compiled functions for this processor, or for a GPU's architecture; None where there are none.
+
+    Compiled at the first call on a machine.
 
     >>> library()["quantize_rows_float32"](x, codes, scales)
+    >>> library("80")["quantize_rows_float32"](x.cuda(), codes.cuda(), scales.cuda())
     """
-    return _loaded()[0]
+    return _loaded(architecture)[0]
 
 
-def note() -> str | None:
+def note(architecture: str | None = None) -> str | None:
     """What is not as it should be, in one sentence: why there is no library, or why it is compiled anew."""
-    return _loaded()[1]
+    return _loaded(architecture)[1]
 
 
 @cache
-def _loaded() -> tuple[Library | None, str | None]:
+def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
     try:
         import tvm_ffi
 
         facts = _facts()
     except ImportError as error:
         return None, f"casts run in plain torch: TVM is not installed ({error}); pip install apache-tvm"
+    if architecture is not None:
+        return _loaded_for_gpu(architecture, facts)
     try:
-        path = kernel_cache.built("casts", facts, _export)
+        path = kernel_cache.built("casts", facts | {"processor": processor()}, _export)
         anew = kernel_cache.refusal()
         note = f"every process compiles its casts anew: {anew}" if anew else None
         return Library(tvm_ffi.load_module(str(path))), note
@@ -68,6 +82,15 @@ def _loaded() -> tuple[Library | None, str | None]:
         return None, f"casts run in plain torch: {error}"
 
 
+def _loaded_for_gpu(architecture: str, facts: dict[str, str]) -> tuple[Library | None, str | None]:
+    from qsync.backend import compiled_cuda
+
+    try:
+        return Library(compiled_cuda.load(architecture, facts), compiled_cuda.ROWS_PER_PART), None
+    except Exception as error:  # a BuildError, or the loader's
+        return None, f"casts run in plain torch on sm_{architecture}: {_first_line(error)}"
+
+
 def _facts() -> dict[str, str]:
     """All that decides what is compiled, read without TVM: a rank that finds it compiled starts at once."""
     sources = sorted(Path(__file__).parent.glob("fused*.py"))
@@ -75,7 +98,7 @@ def _facts() -> dict[str, str]:
         "source": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),
         "tvm": importlib.metadata.version("apache-tvm"),
         "ffi": importlib.metadata.version("apache-tvm-ffi"),
-        "processor": processor(),
+        "machine": platform.machine(),
     }
 
 
@@ -106,14 +129,20 @@ def _executable() -> Any:
 
 
 def _export(path: Path) -> None:
-    """Write the library, in a process of its own: LLVM ends the process that cannot write. Raises BuildError.
-
-    TVM links it with a C++ compiler.
-    """
     print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
-    code = "import sys; from qsync.backend.compiled import export; export(sys.argv[1])"
+    run_apart("from qsync.backend.compiled import export; export(path)", path)
+
+
+def run_apart(code: str, path: Path) -> None:
+    """Run what writes a library to `path` in a process of its own: LLVM ends the process that cannot write.
+
+    Raises BuildError.
+    """
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", f"import sys; path = sys.argv[1]; {code}", str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -125,7 +154,7 @@ def _export(path: Path) -> None:
 
 
 def export(path: str) -> None:
-    """Compile the programs into a library at `path`."""
+    """Compile the programs into a library at `path`; TVM links it with a C++ compiler."""
     _executable().export_library(path)
 
 

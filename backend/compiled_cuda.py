@@ -7,17 +7,18 @@ them (launching.h). The kernels are written for compute capability 7.0, so that 
 from __future__ import annotations
 
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qsync.backend import kernel_cache
+from qsync.backend import compiled, kernel_cache
 from qsync.backend.cutlass import build
-from qsync.errors import BuildError
 
 OLDEST = "70"  # the compute capability that the CUDA C is written for
+ROWS_PER_PART = 64  # as in fused_loops.py, which cannot be imported without TVM
 
 
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
@@ -28,16 +29,21 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
     import tvm_ffi
 
     tools = build.toolchain(architecture, with_headers=False)
-    compiler = {
-        "architecture": architecture,
-        "compiler": tools.version,
-        "assembler": "" if tools.assembler is None else build._version(tools.assembler),
-        "launching": _launching().read_text(),
-    }
-    host = kernel_cache.built("casts-cuda", facts, export_host)
-    kernels = kernel_cache.built(
-        f"casts-sm{architecture}", {**facts, **compiler}, lambda path: compile_kernels(path, architecture)
-    )
+    compiler = {"compiler": tools.version, "assembler": tools.assembler or ""}
+    compiler |= {"architecture": architecture, "launching": _launching().read_text()}
+
+    def kernels_to(path: Path) -> None:
+        print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
+        compiled.run_apart(
+            f"from qsync.backend import compiled_cuda; compiled_cuda.export_kernels(path, {architecture!r})",
+            path,
+        )
+
+    def host_to(path: Path) -> None:
+        compiled.run_apart("from qsync.backend import compiled_cuda; compiled_cuda.export_host(path)", path)
+
+    kernels = kernel_cache.built(f"casts-sm{architecture}", {**facts, **compiler}, kernels_to)
+    host = kernel_cache.built("casts-host", facts, host_to)
     module = tvm_ffi.load_module(str(host))
     module.import_module(tvm_ffi.load_module(str(kernels)))
     return module
@@ -45,40 +51,30 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
 @cache
 def generated(architecture: str = OLDEST) -> tuple[Any, str]:
-    """TVM's host module, without the kernels, and the kernels in CUDA C. Raises BuildError."""
-    try:
-        import tvm
+    """TVM's host code, without the kernels, and the kernels in CUDA C."""
+    import tvm
 
-        from qsync.backend import fused
+    from qsync.backend import fused
 
-        target = tvm.target.Target({"kind": "cuda", "arch": f"sm_{architecture}"}, host={"kind": "llvm"})
-        executable = tvm.compile(fused.module("cuda"), target=target)
-        source = executable.mod.imports[0].inspect_source()
-        executable.mod.clear_imports()
-        return executable, source
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BuildError(f"TVM cannot compile the casts for GPUs ({reason})") from error
+    target = tvm.target.Target({"kind": "cuda", "arch": f"sm_{architecture}"}, host={"kind": "llvm"})
+    executable = tvm.compile(fused.module("cuda"), target=target)
+    source = executable.mod.imports[0].inspect_source()
+    executable.mod.clear_imports()
+    return executable, source
 
 
-def export_host(path: Path) -> None:
-    """Write TVM's host code as a library. Raises BuildError."""
-    executable, _ = generated()
-    try:
-        executable.export_library(str(path))
-    except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise BuildError(
-            f"TVM cannot link the casts ({reason}); install a C++ compiler (g++ or clang++)"
-        ) from error
+def export_host(path: str) -> None:
+    """Write TVM's host code as a library."""
+    generated()[0].export_library(path)
 
 
-def compile_kernels(path: Path, architecture: str) -> None:
+def export_kernels(path: str, architecture: str) -> None:
     """Compile the kernels, with what launches them, into a library. Raises BuildError."""
     with tempfile.TemporaryDirectory(prefix="qsync-casts-") as folder:
         source = Path(folder) / "casts.cu"
         source.write_text(complete(generated()[1]))
-        build.compile_file(path, source, architecture, [f"-I{place}" for place in include_folders()])
+        flags = [f"-I{place}" for place in include_folders()]
+        build.compile_file(Path(path), source, architecture, flags)
 
 
 def complete(source: str) -> str:

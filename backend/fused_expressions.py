@@ -12,7 +12,7 @@ from tvm.script import tirx as T
 
 # The magnitude that a row of zeros gets, 1e-35, as the integer with its bits (see encoding.py).
 SMALLEST_AMAX_BITS = 0x0554AD2E
-_INFINITY_BITS, _NAN_BITS = 0x7F800000, 0x7FC00000
+INFINITY_BITS, NAN_BITS = 0x7F800000, 0x7FC00000
 _ONE_127TH = float.fromhex("0x1.020408p-7")  # as FP32 rounds it
 
 
@@ -25,7 +25,7 @@ def scale(bits: Any) -> Any:
     """The bits of max |x| / 127, from those of max |x|; NaN where a row held Inf or NaN."""
     amax = T.reinterpret("float32", bits)
     scale = T.reinterpret("int32", amax * T.float32(_ONE_127TH))
-    return T.Select(bits >= T.int32(_INFINITY_BITS), T.int32(_NAN_BITS), scale)
+    return T.Select(bits >= T.int32(INFINITY_BITS), T.int32(NAN_BITS), scale)
 
 
 def inverse(bits: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from qsync.backend.fused_expressions import INFINITY_BITS, NAN_BITS, magnitude
+
 THREADS = 256  # of a block: a power of two
 ROWS = 64  # that one thread reduces, in programs over columns
 
@@ -106,5 +108,7 @@ class Threads:
     @staticmethod
     def narrow(value: Any) -> Any:
         """BF16 of an FP32 number. NaN is spelled 0x7FC00000 first: a GPU's own, 0x7FFFFFFF, rounds to -0."""
-        nan = T.reinterpret("float32", T.int32(0x7FC00000))
-        return T.Cast("bfloat16", T.Select(value == value, value, nan))
+        # By its bits: TVM takes `value == value` for true.
+        unknown = magnitude(value) > T.int32(INFINITY_BITS)
+        bits = T.Select(unknown, T.int32(NAN_BITS), T.reinterpret("int32", value))
+        return T.Cast("bfloat16", T.reinterpret("float32", bits))

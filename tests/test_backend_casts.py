@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from qsync.backend import casts, compiled
+from qsync.backend import casts, compiled, gpu_casts
 
 SHAPES = [(1, 1), (1, 257), (7, 1), (5, 7), (64, 64), (33, 1000), (130, 48), (0, 5), (3, 0)]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -30,17 +31,50 @@ def matrices(shape, dtype):
             yield worse.to(dtype)
 
 
-def both(function, *arguments):
-    """What the compiled and the plain form return."""
-    assert compiled.library() is not None, compiled.note()
-    fast = function(*(a.clone() if isinstance(a, torch.Tensor) else a for a in arguments))
-    before = casts._library
-    casts._library = lambda num_threads: None
-    try:
-        plain = function(*arguments)
-    finally:
-        casts._library = before
-    return fast, plain
+def on_a_gpu(x):
+    return x.cuda() if isinstance(x, torch.Tensor) else x
+
+
+def back(result):
+    return tuple(map(back, result)) if isinstance(result, tuple) else result.cpu()
+
+
+@pytest.fixture(scope="module")
+def cuda_on_cpu(tmp_path_factory):
+    if shutil.which("g++") is None:
+        pytest.skip("no g++ to execute the programs for GPUs with")
+    import casts_on_cpu
+
+    return casts_on_cpu.library(tmp_path_factory.mktemp("casts"))
+
+
+@pytest.fixture(params=["cpu", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def both(request, monkeypatch):
+    """What the compiled and the plain form return: both(function, *arguments).
+
+    On a CPU; with the programs for GPUs, thread by thread on a CPU; and on a GPU.
+    """
+    real = request.param == "cuda"
+    if real and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if real:
+        name = gpu_casts.architecture(torch.device("cuda"))
+        library = compiled.library(name)
+        assert library is not None, compiled.note(name)
+    elif request.param == "cpu":
+        library = compiled.library()
+        assert library is not None, compiled.note()
+    else:
+        library = request.getfixturevalue("cuda_on_cpu")
+
+    def run(function, arguments, library):
+        monkeypatch.setattr(casts, "_library", lambda num_threads: library)
+        monkeypatch.setattr(gpu_casts, "library", lambda name, device: library)
+        given = [on_a_gpu(a) if real else a for a in arguments]
+        copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in given]
+        return back(function(*copies))
+
+    return lambda function, *arguments: (run(function, arguments, library), run(function, arguments, None))
 
 
 def equal(a, b):
@@ -51,7 +85,7 @@ def equal(a, b):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["quantize_rows", "quantize_columns", "quantize_rows_unsigned"])
-def test_codes_and_scales_are_the_same_to_the_bit(name, shape, dtype):
+def test_codes_and_scales_are_the_same_to_the_bit(both, name, shape, dtype):
     for x in matrices(shape, dtype):
         (codes, scale), (plain_codes, plain_scale) = both(getattr(casts, name), x)
         assert equal(scale, plain_scale)
@@ -63,7 +97,7 @@ def test_codes_and_scales_are_the_same_to_the_bit(name, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rows", [True, False])
-def test_stochastic_codes_are_one_of_the_two_neighbours_and_scales_are_the_same(rows, shape, dtype):
+def test_stochastic_codes_are_one_of_the_two_neighbours_and_scales_are_the_same(both, rows, shape, dtype):
     function = casts.round_rows if rows else casts.round_columns
     factors = torch.rand(shape[1] if rows else shape[0], generator=torch.Generator().manual_seed(1)) + 0.5
     for g in matrices(shape, dtype):
@@ -79,7 +113,7 @@ def test_stochastic_codes_are_one_of_the_two_neighbours_and_scales_are_the_same(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dequantized_sums_differ_in_the_last_digit_at_most(shape, biased, dtype):
+def test_dequantized_sums_differ_in_the_last_digit_at_most(both, shape, biased, dtype):
     generator = torch.Generator().manual_seed(2)
     sums = torch.randint(-(2**24), 2**24, shape, generator=generator, dtype=torch.int32)
     rows, columns = (torch.rand(n, generator=generator) + 0.1 for n in shape)
@@ -93,7 +127,7 @@ def test_dequantized_sums_differ_in_the_last_digit_at_most(shape, biased, dtype)
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("layout", ["rows", "transposed", "unsigned"])
-def test_decoded_codes_are_the_same_to_the_bit(shape, layout):
+def test_decoded_codes_are_the_same_to_the_bit(both, shape, layout):
     generator = torch.Generator().manual_seed(3)
     codes = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
     scale = torch.rand(shape[0], generator=generator)
@@ -109,7 +143,7 @@ def test_decoded_codes_are_the_same_to_the_bit(shape, layout):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 3)])
-def test_narrowed_gradients_are_the_same_and_their_sums_as_good(shape, dtype):
+def test_narrowed_gradients_are_the_same_and_their_sums_as_good(both, shape, dtype):
     for g in matrices(shape, dtype):
         (narrow, sums), (plain_narrow, _) = both(casts.narrow_and_sum, g)
         assert equal(narrow, plain_narrow)
@@ -121,7 +155,7 @@ def test_narrowed_gradients_are_the_same_and_their_sums_as_good(shape, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 4, 2), (2, 64, 3, 3), (0, 4, 2, 2)])
-def test_scaled_images_differ_in_the_last_digit_at_most(shape, dtype):
+def test_scaled_images_differ_in_the_last_digit_at_most(both, shape, dtype):
     y = torch.randn(shape).contiguous(memory_format=torch.channels_last)
     rows, bias = torch.rand(shape[0]) + 0.1, torch.randn(shape[1])
     for offsets in (None, bias):
@@ -166,7 +200,7 @@ GEOMETRIES = [  # images (n, h, w, C), kernel, stride, padding, dilation
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @pytest.mark.parametrize("codes", [True, False])
-def test_windows_are_those_of_a_convolution(geometry, codes):
+def test_windows_are_those_of_a_convolution(both, geometry, codes):
     shape, kernel, stride, padding, dilation = geometry
     generator = torch.Generator().manual_seed(4)
     signed = torch.randint(-127, 128, shape, generator=generator).to(torch.int8 if codes else torch.bfloat16)
@@ -182,7 +216,7 @@ def test_windows_are_those_of_a_convolution(geometry, codes):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-def test_folding_is_the_adjoint_of_unfolding(geometry):
+def test_folding_is_the_adjoint_of_unfolding(both, geometry):
     """<unfold(x), w> = <x, fold(w)> for whole numbers, exactly."""
     shape, kernel, stride, padding, dilation = geometry
     generator = torch.Generator().manual_seed(5)
@@ -199,7 +233,7 @@ def test_folding_is_the_adjoint_of_unfolding(geometry):
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.int8, torch.int8)],
 )
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 9), (2, 65, 33), (0, 2, 3)])
-def test_transposed_matrices_are_the_same_to_the_bit(source, target, shape):
+def test_transposed_matrices_are_the_same_to_the_bit(both, source, target, shape):
     x = (torch.randn(shape) * 50).to(source)
     fast, plain = both(casts.transpose_last, x, target)
     assert equal(fast, plain) and fast.is_contiguous()
@@ -207,7 +241,7 @@ def test_transposed_matrices_are_the_same_to_the_bit(source, target, shape):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_columns_are_as_good_as_torch_s(dtype):
+def test_sums_of_columns_are_as_good_as_torch_s(both, dtype):
     g = torch.randn(5000, 37).to(dtype)
     fast, _ = both(casts.sum_columns, g)
     exact = g.double().sum(0)
@@ -216,7 +250,7 @@ def test_sums_of_columns_are_as_good_as_torch_s(dtype):
 
 
 @pytest.mark.parametrize("shape", [(1024, 513), (2, 512, 600), (524288,)])
-def test_narrowed_tensors_are_torch_s_and_differentiable(shape):
+def test_narrowed_tensors_are_torch_s_and_differentiable(both, shape):
     x = (torch.randn(shape) * torch.logspace(-38, 38, shape[-1])).requires_grad_()
     fast, plain = both(lambda x: casts.narrow(x.detach()), x)
     assert equal(fast, plain) and equal(fast, x.detach().bfloat16())
