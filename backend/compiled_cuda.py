@@ -31,6 +31,7 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
     tools = build.toolchain(architecture, with_headers=False)
     compiler = {"compiler": tools.version, "assembler": tools.assembler or ""}
     compiler |= {"architecture": architecture, "launching": _launching().read_text()}
+    compiler["flags"] = Path(__file__).read_text() + Path(build.__file__).read_text()
 
     def kernels_to(path: Path) -> None:
         print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
