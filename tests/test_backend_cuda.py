@@ -67,7 +67,8 @@ def test_kernels_agree_with_the_reference(kind, precision, sizes):
     expected = outcome(reference_kernel(kind, precision), kind, precision, target, tensors, options)
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         noise, signal = ((t.double()).square().sum().item() for t in (a - b, b))
-        assert noise == 0 or 10 * math.log10(signal / noise) >= LEAST_DB[precision][min(i, 1)], f"tensor {i}"
+        least = (44, 38) if (kind, precision) == ("attention", "int8") else LEAST_DB[precision]  # P V in BF16
+        assert noise == 0 or 10 * math.log10(signal / noise) >= least[min(i, 1)], f"tensor {i}"
 
 
 def test_tf32_leaves_the_switches_as_they_were():
