@@ -308,7 +308,9 @@ def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Rounded up with the probability of how far the lower code is. Overwrites `values`."""
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
-    return values.mul_(inverse).add_(torch.rand_like(values)).floor_().to(torch.int8), scale
+    # 127 + u may round up to 128, which in eight bits is -128.
+    codes = values.mul_(inverse).add_(torch.rand_like(values)).floor_().clamp_(-127, 127)
+    return codes.to(torch.int8), scale
 
 
 def _seed() -> int:

@@ -20,6 +20,7 @@ from tvm.script import tirx as T
 from qsync.backend import fused_columns
 from qsync.backend.fused_expressions import (
     SMALLEST_AMAX_BITS,
+    bf16,
     inverse,
     magnitude,
     nearest,
@@ -124,7 +125,7 @@ def _narrow(loops: Any) -> Any:
         for i in loops.rows(m):
             for t in loops.threads():
                 for j in loops.columns(t, n):
-                    Y[i, j] = loops.narrow(X[i, j])
+                    Y[i, j] = bf16(X[i, j])
 
     return narrow
 
@@ -133,7 +134,7 @@ def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:
     """Matrices (m, c, p) transposed (m, p, c), in another type."""
 
     def cast(value: Any) -> Any:
-        return loops.narrow(value) if out_dtype == "bfloat16" else T.Cast(out_dtype, value)
+        return bf16(value) if out_dtype == "bfloat16" else T.Cast(out_dtype, value)
 
     @T.prim_func
     def transpose(x: T.handle, out: T.handle):
@@ -299,7 +300,7 @@ def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
     def value(total: Any, row: Any, column: Any, bias: Any) -> Any:
         scaled = T.Cast("float32", total) * row * column
         result = scaled + bias if biased else scaled
-        return T.reinterpret("int32", result) if in_place else loops.narrow(result)
+        return T.reinterpret("int32", result) if in_place else bf16(result)
 
     if in_place:
 
@@ -366,7 +367,7 @@ def _scale_images(loops: Any, dtype: str) -> Any:
                 for k in loops.rows(p):
                     for t in loops.threads():
                         for j in loops.columns(t, c):
-                            Z[i, k, j] = loops.narrow(Y[i, k, j] * R[i] + B[j])
+                            Z[i, k, j] = bf16(Y[i, k, j] * R[i] + B[j])
 
     return scale_images
 
@@ -382,7 +383,7 @@ def _decode(loops: Any, dtype: str, zero_point: int, by_row: bool) -> Any:
         for i in loops.rows(m):
             for t in loops.threads():
                 for j in loops.columns(t, n):
-                    Y[i, j] = loops.narrow(
+                    Y[i, j] = bf16(
                         T.Cast("float32", T.Cast("int32", Q[i, j]) - T.int32(zero_point))
                         * (S[i] if by_row else S[j])
                     )

@@ -13,6 +13,7 @@ from tvm.script import tirx as T
 
 from qsync.backend.fused_expressions import (
     SMALLEST_AMAX_BITS,
+    bf16,
     inverse,
     magnitude,
     nearest,
@@ -99,6 +100,9 @@ def _round_columns(dtype: str) -> Any:
 
 
 def _narrow_and_sum(dtype: str) -> Any:
+    def narrowed(value: Any) -> Any:
+        return value if dtype == "bfloat16" else bf16(value)
+
     @T.prim_func
     def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
@@ -117,7 +121,7 @@ def _narrow_and_sum(dtype: str) -> Any:
             for r in T.serial(T.min(T.int64(64), m - block * 64)):
                 for j in T.serial(n):
                     P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
-                    H[block * 64 + r, j] = T.Cast("bfloat16", G[block * 64 + r, j])
+                    H[block * 64 + r, j] = narrowed(G[block * 64 + r, j])
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
@@ -236,7 +240,7 @@ def _round_columns_in_parts(dtype: str) -> Any:
 
 def _narrow_and_sum_in_parts(dtype: str) -> Any:
     def narrowed(value: Any) -> Any:
-        return value if dtype == "bfloat16" else Threads.narrow(value)
+        return value if dtype == "bfloat16" else bf16(value)
 
     @T.prim_func
     def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):

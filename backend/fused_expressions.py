@@ -40,6 +40,9 @@ def nearest(value: Any) -> Any:
 def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
     """floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of the place and the seed.
 
+    At most 127 and at least -127: 127 + u may round up to 128, which in eight bits is -128, and a row's
+    largest element is 127 only to the last digit.
+
     The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, where a
     generator draws one number after the other.
     """
@@ -48,4 +51,12 @@ def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
     h = T.bitwise_xor(h, T.shift_right(h, T.uint32(13))) * T.uint32(0xC2B2AE35)
     h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16)))
     uniform = T.Cast("float32", T.Cast("int32", T.shift_right(h, T.uint32(8)))) * T.float32(2**-24)
-    return T.Cast("int32", T.floor(value + uniform))
+    return T.max(T.min(T.Cast("int32", T.floor(value + uniform)), T.int32(127)), T.int32(-127))
+
+
+def bf16(value: Any) -> Any:
+    """BF16 of an FP32 number. NaN is spelled 0x7FC00000 first: 0x7FFFFFFF, a GPU's own, would round to -0."""
+    # By its bits: TVM takes `value == value` for true.
+    unknown = magnitude(value) > T.int32(INFINITY_BITS)
+    bits = T.Select(unknown, T.int32(NAN_BITS), T.reinterpret("int32", value))
+    return T.Cast("bfloat16", T.reinterpret("float32", bits))

@@ -13,8 +13,6 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-from qsync.backend.fused_expressions import INFINITY_BITS, NAN_BITS, magnitude
-
 THREADS = 256  # of a block: a power of two
 ROWS = 64  # that one thread reduces, in programs over columns
 
@@ -56,11 +54,6 @@ class Serial:
     @staticmethod
     def maximum(room: Any, thread: Any) -> None:
         """Brings the threads' maxima together: there is one."""
-
-    @staticmethod
-    def narrow(value: Any) -> Any:
-        """BF16 of an FP32 number."""
-        return T.Cast("bfloat16", value)
 
 
 class Threads:
@@ -104,11 +97,3 @@ class Threads:
                 T.buffer_store(room, T.max(room[thread], room[thread + half]), [thread])
             half //= 2
         T.evaluate(T.tvm_storage_sync("shared"))
-
-    @staticmethod
-    def narrow(value: Any) -> Any:
-        """BF16 of an FP32 number. NaN is spelled 0x7FC00000 first: a GPU's own, 0x7FFFFFFF, rounds to -0."""
-        # By its bits: TVM takes `value == value` for true.
-        unknown = magnitude(value) > T.int32(INFINITY_BITS)
-        bits = T.Select(unknown, T.int32(NAN_BITS), T.reinterpret("int32", value))
-        return T.Cast("bfloat16", T.reinterpret("float32", bits))

@@ -43,9 +43,9 @@ _STYLES: dict[str, dict[str, Any]] = {
     "torchao float8, inductor": {"facecolor": "#ffffff", "edgecolor": "#cc79a7", "hatch": "xxxx"},
 }
 _ORDER = (
-    "bf16", "bf16 contiguous", "int8", "int8 contiguous", "int8 + weight", "int8 bf16 out", "int8_all", "int8_all bf16 out", "fp8", "fp8 bf16 out",
-    "fp32 contiguous", "fp32 onednn", "autocast", "inductor fp32", "inductor bf16",
-    "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
+    "bf16", "bf16 contiguous", "int8", "int8 contiguous", "int8 + weight", "int8 bf16 out", "int8_all",
+    "int8_all bf16 out", "fp8", "fp8 bf16 out", "fp32 contiguous", "fp32 onednn", "autocast",
+    "inductor fp32", "inductor bf16", "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
 )  # fmt: skip
 _PANELS = (
     ("linear forward", "Linear, forward"),

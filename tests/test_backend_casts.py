@@ -257,3 +257,19 @@ def test_narrowed_tensors_are_torch_s_and_differentiable(both, shape):
     y = casts.narrow(x)
     gradient = torch.randn(shape).bfloat16()
     assert equal(torch.autograd.grad(y, x, gradient)[0], gradient.float())
+
+
+def test_no_nan_becomes_a_number():
+    """Whatever the bits of a NaN are, its BF16 is NaN: adding half a digit to 0x7FFFFFFF would give -0."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
+    g = bits.view(torch.float32).repeat(2**17, 1)
+    assert casts.narrow(g).isnan().all() and casts.narrow_and_sum(g)[0].isnan().all()
+    assert casts.transpose_last(g.unsqueeze(0), torch.bfloat16).isnan().all()
+
+
+def test_the_largest_element_of_a_row_never_changes_its_sign():
+    """127 + u rounds up to 128 once in some 2^18 draws, which in eight bits would be -128."""
+    g, ones = torch.ones(4096, 1024), torch.ones(1024)
+    for _ in range(3):
+        codes, _ = casts.round_rows(g, ones)
+        assert codes.min() == codes.max() == 127

@@ -180,4 +180,4 @@ def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
 
     found = json.loads(done.stdout, parse_constant=refuse)
     assert found["devices"][0]["build"].startswith("casts")
-    assert "compile" in done.stderr
+    assert "compiling" in done.stderr

@@ -26,7 +26,9 @@ def spread(*shape: int, seed: int = 0) -> torch.Tensor:
     return values * torch.exp(torch.randn(shape[0], *[1] * (len(shape) - 1), generator=generator))
 
 
-@pytest.mark.parametrize("type_name", ["int8_row", "int8_col", "int8_inner", "int8_image", "int8_channel", "fp8_row"])
+@pytest.mark.parametrize(
+    "type_name", ["int8_row", "int8_col", "int8_inner", "int8_image", "int8_channel", "fp8_row"]
+)
 def test_rounding_variance_is_what_encoding_does(type_name):
     x = spread(256, 384)
     if type_name in ("int8_image", "int8_channel"):
@@ -64,7 +66,10 @@ def made(op: Op, operands: list[torch.Tensor], result: torch.Tensor, gradient: t
     return OpStatistics(
         [tuple(t.shape) for t in operands],
         [float(t.square().sum()) for t in operands],
-        [{t: float(rounding_variance(x, t)) for t in known} for x, known in zip(operands, types, strict=True)],
+        [
+            {t: float(rounding_variance(x, t)) for t in known}
+            for x, known in zip(operands, types, strict=True)
+        ],
         float(result.square().sum()),
         float(gradient.square().sum()),
         {"bf16": float(rounding_variance(gradient, "bf16"))},
