@@ -15,10 +15,11 @@ from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.linear import DTYPES
 from qsync.backend.matmul import decode_matrices, scaled_products
 
-# Scores of as many heads as fit 1 MB, a core's share of the cache, go through all their passes together: ms
-# forward for 64 heads of 128x128 and 32 of 512x512, by heads at a time: 1: 4.2, 12.8; 4: 2.4, 13.4; 16: 2.1,
-# 38; all of them: 7.7, 68 (one thread of a Zen 5).
-_SCORES_AT_A_TIME = 2**18
+# Scores of as many heads as fit 512 KB, a core's share of the cache, go through all their passes together. ms
+# forward and backward of 64 heads of 128x128, by scores at a time: 2^14: 20.7, 2^16: 15.0, 2^17: 14.7, 2^18:
+# 15.9; of 8 heads of 256x256: 4.7, 4.5, 4.0, 6.1 (one thread of a Zen 5; torch in FP32: 12.4 and 2.8). Where
+# freed memory is kept (allocation.py) 18.2, 9.7, 8.5, 7.8; of 32 heads of 512x512 38 each, torch in FP32 83.
+_SCORES_AT_A_TIME = 2**17
 
 
 def attention_int8(
