@@ -121,9 +121,10 @@ class _Int8Product(torch.autograd.Function):
         x_codes = x_encoded.data.reshape(-1, x_encoded.data.shape[-1])
         x_scale, w_scale = x_encoded.scale.reshape(-1), w_encoded.scale.reshape(-1)
         offsets, rest = (bias, None) if bias is None or bias.shape == w_scale.shape else (None, bias)
-        out = dequantize(int8_sums(x_codes, w_encoded.data.t()), x_scale, w_scale, offsets, dtype)
+        sums = int8_sums(x_codes, w_encoded.data.t())
+        out = dequantize(sums, x_scale, w_scale, offsets, dtype if rest is None else torch.float32)
         if rest is not None:  # addmm broadcasts any shape
-            out = out.add_(rest)
+            out = out.add_(rest).to(dtype)
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_codes, x_scale) if need_w else (None, None)),

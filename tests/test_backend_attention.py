@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernel_calls import agreement_db, assert_parity, call, outcome, sample
 from models import build, step
 from observing import decibels, watched
-from test_backend_products import agreement_db, assert_parity, call, outcome, sample
 from test_rewriting import priced
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from kernel_calls import LEAST_DB, agreement_db, assert_parity, call, outcome, sample
 from models import build, step
 from observing import decibels, watched
-from test_backend_products import LEAST_DB, agreement_db, assert_parity, call, outcome, sample
 from test_rewriting import priced
 
 import qsync

@@ -73,20 +73,38 @@ def test_every_precision_approximates_fp32(kind, precision):
         assert ((a - b).norm() / b.norm()).item() <= LARGEST_ERROR[precision]
 
 
-@pytest.mark.parametrize("kind", ["linear", "conv2d"])
+@pytest.mark.parametrize("kind", [k for k, ps in PRECISIONS_BY_KIND.items() if Precision.INT8 in ps])
 def test_the_gradient_is_that_of_fp32_at_the_decoded_operands(kind):
     """Straight through: where BF16 holds the gradient exactly, nothing but the operands is rounded."""
     target, _, options = CALLS[kind]
-    x, w, b = (t.requires_grad_() for t in tensors_of(kind))
-    type_name = operand_type(kind, 0, Precision.INT8)
-    operands = [Operand(t, encode(t, type_name)) for t in (x, w)]
-    y = reference_kernel(kind, Precision.INT8)(target, "fp32", *operands, b, **options)
-    got = torch.autograd.grad(y, (x, w, b), torch.full_like(y, 0.5))
-    decoded = [decode(o.encoded).requires_grad_() for o in operands]
-    plain = target(*decoded, b, **options)
-    expected = torch.autograd.grad(plain, (*decoded, b), torch.full_like(plain, 0.5))
+    leaves = [t.requires_grad_() for t in tensors_of(kind)]
+    types = [operand_type(kind, i, Precision.INT8) for i in range(len(leaves))]
+    operands = [
+        Operand(t, encode(t, name)) if is_encoded(name) else t for t, name in zip(leaves, types, strict=True)
+    ]
+    y = reference_kernel(kind, Precision.INT8)(target, "fp32", *operands, **options)
+    got = torch.autograd.grad(y, leaves, torch.full_like(y, 0.5))
+    decoded = [
+        decode(o.encoded).requires_grad_() if isinstance(o, Operand) else o.detach().requires_grad_()
+        for o in operands
+    ]
+    plain = target(*decoded, **options)
+    expected = torch.autograd.grad(plain, decoded, torch.full_like(plain, 0.5))
     assert torch.equal(y, plain)
     assert all(torch.equal(p, q) for p, q in zip(got, expected, strict=True))
+
+
+def test_int8_gradients_are_those_of_the_equation():
+    """dx = bf16(g) s_w W, dW = bf16(g)' s_x X, db = sum bf16(g), in float64."""
+    x, w, b = (t.requires_grad_() for t in tensors_of("linear"))
+    operands = [Operand(t, encode(t, "int8_row")) for t in (x, w)]
+    y = reference_kernel("linear", Precision.INT8)(F.linear, "fp32", *operands, b)
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(5))
+    got = torch.autograd.grad(y, (x, w, b), g)
+    rounded = g.bfloat16().double()
+    codes = [o.encoded.data.double() * o.encoded.scale.double() for o in operands]
+    for found, exact in zip(got, (rounded @ codes[1], rounded.t() @ codes[0], rounded.sum(0)), strict=True):
+        assert ((found - exact).abs() <= 1e-6 * exact.abs().max()).all()
 
 
 def test_rounding_to_a_mantissa():
