@@ -48,20 +48,24 @@ def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
     return best
 
 
-def peak_of(precision: Precision | str, narrow: str, peaks: Mapping[str, float]) -> float | None:
+def peak_of(kind: str, precision: Precision | str, narrow: str, peaks: Mapping[str, float]) -> float | None:
     """The peak for a forward and backward pass in a precision; None if a type of it was not measured.
 
     `int8` multiplies once in INT8 and twice in the device's 16-bit float `narrow`:
 
         peak = 3 / (1 / peak(int8) + 2 / peak(narrow))                                           (ours)
 
-    >>> peak_of("int8", "bf16", {"int8": 4e11, "bf16": 2e11})
+    Of attention's two products forward and four backward the scores alone are in INT8: 6 / (1 / .. + 5 / ..).
+
+    >>> peak_of("linear", "int8", "bf16", {"int8": 4e11, "bf16": 2e11})
     2.4e11
     """
     precision = Precision(precision)
-    types = {Precision.INT8: ("int8", narrow, narrow), Precision.INT8_ALL: ("int8",)}.get(
-        precision, (str(precision),)
-    )
+    types = [str(precision)]
+    if precision is Precision.INT8_ALL:
+        types = ["int8"]
+    elif precision is Precision.INT8:
+        types = ["int8"] + [narrow] * (5 if kind == "attention" else 2)
     if not set(types) <= set(peaks):
         return None
     return len(types) / sum(1 / peaks[type_name] for type_name in types)

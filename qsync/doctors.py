@@ -16,6 +16,7 @@ from qsync import backend
 from qsync.backend import compiled, cutlass, kernel_cache
 from qsync.backend.absent import why_absent
 from qsync.backend.candidates import candidates
+from qsync.backend.cutlass.products import architecture as architecture_of
 from qsync.backend.peaks import measured_peaks, peak_of
 from qsync.devices import detect_class, machine
 from qsync.precision import PRECISIONS_BY_KIND, Precision
@@ -62,7 +63,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "peak_flops_per_s": peaks,
         "build": build_state(device),
         "kernels": [
-            _rated(chosen[kind, str(p)], peak_of(p, narrow, peaks), device)
+            _rated(chosen[kind, str(p)], peak_of(kind, p, narrow, peaks), device)
             if (kind, str(p)) in chosen
             else _absent(kind, p)
             for kind in PRECISIONS_BY_KIND
@@ -71,16 +72,13 @@ def describe(device: torch.device) -> dict[str, Any]:
     }
 
 
-def build_state(device: torch.device) -> str:
-    """Whether what is compiled on the machine itself is compiled and kept: casts of CPUs, CUTLASS of GPUs."""
-    if device.type == "cuda":
-        return f"CUTLASS products: {cutlass.state(device)}"
-    reason = compiled.note()
-    if reason is not None:
-        return reason
-    folder = kernel_cache.folder()
-    kept = f"cached in {folder}" if any(folder.glob("casts-*")) else f"not kept: {folder} cannot be written"
-    return f"casts: compiled for {machine()['processor']}, {kept}"
+def build_state(device: torch.device) -> list[str]:
+    """What is compiled on the machine itself, and where, or why not: the casts, and CUTLASS of GPUs."""
+    folder, on_gpu = kernel_cache.folder(), device.type == "cuda"
+    architecture = architecture_of(device) if on_gpu else None
+    place = f"sm_{architecture}" if on_gpu else machine()["processor"]
+    casts = compiled.note(architecture) or f"casts: compiled for {place}, cached in {folder}"
+    return [casts, f"CUTLASS products: {cutlass.state(device)}"] if on_gpu else [casts]
 
 
 def notes() -> list[str]:
@@ -144,8 +142,9 @@ def remarks(device: dict[str, Any]) -> list[str]:
         f"Forward and backward of one call, casts included (measured{threads}). GFLOP/s count its products, "
         "2 operations per multiply-add, INT8's too. The reference is never chosen: it decodes to FP32.",
         f"Peaks, GFLOP/s of a large product of each type (measured{threads}): {peaks}; of int8, which "
-        f"multiplies backward in {narrow}: 3 / (1 / int8 + 2 / {narrow.lower()}).",
-        device["build"],
+        f"multiplies backward in {narrow}: 3 / (1 / int8 + 2 / {narrow.lower()}), of attention, where "
+        f"the scores alone are in INT8: 6 / (1 / int8 + 5 / {narrow.lower()}).",
+        *device["build"],
     ]
 
 

@@ -38,5 +38,10 @@ def test_the_best_product_is_the_peak():
     [("fp32", 1e11), ("bf16", 2e11), ("int8_all", 4e11), ("int8", 2.4e11), ("fp8", None), ("tf32", None)],
 )
 def test_the_peak_of_a_precision(precision, expected):
-    found = peaks.peak_of(precision, "bf16", PEAKS)
+    found = peaks.peak_of("linear", precision, "bf16", PEAKS)
     assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_attention_in_int8_multiplies_once_of_six_times_in_it():
+    expected = 6 / (1 / PEAKS["int8"] + 5 / PEAKS["bf16"])
+    assert peaks.peak_of("attention", "int8", "bf16", PEAKS) == pytest.approx(expected)
