@@ -27,6 +27,7 @@ from qsync.backend.casts import (
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.linear import DTYPES
 from qsync.backend.products import int8_sums
+from qsync.backend.windows import bf16_windows_pay, int8_windows_pay
 from qsync.errors import UnsupportedError
 
 
@@ -175,7 +176,8 @@ class _Int8Convolution(torch.autograd.Function):
             )
         x_codes = x_codes.contiguous(memory_format=torch.channels_last)
         x_scale = x_encoded.scale.reshape(-1)
-        product = _unfolded if _unfolding_pays(x_codes, w_encoded.data, geometry) else _through_onednn
+        pixels = _pixels(x_codes.shape, weight.shape, geometry)
+        product = _unfolded if int8_windows_pay(pixels, weight.shape, geometry.groups) else _through_onednn
         out = product(x_codes, x_scale, w_encoded, bias, dtype, geometry)
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
@@ -230,16 +232,14 @@ class _WindowConvolution(torch.autograd.Function):
 
 
 def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
-    """Whether BF16 products of windows beat oneDNN, forward and backward.
+    pixels = _pixels(x_shape, w_shape, geometry)
+    return bf16_windows_pay(pixels, w_shape, geometry.groups, max(geometry.stride) > 1)
 
-    They do where the weight is large beside the images: oneDNN's time is then that of reordering weights.
-    With a stride it loses sooner. From ten shapes of ResNet-18, one thread of a Zen 5.
-    """
-    outputs, channels = w_shape[:2]
-    if geometry.groups > 1 or channels < 16 or 0 in x_shape:
-        return False
-    pixels = math.prod((x_shape[0], *x_shape[2:])) // math.prod(geometry.stride)
-    return pixels <= (32 if max(geometry.stride) > 1 else 8) * outputs
+
+def _pixels(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> int:
+    """Of the result, in all images."""
+    sizes = zip(x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True)
+    return x_shape[0] * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in sizes)
 
 
 def _windows(x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
@@ -267,9 +267,13 @@ def _window_gradients(
     flat = pixels.view(n * p * q, outputs)
     dx = dw = None
     if weight is not None:
-        columns = (flat @ _rows(weight)).view(n, p, q, w_shape[2], w_shape[3], w_shape[1])
-        size = (x_shape[2], x_shape[3])
-        dx = fold(columns, size, geometry.stride, geometry.padding, geometry.dilation).permute(0, 3, 1, 2)
+        dx = fold(
+            (flat @ _rows(weight)).view(n, p, q, w_shape[2], w_shape[3], w_shape[1]),
+            (x_shape[2], x_shape[3]),
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+        ).permute(0, 3, 1, 2)
     if x is not None:
         windows = _windows(x, w_shape, geometry).flatten(3).flatten(0, 2)
         dw = (flat.t() @ windows).view(outputs, w_shape[2], w_shape[3], w_shape[1]).permute(0, 3, 1, 2)
@@ -300,23 +304,6 @@ def _onednn_gradients(
         [weight is not None, x is not None, False],
     )
     return dx, dw
-
-
-def _unfolding_pays(x_codes: Tensor, w_codes: Tensor, geometry: _Geometry) -> bool:
-    """Whether to unfold an INT8 convolution's windows and multiply them, or to let oneDNN convolve.
-
-    oneDNN packs the weight anew after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
-    element, more if pixels are short. ms for packing, oneDNN, and unfolding with its product, one thread of a
-    Zen 5: 0.26 + 1.6 and 2.2 for 16x64x32x32 3x3, 2.7 + 5.6 and 5.9 for 16x256x16x16 3x3, 10.5 + 1.4 and 1.0
-    for 32x512x2x2 3x3.
-    """
-    outputs, channels, *window = w_codes.shape
-    if geometry.groups > 1:
-        return False
-    if math.prod(window) == 1:
-        return True
-    pixels = math.prod((len(x_codes), *x_codes.shape[2:])) // math.prod(geometry.stride)
-    return channels >= 16 and pixels < 90 * outputs
 
 
 def _unfolded(

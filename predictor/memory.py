@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from qsync.backend.windows import windows_bytes
 from qsync.graph import Input, Op, OpGraph, num_elements
 from qsync.lowering import Cast, LoweredGraph, Lowering, Run
 from qsync.precision import Precision, is_encoded, type_bytes
@@ -208,6 +209,12 @@ class StepMemory:
             self._for_a_moment(run, value, taken)
             for value, taken in zip(op.inputs, run.operands, strict=True)
         )
+        if op.kind == "conv2d" and self.device == "cpu" and run.mode in (Precision.BF16, Precision.INT8):
+            shapes = [self._shape[value] for value in op.inputs[:2]]
+            forward, backward = windows_bytes(run.mode, *shapes, op.shape)
+            if forward:
+                yield Span(forward, i, i)
+            moment += backward
         if moment:
             yield Span(moment, time, time)
 

@@ -167,8 +167,10 @@ class Watch:
             return
         self._ended.set()
         atexit.unregister(self._leave)
+        # A thread that is inside the store when Python ends takes the process down with SIGABRT, so a slow
+        # answer is waited for.
         for thread in self._threads:
-            thread.join(2 * self._interval_s)
+            thread.join(max(2 * self._interval_s, 10.0))
             if thread.is_alive():
                 return  # the store does not answer: there is nobody to tell
         with contextlib.suppress(RuntimeError):  # the store is gone: likewise

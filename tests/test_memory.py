@@ -7,6 +7,7 @@ from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_fo
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from qsync.backend.windows import windows_bytes
 from qsync.graph import Role
 from qsync.lowering import Cast, Lowering, lower, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
@@ -446,3 +447,14 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
     counted = saved_bytes(lambda: model(**batch)["loss"], known)
     # Four bytes more: the weight of all targets together, which cross_entropy keeps.
     assert sum(peak_memory(lowered).saved_by.values()) + copies + 4 == counted
+
+
+def test_windows_of_convolutions_are_counted_where_they_are_made():
+    """1536 result pixels of 3x3x256 BF16 windows, forward and backward; none through oneDNN."""
+    heavy = ((96, 256, 4, 4), (256, 256, 3, 3), (96, 256, 4, 4))
+    assert windows_bytes("bf16", *heavy) == (2 * 1536 * 2304, 2 * 1536 * 2304)
+    assert windows_bytes("int8", *heavy) == (1536 * 2304, 2 * 1536 * 2304)
+    light = ((96, 64, 16, 16), (64, 64, 3, 3), (96, 64, 16, 16))
+    assert windows_bytes("bf16", *light) == windows_bytes("int8", *light) == (0, 0)
+    grouped = ((96, 256, 4, 4), (256, 64, 3, 3), (96, 256, 4, 4))
+    assert windows_bytes("bf16", *grouped) == windows_bytes("int8", *grouped) == (0, 0)

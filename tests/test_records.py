@@ -159,8 +159,8 @@ def test_a_plan_for_another_model_is_refused_with_both_sides():
         MismatchError, match="made for encoder with graph 0123, this model is encoder with graph"
     ):
         replace(plan_of(), graph_hash="0123").check_graph(GRAPH)
-    with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8, which has no kernel"):
-        plan_of(**{"layer.0.attention": INT8}).check_graph(GRAPH)
+    with pytest.raises(FormatError, match=r"gives layer\.0\.attention .attention. int8_all, which"):
+        plan_of(**{"layer.0.attention": Precision.INT8_ALL}).check_graph(GRAPH)
     with pytest.raises(MismatchError, match="no device class 'other', it was made for infer"):
         plan_of()["other"]
 

@@ -1,0 +1,50 @@
+"""When a convolution on a CPU copies its windows out and multiplies them, and what that takes. No torch.
+
+The kernels choose by it, and the memory model counts by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def bf16_windows_pay(pixels: int, w_shape: Sequence[int], groups: int, strided: bool) -> bool:
+    """Whether BF16 products of windows beat oneDNN, forward and backward. `pixels`: the result's, all images.
+
+    They do where the weight (c, C / groups, kh, kw) is large beside the images: oneDNN's time is then that of
+    reordering weights. With a stride it loses sooner. From ten shapes of ResNet-18, one thread of a Zen 5.
+    """
+    outputs, channels = w_shape[:2]
+    return groups == 1 and channels >= 16 and 0 < pixels <= (32 if strided else 8) * outputs
+
+
+def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
+    """Whether to multiply an INT8 convolution's windows, or to let oneDNN convolve.
+
+    oneDNN packs the weight anew after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
+    element, more if pixels are short. ms for packing, oneDNN, and unfolding with its product, one thread of a
+    Zen 5: 0.26 + 1.6 and 2.2 for 16x64x32x32 3x3, 2.7 + 5.6 and 5.9 for 16x256x16x16 3x3, 10.5 + 1.4 and 1.0
+    for 32x512x2x2 3x3.
+    """
+    outputs, channels, *window = w_shape
+    if groups > 1:
+        return False
+    return math.prod(window) == 1 or (channels >= 16 and pixels < 90 * outputs)
+
+
+def windows_bytes(
+    precision: str, x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]
+) -> tuple[int, int]:
+    """Bytes that a conv2d's windows take for a moment, forward and backward; zero through oneDNN.
+
+    x (n, C, h, w), W (c, C / groups, kh, kw), y (n, c, p, q).
+    """
+    pixels = y_shape[0] * math.prod(y_shape[2:])
+    groups = x_shape[1] // max(w_shape[1], 1)
+    strided = x_shape[0] * math.prod(x_shape[2:]) >= 2 * pixels
+    elements = pixels * math.prod(w_shape[1:])
+    backward = 2 * elements if bf16_windows_pay(pixels, w_shape, groups, strided) else 0
+    if precision == "bf16":
+        return backward, backward
+    return (elements if int8_windows_pay(pixels, w_shape, groups) else 0), backward
