@@ -210,8 +210,8 @@ class StepMemory:
             for value, taken in zip(op.inputs, run.operands, strict=True)
         )
         if op.kind == "conv2d" and self.device == "cpu" and run.mode in (Precision.BF16, Precision.INT8):
-            shapes = [self._shape[value] for value in op.inputs[:2]]
-            forward, backward = windows_bytes(run.mode, *shapes, op.shape)
+            x_shape, w_shape = (self._shape[value] for value in op.inputs[:2])
+            forward, backward = windows_bytes(run.mode, x_shape, w_shape, op.shape)
             if forward:
                 yield Span(forward, i, i)
             moment += backward
