@@ -16,6 +16,7 @@ import re
 import shutil
 import stat
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -68,22 +69,35 @@ def compiled(tmp_path_factory):
 # --- Compiling
 
 
+@pytest.fixture(scope="module")
+def compilations(compiled, tmp_path_factory):
+    """By architecture: the library with one tile of each product, or the refusal. Two compilers at a time."""
+
+    def compilation(architecture):
+        if architecture == "80":
+            return compiled
+        folder = tmp_path_factory.mktemp(f"sm_{architecture}")
+        families = FP16_FAMILIES if architecture == "70" else build.FAMILIES
+        try:
+            build.compile_to(folder / "products.so", architecture, families, all_tiles=False, keep=folder)
+        except BuildError as refusal:
+            return refusal
+        return folder / "products.so"
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(INSTRUCTIONS, pool.map(compilation, INSTRUCTIONS), strict=True))
+
+
 @needs_nvcc
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # 20 s each on a core of its own
 @pytest.mark.parametrize("architecture", ["70", "75", "80", "89", "90"])
-def test_the_sources_compile_for(architecture, request, tmp_path):
+def test_the_sources_compile_for(architecture, compilations):
     families = FP16_FAMILIES if architecture == "70" else build.FAMILIES
-    path = tmp_path / "products.so"
-    if architecture == "80":
-        path = request.getfixturevalue("compiled")
-    else:
-        try:
-            build.toolchain(architecture)
-        except BuildError as refusal:
-            assert architecture == "70" and "nvidia-cuda-nvcc-cu12" in str(refusal)
-            pytest.skip(str(refusal))
-        build.compile_to(path, architecture, families, all_tiles=False, keep=tmp_path)
+    path = compilations[architecture]
+    if isinstance(path, BuildError):
+        assert architecture == "70" and "nvidia-cuda-nvcc-cu12" in str(path)
+        pytest.skip(str(path))
     ptx = next(path.parent.glob("*.ptx")).read_text()
     assert f".target sm_{architecture}" in ptx
     assert all(instruction in ptx for instruction in INSTRUCTIONS[architecture])
