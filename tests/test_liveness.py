@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -106,7 +107,7 @@ def test_a_rank_that_finishes_early_alarms_nobody(early, farewell):
 
 def test_alone_nothing_is_watched():
     with liveness.start(timeout_s=1) as watch:
-        pass
+        assert not [thread for thread in threading.enumerate() if "qsync liveness" in thread.name]
     watch.finish()
 
 
