@@ -10,11 +10,12 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention: (B, T, width) -> (B, T, width)."""
+    """Multi-head self-attention, causal or over everything: (B, T, width) -> (B, T, width)."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, causal: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.causal = causal
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
@@ -22,7 +23,7 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
@@ -42,10 +43,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, num_heads: int) -> None:
+    def __init__(self, width: int, num_heads: int, causal: bool = True) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
-        self.attention = Attention(width, num_heads)
+        self.attention = Attention(width, num_heads, causal)
         self.norm2 = nn.LayerNorm(width)
         self.mlp = Mlp(width)
 
