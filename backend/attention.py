@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend.encoding import Encoded, Operand
+from qsync.backend.heads import Heads
 from qsync.backend.linear import DTYPES
 from qsync.backend.matmul import decode_matrices, scaled_products
 
@@ -85,11 +86,7 @@ class _Int8Attention(torch.autograd.Function):
         y = values.new_empty((heads.count, query.shape[-2], value.shape[-1]))
         for some in heads.chunks():
             torch.bmm(heads.dropped(heads.weights(some), some).to(y.dtype), values[some], out=y[some])
-        y = y.view(*heads.batch, *y.shape[1:])
-        if y.ndim < 4:
-            return y.to(dtype)
-        # In the order in which torch's kernel leaves it, which models ask for: heads beside each other.
-        return y.transpose(-3, -2).to(dtype).contiguous().transpose(-3, -2)
+        return heads.beside_each_other(y, dtype)
 
     @staticmethod
     @once_differentiable
@@ -118,31 +115,20 @@ class _Int8Attention(torch.autograd.Function):
         return *found, d_mask, None, None, None, None, None
 
 
-class _Heads:
-    """The operands as matrices, one per head, and their scores, computed for some heads at a time."""
+class _Heads(Heads):
+    """The scores of INT8 operands, computed for some heads at a time."""
 
     def __init__(
         self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: _Options
     ) -> None:
         self._codes, self._scales, self._options = operands[::2], operands[1::2], options
-        query, key, _ = self._codes
-        self.groups = query.shape[-3] // key.shape[-3] if options.grouped else 1
-        shapes = [t.shape[:-2] for t in self._codes]
-        shapes[1:] = [(*s[:-1], s[-1] * self.groups) if s else s for s in shapes[1:]]
-        self.batch = torch.broadcast_shapes(*shapes)
-        self.count = math.prod(self.batch)
-        self.scores_shape = (*self.batch, query.shape[-2], key.shape[-2])
+        super().__init__(self._codes, mask, options.grouped)
         self.noise = noise
-        self._matrices = [self._per_head(j, t[j]) for t in (self._codes, self._scales) for j in (0, 1)]
-        self._mask = None
-        if mask is not None:
-            mask = torch.atleast_2d(mask)
-            alike = math.prod(mask.shape[:-2]) == 1
-            self._mask = mask.reshape(1, *mask.shape[-2:]) if alike else self._per_head(0, mask)
+        self._matrices = [self.per_head(j, t[j]) for t in (self._codes, self._scales) for j in (0, 1)]
 
     def decoded(self, j: int) -> Tensor:
         """Operand `j` in the float of the products that are not in INT8, (heads, length, width)."""
-        return self._per_head(j, decode_matrices(self._codes[j], self._scales[j]))
+        return self.per_head(j, decode_matrices(self._codes[j], self._scales[j]))
 
     def chunks(self) -> list[slice]:
         step = max(_SCORES_AT_A_TIME // max(math.prod(self.scores_shape[-2:]), 1), 1)
@@ -156,8 +142,8 @@ class _Heads:
         if self._options.is_causal:
             later = torch.ones(length, positions, dtype=torch.bool, device=q.device).triu_(1)
             scores.masked_fill_(later, -math.inf)
-        if self._mask is not None:
-            mask = self._mask if len(self._mask) == 1 else self._mask[some]
+        mask = self.mask(some)
+        if mask is not None:
             scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
             return torch._safe_softmax(scores, -1)
         return torch.softmax(scores, -1)
@@ -167,17 +153,3 @@ class _Heads:
             return weights
         kept = self.noise.view(self.count, *self.scores_shape[-2:])[some]
         return weights * kept.to(weights.dtype).div_(1 - self._options.dropout_p)
-
-    def gathered(self, gradient: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """The gradient of an operand of this shape, summed over the heads that share it."""
-        whole = gradient.view(*self.batch, *gradient.shape[1:])
-        if whole.shape == shape:
-            return whole.to(dtype)
-        if self.groups > 1 and shape[-3] != whole.shape[-3]:
-            whole = whole.float().unflatten(-3, (-1, self.groups)).sum(-3)
-        return whole.float().sum_to_size(shape).to(dtype)
-
-    def _per_head(self, j: int, t: Tensor) -> Tensor:
-        if self.groups > 1 and j > 0:
-            t = t.repeat_interleave(self.groups, -3)
-        return t.expand(*self.batch, *t.shape[-2:]).reshape(self.count, *t.shape[-2:])

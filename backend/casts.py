@@ -36,7 +36,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
     A row that holds NaN or Inf gets the scale NaN.
     """
-    library = _library_for("quantize_rows", values)
+    library = compiled_for("quantize_rows", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (1,), "int8"))
     codes, scale = (
@@ -49,7 +49,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 codes (m, n) of a matrix, and one scale per column (n)."""
-    library = _library_for("quantize_columns", values)
+    library = compiled_for("quantize_columns", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (0,), "int8"))
     columns = values.shape[1]
@@ -61,7 +61,7 @@ def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_rows` with 128 added to every code: what oneDNN's convolutions take as activations."""
-    library = _library_for("quantize_rows_unsigned", values)
+    library = compiled_for("quantize_rows_unsigned", values)
     if library is None:
         codes, scale = nearest_codes(values.float(), (1,), "int8")
         return codes.view(torch.uint8).bitwise_xor(128), scale.reshape(-1)
@@ -77,7 +77,7 @@ def narrow(x: Tensor) -> Tensor:
     torch's own conversion is as fast while the matrix is small: 0.037 against 0.032 ms for 1024x384, 0.16
     against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread).
     """
-    library = _library_for("narrow", x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
+    library = compiled_for("narrow", x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
     if library is None:
         return x.to(torch.bfloat16)
     return _Narrow.apply(x) if x.requires_grad and torch.is_grad_enabled() else _narrowed(x, library)
@@ -86,7 +86,7 @@ def narrow(x: Tensor) -> Tensor:
 class _Narrow(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        library = _library_for("narrow", x, (torch.float32,))
+        library = compiled_for("narrow", x, (torch.float32,))
         return x.to(torch.bfloat16) if library is None else _narrowed(x, library)
 
     @staticmethod
@@ -111,7 +111,7 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     }
     wanted = dtype or x.dtype
     library = (
-        _library_for("transpose_last", x, tuple(source for source, _ in names))
+        compiled_for("transpose_last", x, tuple(source for source, _ in names))
         if (x.dtype, wanted) in names
         else None
     )
@@ -135,7 +135,7 @@ def unfold(
         (size + 2 * pad - step * (k - 1) - 1) // s + 1
         for size, pad, step, k, s in zip((h, w), padding, dilation, kernel, stride, strict=True)
     )
-    library = _library_for("unfold", images, (torch.uint8, torch.bfloat16))
+    library = compiled_for("unfold", images, (torch.uint8, torch.bfloat16))
     if library is None:
         signed = images.view(torch.int8).bitwise_xor(-128) if codes else images
         windows = torch.nn.functional.pad(signed, (0, 0, padding[1], padding[1], padding[0], padding[0]))
@@ -153,7 +153,7 @@ def fold(
 ) -> Tensor:
     """The adjoint of `unfold`: BF16 windows (n, p, q, kh, kw, C) added up into FP32 images (n, h, w, C)."""
     n, p, q, kh, kw, channels = windows.shape
-    library = _library_for("fold", windows, (torch.bfloat16,))
+    library = compiled_for("fold", windows, (torch.bfloat16,))
     if library is None:
         columns = windows.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
         images = torch.nn.functional.fold(
@@ -167,7 +167,7 @@ def fold(
 
 def sum_columns(g: Tensor) -> Tensor:
     """The FP32 sums of the columns of g (m, n): what the gradient of a bias is."""
-    library = _library_for("sum_columns", g)
+    library = compiled_for("sum_columns", g)
     if library is None:
         return g.float().sum(0)
     sums = g.new_empty(g.shape[1], dtype=torch.float32)
@@ -182,7 +182,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     E[code * scale] = g * factors, and E[(code * scale - g * factors)^2] is scale^2 / 6 on average over the
     place between two codes, twice that of the nearest code. Draws from torch's default generator.
     """
-    library = _library_for("round_rows", g)
+    library = compiled_for("round_rows", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors, (1,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g), g.device)
@@ -192,7 +192,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Stochastic INT8 codes (m, n) of g * factors, with one scale per column (n); factors (m)."""
-    library = _library_for("round_columns", g)
+    library = compiled_for("round_columns", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1], g.device)
@@ -208,7 +208,7 @@ def dequantize(
 
     INT32 sums are overwritten.
     """
-    library = _library_for("dequantize", sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
+    library = compiled_for("dequantize", sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
         # 5, one thread).
@@ -230,7 +230,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
     unsigned = codes.dtype is torch.uint8
     transposed = not codes.is_contiguous() and codes.t().is_contiguous() and not unsigned
     stored = codes.t() if transposed else codes
-    library = _library_for("decode_rows", stored, (torch.int8, torch.uint8))
+    library = compiled_for("decode_rows", stored, (torch.int8, torch.uint8))
     if library is None:
         signed = codes.float().sub_(128) if unsigned else codes.float()
         return signed.mul_(scale.unsqueeze(1)).bfloat16()
@@ -242,7 +242,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
     """BF16 of g (m, n), and the FP32 sums of its columns (n): what a layer's products and its bias need."""
-    library = _library_for("narrow_and_sum", g)
+    library = compiled_for("narrow_and_sum", g)
     if library is None:
         return g.bfloat16(), g.float().sum(0)
     narrow = torch.empty_like(g, dtype=torch.bfloat16)
@@ -259,7 +259,7 @@ def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """
     images, channels = y.shape[:2]
     flat = y.permute(0, 2, 3, 1).reshape(images, math.prod(y.shape[2:]), channels)
-    library = _library_for("scale_images", flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
+    library = compiled_for("scale_images", flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         out = y.mul_(rows.view(-1, 1, 1, 1))
         return (out if bias is None else out.add_(bias.view(-1, 1, 1))).to(dtype)
@@ -317,7 +317,7 @@ def _seed() -> int:
     return int(torch.randint(2**31, ()))
 
 
-def _library_for(
+def compiled_for(
     name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(_COMPILED_DTYPES)
 ) -> compiled.Library | None:
     """The compiled casts, if they can take this matrix and the one of that name pays here."""

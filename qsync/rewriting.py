@@ -1,10 +1,9 @@
 """The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
 The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
-(but for convolutions in BF16); every other precision calls the backend's kernel for it, and so does a form
-that saves less. Nothing here
-decides where a cast goes: each Cast node of the lowered graph becomes one call, each Run node one call, in
-the lowered graph's order.
+(but for convolutions and attention in BF16); every other precision calls the backend's kernel for it, and so
+does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered graph
+becomes one call, each Run node one call, in the lowered graph's order.
 """
 
 from __future__ import annotations
@@ -102,8 +101,12 @@ class Report(torch.nn.Module):
 
 
 def _is_native(op: Op, mode: str) -> bool:
-    """Whether the traced call itself runs: convolutions in BF16 have a kernel of their own."""
-    return op.role != "adjustable" or mode == "fp32" or (mode == "bf16" and op.kind != "conv2d")
+    """Whether the traced call itself runs: convolutions and attention in BF16 have kernels of their own."""
+    return (
+        op.role != "adjustable"
+        or mode == "fp32"
+        or (mode == "bf16" and op.kind not in ("conv2d", "attention"))
+    )
 
 
 class _Rewriter:

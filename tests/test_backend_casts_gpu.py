@@ -14,7 +14,7 @@ import casts_on_cpu
 import pytest
 import torch
 
-from qsync.backend import compiled_cuda, fused, fused_loops, gpu_casts
+from qsync.backend import compiled_cuda, fused, fused_attention, fused_loops, gpu_casts
 from qsync.backend.cutlass import build
 from qsync.errors import BuildError
 
@@ -23,7 +23,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ 
 
 def test_every_program_has_kernels_for_every_architecture():
     names = {name.name_hint for name in fused.module("cuda").functions}
-    assert names == {name.name_hint for name in fused.module("cpu").functions}
+    for_cpus = {name.name_hint for name in fused.module("cpu").functions}
+    assert names == for_cpus - set(fused_attention.programs())
     for architecture in ("70", "75", "80", "89", "90"):
         source = compiled_cuda.generated(architecture)[1]
         for name in names:

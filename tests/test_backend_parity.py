@@ -240,10 +240,10 @@ def bounds(device, kind, precision, out_type):
     return [db - 10 * (device == "cuda") for db in least]
 
 
-def reference_of(kind, precision):
-    """The reference. Of INT8 attention in steps: torch's fused one returns 0 where a query is NaN or Inf."""
+def reference_of(kind, precision, in_torch):
+    """The reference. Of attention in steps: torch's fused one returns 0 where a query is NaN or Inf."""
     plain = reference_kernel(kind, precision)
-    if (kind, precision) != ("attention", "int8"):
+    if kind != "attention" or in_torch:
         return plain
 
     def in_steps(*arguments, **options):
@@ -273,7 +273,7 @@ def compare(
     tensors, gradient = [LAYOUTS[layout](t) for t in tensors], LAYOUTS[layout](gradient)
     got, expected = (
         outcome(kernel, kind, precision, target, tensors, gradient, out_type, **options)
-        for kernel in (candidate.kernel, reference_of(kind, precision))
+        for kernel in (candidate.kernel, reference_of(kind, precision, candidate.name.startswith("torch")))
     )
     wrong, least, spatial = [], bounds(device, kind, precision, out_type), kind in ("conv1d", "conv2d")
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
