@@ -1,8 +1,9 @@
 """Measures what each node of the lowered graph takes on this device, inside running steps of the real model.
 
 Every operator is timed at every precision in the company it will run in: one step per uniform precision, and
-a few with mixed precisions so that casts between any two types occur. Rounds are interleaved and the median
-is kept, so that a drift of the machine falls on all precisions alike.
+as many with mixed precisions, in which every operator again has each precision once, so that casts between
+any two types occur. Steps are whole, with the optimizer's: it leaves caches as training finds them. Rounds
+are interleaved and the median is kept, so that a drift of the machine falls on all precisions alike.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class Profiler:
 
     A round is one step at each of `precisions` and at mixtures of them; with `save_less` each a second time,
     in which every operator that can saves less for backward. `loss` runs the model forward on the
-    example batch and returns the scalar loss; backward is run here. More rounds can be added at any time, for
-    example between training steps, so that the profile sees the machine as training does.
+    example batch and returns the scalar loss; backward and the optimizer are run here, and the weights put
+    back after every step. More rounds can be added at any time, for example between training steps, so that
+    the profile sees the machine as training does.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -66,17 +68,20 @@ class Profiler:
         progress: Callable[[str], None] = lambda text: None,
         save_less: bool = False,
     ) -> None:
-        self._runner, self._loss, self._parameters = runner, loss, parameters
-        self._clock, self._make_optimizer, self._progress = clock, make_optimizer, progress
+        self._runner, self._loss, self._parameters = runner, loss, list(parameters)
+        self._clock, self._progress = clock, progress
         self._recorder = Recorder(clock)
         self._choices = _choices(precisions, save_less)
         self._samples: list[tuple[str, StepTimes]] = []
-        self._optimizer: list[tuple[float, int]] = []
+        self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
         self._rounds = 0
+        self._optimizer = make_optimizer(self._parameters)
+        self._weights = [parameter.detach().clone() for parameter in self._parameters]
         for label, choose, less in self._choices:
             progress(f"profile {label}, warm-up")
             self._step(choose, less)
+        self._optimizer_s.clear()
         self.graph = runner.graph
 
     def round(self, warm_up: bool = False) -> None:
@@ -89,9 +94,9 @@ class Profiler:
         for label, choose, less in self._choices:
             if warm_up:
                 self._step(choose, less)
+                self._optimizer_s.pop()
             self._progress(f"profile {label}, round {self._rounds}")
             self._samples.append((label, self._step(choose, less)))
-        self._optimizer.append(_time_optimizer(self._parameters, self._make_optimizer, self._clock))
         self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
 
     def profile(
@@ -102,7 +107,9 @@ class Profiler:
         totals: dict[str, list[float]] = defaultdict(list)
         for label, step in self._samples:
             totals[label].append(step.total)
-        ops, casts = _medians(self._samples)
+        drift = self.drift()
+        pace = [drift[i // len(self._choices)] for i in range(len(self._samples))]
+        ops, casts = _medians(self._samples, pace)
         return Profile(
             device_class=device_class,
             graph_hash=self.graph.hash,
@@ -112,17 +119,39 @@ class Profiler:
             cast_fit=_fit_casts(casts, self.graph),
             outside=_median_cost([step.outside for step in steps]),
             host_s=_median(step.before for step in steps),
-            optimizer_s=_median(seconds for seconds, _ in self._optimizer),
-            optimizer_bytes=self._optimizer[-1][1],
+            optimizer_s=_median(self._optimizer_s),
+            optimizer_bytes=self._optimizer_bytes(),
             step_s={label: statistics.median(times) for label, times in totals.items()},
             machine=dict(machine),
             emulated_share=emulated_share,
             bucket_s_per_byte=_median(self._bucket),
         )
 
+    def drift(self) -> list[float]:
+        """How slow the machine was in each round, against the median round: median over its steps."""
+        per_round = len(self._choices)
+        totals = [[self._samples[r * per_round + k][1].total for r in range(self._rounds)] for k in range(per_round)]
+        usual = [statistics.median(times) for times in totals]
+        return [statistics.median(totals[k][r] / usual[k] for k in range(per_round)) for r in range(self._rounds)]
+
     def _step(self, choose: Choose, less: bool) -> StepTimes:
+        """A whole step; the weights, which it changed, are put back."""
         self._runner.choose(choose, self._recorder, _everything if less else None)
-        return _timed_step(self._recorder, self._loss, self._parameters)
+        step = _timed_step(self._recorder, self._loss, self._parameters)
+        start = self._clock.now()
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        end = self._clock.now()
+        self._clock.settle()
+        self._optimizer_s.append(self._clock.seconds(start, end))
+        with torch.no_grad():
+            for parameter, weight in zip(self._parameters, self._weights, strict=True):
+                parameter.copy_(weight)
+        return step
+
+    def _optimizer_bytes(self) -> int:
+        state = [v for entry in self._optimizer.state.values() for v in entry.values()]
+        return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
 
 
 def _everything(graph: OpGraph) -> tuple[str, ...]:
@@ -130,28 +159,32 @@ def _everything(graph: OpGraph) -> tuple[str, ...]:
 
 
 def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str, Choose, bool]]:
-    """Uniform assignments, and two mixtures in which neighbours differ; whether operators save less."""
+    """Uniform assignments, and as many mixtures in which neighbours differ; whether operators save less.
+
+    All mixtures come from one draw, in each of which every operator takes the next precision: together they
+    show every operator at every precision, among other neighbours than the uniform ones do.
+    """
 
     def uniform(precision: Precision) -> Choose:
         return lambda graph: {
             op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
         }
 
-    def mixture(seed: int) -> Choose:
+    def mixture(shift: int) -> Choose:
         def choose(graph: OpGraph) -> dict[str, Precision]:
-            draw = random.Random(seed)
-            drawn = {op.name: draw.choice(list(precisions)) for op in graph.adjustable}
-            return {
-                op.name: drawn[op.name]
-                for op in graph.adjustable
-                if drawn[op.name] in PRECISIONS_BY_KIND[op.kind]
-            }
+            draw = random.Random(1)
+            chosen = {}
+            for op in graph.adjustable:
+                usable = [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind]]
+                if usable:
+                    chosen[op.name] = usable[(draw.randrange(len(usable)) + shift) % len(usable)]
+            return chosen
 
         return choose
 
     choices: list[tuple[str, Choose]] = [(str(precision), uniform(precision)) for precision in precisions]
     if len(precisions) > 1:
-        choices += [(f"mixture {seed}", mixture(seed)) for seed in (1, 2)]
+        choices += [(f"mixture {shift + 1}", mixture(shift)) for shift in range(len(precisions))]
     plain = [(label, choose, False) for label, choose in choices]
     return plain + [(f"{label}, saving less", choose, True) for label, choose in choices if save_less]
 
@@ -188,7 +221,7 @@ def check_finite(loss: torch.Tensor) -> None:
 
 
 def _medians(
-    samples: Sequence[tuple[str, StepTimes]],
+    samples: Sequence[tuple[str, StepTimes]], pace: Sequence[float]
 ) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str, str], Cost]]:
     """Median cost of each (operator, mode) and of each cast, over all steps that contained it.
 
@@ -197,8 +230,9 @@ def _medians(
     """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
-    for _, step in samples:
+    for (_, step), slow in zip(samples, pace, strict=True):
         for node, cost in step.nodes:
+            cost = Cost(cost.forward_s / slow, cost.backward_s / slow)
             if isinstance(node, Cast):
                 casts[node.value, node.source, node.target].append(cost)
             else:
@@ -269,38 +303,6 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     slope = max(sum((n - mean_n) * (s - mean_s) for n, s in points) / spread, 0.0)
     intercept = mean_s - slope * mean_n
     return (intercept, slope) if intercept >= 0 else (0.0, mean_s / max(mean_n, 1.0))
-
-
-def _time_optimizer(
-    parameters: Sequence[torch.nn.Parameter],
-    make_optimizer: MakeOptimizer,
-    clock: Clock,
-    limit: int = 64 * 2**20,
-) -> tuple[float, int]:
-    """Seconds of one optimizer step and bytes of its state, on stand-ins for at most `limit` parameters,
-    scaled up."""
-    total = sum(parameter.numel() for parameter in parameters)
-    stand_ins: list[torch.nn.Parameter] = []
-    for parameter in parameters:
-        stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
-        stand_in.grad = torch.ones_like(parameter)
-        stand_ins.append(stand_in)
-        if sum(p.numel() for p in stand_ins) >= limit:
-            break
-    if not stand_ins:
-        return 0.0, 0
-    scale = total / max(sum(p.numel() for p in stand_ins), 1)
-    optimizer = make_optimizer(stand_ins)
-    times = []
-    for _ in range(4):
-        start = clock.now()
-        optimizer.step()
-        end = clock.now()
-        clock.settle()
-        times.append(clock.seconds(start, end))
-    state = [v for entry in optimizer.state.values() for v in entry.values() if isinstance(v, torch.Tensor)]
-    num_bytes = sum(v.numel() * v.element_size() for v in state)
-    return statistics.median(times[1:]) * scale, int(num_bytes * scale)
 
 
 def _time_bucket_copy(parameters: Sequence[torch.nn.Parameter], clock: Clock) -> float:
