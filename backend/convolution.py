@@ -1,7 +1,9 @@
 """Convolutions in INT8 and BF16 on CPUs: as products of unfolded windows, or through oneDNN, by shape.
 
 Inside, images and weights lie in channels-last order, whatever order the model keeps its parameters in, and
-so does the result: what follows in the graph takes it as it comes.
+so does the result: what follows in the graph takes it as it comes (lowering knows: `Run.turned`). The
+gradient of the input goes back in the input's own order: an operator before it whose gradient lies otherwise
+than what it saved is several times slower.
 """
 
 from __future__ import annotations
@@ -126,6 +128,8 @@ def conv2d_bf16(
     >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
     """
     geometry = _geometry(weight, stride, padding, dilation, groups)
+    if input.ndim == 4:
+        input = _Image.apply(input)
     if input.ndim != 4 or any(geometry.extra) or not _windows_pay(input.shape, weight.shape, geometry):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
     return _WindowConvolution.apply(input, weight, bias, geometry).to(DTYPES[out_type])
@@ -157,6 +161,37 @@ def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: 
     return _Geometry(_pair(stride), _pair(padding), dilation, groups, extra)
 
 
+class _Image(torch.autograd.Function):
+    """Images as they are, marked as channels-last if they can be either; gradients return in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.channels_first = _is_channels_first(x)
+        if x.shape[1] == 1 and x.is_contiguous():  # else torch takes it for contiguous, and so its result
+            return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _channels_first(gradient) if ctx.channels_first else gradient
+
+
+def _is_channels_first(x: Tensor) -> bool:
+    """Whether images lie in contiguous order and in no other."""
+    return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_first(x: Tensor) -> Tensor:
+    """Images (n, C, h, w) in contiguous order."""
+    last = x.permute(0, 2, 3, 1)
+    if x.is_contiguous() or not last.is_contiguous():
+        return x.contiguous()
+    return transpose_last(last.view(len(last), math.prod(last.shape[1:3]), last.shape[3]), x.dtype).view(
+        x.shape
+    )
+
+
 class _Int8Convolution(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -184,7 +219,7 @@ class _Int8Convolution(torch.autograd.Function):
             *((x_codes, x_scale) if need_w else (None, None)),
             *((w_encoded.data, w_encoded.scale.reshape(-1)) if need_x else (None, None)),
         )
-        ctx.x, ctx.padded_shape = (x.shape, x.dtype), x_codes.shape
+        ctx.x, ctx.padded_shape = (x.shape, x.dtype, _is_channels_first(x)), x_codes.shape
         ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.geometry = geometry
@@ -202,6 +237,7 @@ class _Int8Convolution(torch.autograd.Function):
         dx, dw = gradients(narrow, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
+            dx = _channels_first(dx) if ctx.x[2] else dx
         if dw is not None:
             dw = weight_gradient(dw, *ctx.weight[1:])
         db = sums.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None

@@ -140,9 +140,7 @@ class Measuring:
         dist.barrier()
         agree("profiling", self._profiler.round)
         dist.barrier()
-        agree(
-            "profiling the fast rank alone", lambda: self._alone.round(warm_up=True) if self._alone else None
-        )
+        agree("profiling the fast rank alone", lambda: self._alone.round() if self._alone else None)
         self._links.append(jobs.form_cluster(self._own, self._place.device, self._show, rounds=2))
 
     def basis(self) -> Basis:

@@ -1,15 +1,14 @@
 """Measures what each node of the lowered graph takes on this device, inside running steps of the real model.
 
 Every operator is timed at every precision in the company it will run in: one step per uniform precision, and
-as many with mixed precisions, in which every operator again has each precision once, so that casts between
-any two types occur. Steps are whole, with the optimizer's: it leaves caches as training finds them. Rounds
-are interleaved and the median is kept, so that a drift of the machine falls on all precisions alike.
+more with mixed precisions, so that operators are seen beside neighbours of other types. Steps are whole, with
+the optimizer's: it leaves caches as training finds them. Rounds are interleaved and the median is kept, so
+that a drift of the machine falls on all precisions alike.
 """
 
 from __future__ import annotations
 
 import math
-import random
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +18,17 @@ import torch
 
 from qsync.errors import CalibrationError
 from qsync.graph import OpGraph
-from qsync.lowering import Cast, LoweredGraph, matching
+from qsync.lowering import TURNED, Cast, LoweredGraph, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.clocks import Clock
-from qsync.predictor.recorder import Recorder, StepTimes
+from qsync.predictor.mixtures import mixtures
+from qsync.predictor.recorder import Recorder, StepTimes, look_s
 from qsync.profiles import Cost, Profile
+
+# The first step after another assignment takes a few tenths of a millisecond longer: much of one this short.
+SHORT_STEP_S = 0.1
+# How many mixed steps are timed for each uniform one.
+MIXTURES_PER_PRECISION = 2
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 Choose = Callable[[OpGraph], Mapping[str, Precision]]
@@ -46,11 +51,11 @@ class Runner(Protocol):
 class Profiler:
     """Measures one device class on one model and batch, a round at a time.
 
-    A round is one step at each of `precisions` and at mixtures of them; with `save_less` each a second time,
-    in which every operator that can saves less for backward. `loss` runs the model forward on the
-    example batch and returns the scalar loss; backward and the optimizer are run here, and the weights put
-    back after every step. More rounds can be added at any time, for example between training steps, so that
-    the profile sees the machine as training does.
+    A round is one step at each of `precisions` and at mixtures of them (see qsync.predictor.mixtures); with
+    `save_less` each a second time, in which every operator that can saves less for backward. `loss` runs the
+    model forward on the example batch and returns the scalar loss; backward and the optimizer are run here,
+    and the weights put back after it. More rounds can be added at any time, for example between training
+    steps, so that the profile sees the machine as training does.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -70,33 +75,36 @@ class Profiler:
     ) -> None:
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
         self._clock, self._progress = clock, progress
-        self._recorder = Recorder(clock)
+        self._recorder = Recorder(clock, look_s(clock))
         self._choices = _choices(precisions, save_less)
         self._samples: list[tuple[str, StepTimes]] = []
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
         self._rounds = 0
         self._optimizer = make_optimizer(self._parameters)
+        self._warm_up_s: dict[str, float] = {}
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         for label, choose, less in self._choices:
             progress(f"profile {label}, warm-up")
-            self._step(choose, less)
+            self._warm_up_s[label] = self._step(choose, less).total
+            self._put_weights_back()
         self._optimizer_s.clear()
         self.graph = runner.graph
 
-    def round(self, warm_up: bool = False) -> None:
+    def round(self) -> None:
         """One more step at every precision. Raises CalibrationError when the loss is not a finite number.
 
-        With `warm_up` each is preceded by one that does not count: after other work the first step of a small
-        model finds caches and freed buffers cold.
+        A short step is preceded by one that does not count: after other work the first step of a small model
+        finds caches and freed buffers cold.
         """
         self._rounds += 1
         for label, choose, less in self._choices:
-            if warm_up:
+            if self._warm_up_s[label] < SHORT_STEP_S:
                 self._step(choose, less)
                 self._optimizer_s.pop()
             self._progress(f"profile {label}, round {self._rounds}")
             self._samples.append((label, self._step(choose, less)))
+            self._put_weights_back()
         self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
 
     def profile(
@@ -130,12 +138,16 @@ class Profiler:
     def drift(self) -> list[float]:
         """How slow the machine was in each round, against the median round: median over its steps."""
         per_round = len(self._choices)
-        totals = [[self._samples[r * per_round + k][1].total for r in range(self._rounds)] for k in range(per_round)]
+        totals = [
+            [self._samples[r * per_round + k][1].total for r in range(self._rounds)] for k in range(per_round)
+        ]
         usual = [statistics.median(times) for times in totals]
-        return [statistics.median(totals[k][r] / usual[k] for k in range(per_round)) for r in range(self._rounds)]
+        return [
+            statistics.median(totals[k][r] / usual[k] for k in range(per_round)) for r in range(self._rounds)
+        ]
 
     def _step(self, choose: Choose, less: bool) -> StepTimes:
-        """A whole step; the weights, which it changed, are put back."""
+        """A whole step; it changes the weights."""
         self._runner.choose(choose, self._recorder, _everything if less else None)
         step = _timed_step(self._recorder, self._loss, self._parameters)
         start = self._clock.now()
@@ -144,10 +156,12 @@ class Profiler:
         end = self._clock.now()
         self._clock.settle()
         self._optimizer_s.append(self._clock.seconds(start, end))
+        return step
+
+    def _put_weights_back(self) -> None:
         with torch.no_grad():
             for parameter, weight in zip(self._parameters, self._weights, strict=True):
                 parameter.copy_(weight)
-        return step
 
     def _optimizer_bytes(self) -> int:
         state = [v for entry in self._optimizer.state.values() for v in entry.values()]
@@ -159,32 +173,20 @@ def _everything(graph: OpGraph) -> tuple[str, ...]:
 
 
 def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str, Choose, bool]]:
-    """Uniform assignments, and as many mixtures in which neighbours differ; whether operators save less.
-
-    All mixtures come from one draw, in each of which every operator takes the next precision: together they
-    show every operator at every precision, among other neighbours than the uniform ones do.
-    """
+    """Uniform assignments, and more mixtures than these; whether operators save less."""
+    num = MIXTURES_PER_PRECISION * len(precisions)
 
     def uniform(precision: Precision) -> Choose:
         return lambda graph: {
             op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
         }
 
-    def mixture(shift: int) -> Choose:
-        def choose(graph: OpGraph) -> dict[str, Precision]:
-            draw = random.Random(1)
-            chosen = {}
-            for op in graph.adjustable:
-                usable = [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind]]
-                if usable:
-                    chosen[op.name] = usable[(draw.randrange(len(usable)) + shift) % len(usable)]
-            return chosen
-
-        return choose
+    def mixture(k: int) -> Choose:
+        return lambda graph: mixtures(graph, precisions, num)[k]
 
     choices: list[tuple[str, Choose]] = [(str(precision), uniform(precision)) for precision in precisions]
     if len(precisions) > 1:
-        choices += [(f"mixture {shift + 1}", mixture(shift)) for shift in range(len(precisions))]
+        choices += [(f"mixture {k + 1}", mixture(k)) for k in range(num)]
     plain = [(label, choose, False) for label, choose in choices]
     return plain + [(f"{label}, saving less", choose, True) for label, choose in choices if save_less]
 
@@ -234,7 +236,7 @@ def _medians(
         for node, cost in step.nodes:
             cost = Cost(cost.forward_s / slow, cost.backward_s / slow)
             if isinstance(node, Cast):
-                casts[node.value, node.source, node.target].append(cost)
+                casts[node.value, node.taken_as, node.target].append(cost)
             else:
                 runs[node.op, node.timed_as].append(cost)
     scale = _whole_over_parts(samples)
@@ -278,7 +280,7 @@ def _fit_casts(
     sizes |= {op.name: op.num_elements for op in graph.ops}
     pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)
     for (value, source, target), cost in casts.items():
-        pairs[source, target].append((sizes[value], cost))
+        pairs[source.removesuffix(TURNED), target].append((sizes[value], cost))
     fits = {}
     for pair, points in pairs.items():
         forward = _line([(n, cost.forward_s) for n, cost in points])

@@ -1,13 +1,14 @@
 """Times every node of the lowered graph inside a running step, forward and backward.
 
 Forward, a node's time is what passes between the previous node's end and its own: nothing of a graph is left
-out. Backward, autograd runs the recorded functions in reverse order of creation on one thread, so a node's
-time is what passes between the moment the gradient of its result is complete and the moment the next node's
-is.
+out but the time it takes to note it down. Backward, autograd runs the recorded functions in reverse order of
+creation on one thread, so a node's time is what passes between the moment the gradient of its result is
+complete and the moment the next node's is, less what such a look costs, which is measured beforehand.
 """
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -26,7 +27,30 @@ class StepTimes:
     nodes: list[tuple[Cast | Run, Cost]]
     before: float
     outside: Cost
-    total: float
+
+    @property
+    def total(self) -> float:
+        return self.before + self.outside.total_s + sum(cost.total_s for _, cost in self.nodes)
+
+
+def look_s(clock: Clock, num: int = 200, rounds: int = 5) -> float:
+    """Seconds that noting down one function's turn adds to backward, from chains of `num` additions."""
+
+    def chain(looked_at: bool) -> float:
+        x = torch.zeros(1, requires_grad=True)
+        seen: list[tuple[int, Any]] = []
+        for i in range(num):
+            x = x + 1
+            if looked_at and x.grad_fn is not None:
+                x.grad_fn.register_prehook(lambda _, i=i: seen.append((i, clock.now())))
+        start = clock.now()
+        x.backward()  # type: ignore[no-untyped-call]
+        end = clock.now()
+        clock.settle()
+        return clock.seconds(start, end)
+
+    differences = [(chain(True) - chain(False)) / num for _ in range(rounds)]
+    return max(0.0, statistics.median(differences))
 
 
 @dataclass(slots=True)
@@ -34,8 +58,10 @@ class Recorder:
     """An Observer (see qsync.rewriting) of one step at a time: `start`, the step, `finish`."""
 
     clock: Clock
+    look_s: float = 0.0  # what a look in backward costs: see `look_s`
     _begun: list[tuple[int, Any]] = field(default_factory=list)
-    _marks: list[tuple[Cast | Run, Any]] = field(default_factory=list)
+    # Each node with the moment of its end, and the moment at which that was noted down.
+    _marks: list[tuple[Cast | Run, Any, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
     _hooked: set[Any] = field(default_factory=set)
     _start: Any = None
@@ -61,6 +87,7 @@ class Recorder:
         for it."""
         if self._in_backward:
             return
+        end = self.clock.now()
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
         function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
         if function is not None and function not in self._hooked:
@@ -68,7 +95,7 @@ class Recorder:
             self._hooked.add(function)
             index = len(self._marks)
             function.register_prehook(lambda _, index=index: self._backward.append((index, self.clock.now())))
-        self._marks.append((node, self.clock.now()))
+        self._marks.append((node, end, self.clock.now()))
 
     def loss_ready(self) -> None:
         """After the loss is computed, before backward."""
@@ -86,20 +113,20 @@ class Recorder:
         backward = [0.0] * len(self._marks)
         stamps = [*self._backward, (-1, end)]
         for (index, start), (_, stop) in pairwise(stamps):
-            backward[index] += between(start, stop)
-        nodes = [(node, Cost(f, b)) for (node, _), f, b in zip(self._marks, forward, backward, strict=True)]
-        outside = Cost(between(self._marks[-1][1], self._loss), between(self._loss, stamps[0][1]))
-        return StepTimes(nodes, host, outside, between(self._start, end))
+            backward[index] += max(0.0, between(start, stop) - self.look_s)
+        nodes = [(mark[0], Cost(f, b)) for mark, f, b in zip(self._marks, forward, backward, strict=True)]
+        outside = Cost(between(self._marks[-1][2], self._loss), between(self._loss, stamps[0][1]))
+        return StepTimes(nodes, host, outside)
 
     def _forward(self) -> tuple[list[float], float]:
         """Forward seconds of each node, and of what ran before and between the traced graphs."""
         between = self.clock.seconds
         begun = dict(self._begun)
         forward, host, previous = [], 0.0, self._start
-        for index, (_, mark) in enumerate(self._marks):
+        for index, (_, stop, noted) in enumerate(self._marks):
             if index in begun:
                 host += between(previous, begun[index])
                 previous = begun[index]
-            forward.append(between(previous, mark))
-            previous = mark
+            forward.append(between(previous, stop))
+            previous = noted
         return forward, host

@@ -14,6 +14,8 @@ The rule, in full:
   stands right before its first adjustable consumer, so that its gradient is ready as early as the operator's;
 - an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else
   FP32;
+- images that a lowered convolution made are in channels-last order, and stay so through every operator that
+  computes images from images: what such a node costs is another number (`turned`), what it computes is not;
 - a following operator that is to save less keeps its result for backward if an adjustable consumer keeps that
   very tensor anyway, else bits or 8-bit codes (`FORMS`).
 
@@ -47,6 +49,12 @@ FORMS: dict[str, tuple[str, str]] = {
     "relu": ("plain", "bits"),
     "dropout": ("bits", "bits"),
 }
+# What a profile adds to the name of what reads images in channels-last order; and the kinds of operators that
+# end it though their result has four dimensions.
+TURNED = " channels_last"
+# The same of an 8-bit operator that hands on 16 bits.
+NARROWING = " narrowing"
+_NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
 # The operands that a product keeps.
 _KEPT_OPERANDS = {"linear": (0,), "conv2d": (0,), "conv1d": (0,), "addmm": (1,), "matmul": (0, 1)}
 
@@ -60,13 +68,20 @@ class Cast:
     target: str
     num_elements: int
     of_parameter: bool
+    turned: bool = False
+
+    @property
+    def taken_as(self) -> str:
+        """What a profile calls the source: its type, and its order if a lowered convolution turned it."""
+        return self.source + TURNED * self.turned
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in.
 
-    `form` is what it keeps for backward: "plain" as torch does, or one of `FORMS`.
+    `form` is what it keeps for backward: "plain" as torch does, or one of `FORMS`. `turned` says that it
+    reads images which a lowered convolution has brought to channels-last order.
     """
 
     op: str
@@ -74,11 +89,15 @@ class Run:
     operands: tuple[str, ...]
     output: str
     form: str = "plain"
+    turned: bool = False
 
     @property
     def timed_as(self) -> str:
-        """What a profile calls this way of running: the mode, with the form if it is not plain."""
-        return self.mode if self.form == "plain" else f"{self.mode} {self.form}"
+        """What a profile calls this way of running: the mode; the form, if it is not plain; that an 8-bit
+        operator hands on 16 bits; the order of images, if it was turned."""
+        form = "" if self.form == "plain" else f" {self.form}"
+        narrows = self.mode in _EIGHT_BIT and self.output == "bf16"
+        return self.mode + form + NARROWING * narrows + TURNED * self.turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +200,7 @@ class Lowering:
         for name in saving_less:
             self._saves_less[self.position[name]] = True
         self._form = ["plain"] * len(graph.ops)
+        self._turned = [False] * len(names)
         self._lower_everything()
 
     def mode(self, i: int) -> str:
@@ -190,6 +210,14 @@ class Lowering:
     def form(self, i: int) -> str:
         """What operator `i` keeps for backward: "plain", "output", "bits" or "codes"."""
         return self._form[i]
+
+    def turned(self, i: int) -> bool:
+        """Whether operator `i` reads images that a lowered convolution brought to channels-last order."""
+        return any(self._turned[value] for value in self._operands[i])
+
+    def output(self, i: int) -> str:
+        """The type in which the result of operator `i` is handed on."""
+        return self._carried[self._offset + i]
 
     def output_casts(self, i: int) -> list[Cast]:
         """The casts that stand right after operator `i`."""
@@ -205,8 +233,8 @@ class Lowering:
             self._carried[value] if (taken := self._taken(i, j)) is None else taken
             for j, value in enumerate(self._operands[i])
         )
-        output = self._carried[self._offset + i]
-        return Run(self.graph.ops[i].name, self._mode[i], operands, output, self._form[i])
+        name = self.graph.ops[i].name
+        return Run(name, self._mode[i], operands, self.output(i), self._form[i], self.turned(i))
 
     def assignment(self) -> dict[str, Precision]:
         """The assignment as it is now: every adjustable operator with its precision."""
@@ -283,9 +311,10 @@ class Lowering:
         if not self.casts[value]:
             return []
         entry = self.graph.inputs[value] if value < self._offset else self.graph.ops[value - self._offset]
-        source, parameter = self._carried[value], entry.kind == "parameter"
+        source, parameter, turned = self._carried[value], entry.kind == "parameter", self._turned[value]
         return [
-            Cast(entry.name, source, target, entry.num_elements, parameter) for target in self.casts[value]
+            Cast(entry.name, source, target, entry.num_elements, parameter, turned)
+            for target in self.casts[value]
         ]
 
     def _lower_everything(self) -> None:
@@ -294,6 +323,7 @@ class Lowering:
         for i in range(len(self.graph.ops)):
             self._mode[i] = self._mode_of(i)
             self._carried[self._offset + i] = self._output_of(i)
+            self._turned[self._offset + i] = self._turns(i)
         for value in range(len(self._traced)):
             self.casts[value] = self._needed_casts(value)
         for i in range(len(self.graph.ops)):
@@ -327,6 +357,15 @@ class Lowering:
             narrowed = precision in _EIGHT_BIT and self.narrow and self._wanted_narrow[self._offset + i]
             return self.narrow if narrowed and self.narrow else "fp32"
         return self._mode[i] if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
+
+    def _turns(self, i: int) -> bool:
+        """Whether the result of operator `i` is images in channels-last order though traced in another."""
+        op = self.graph.ops[i]
+        if len(op.shape) != 4 or op.kind in _NO_IMAGES:
+            return False
+        if op.kind == "conv2d" and self.precision[i] not in (Precision.FP32, Precision.TF32):
+            return True
+        return bool(self._operands[i]) and self._turned[self._operands[i][0]]
 
     def _form_of(self, i: int) -> str:
         if not self._saves_less[i]:
@@ -398,6 +437,7 @@ class Lowering:
     ) -> set[int]:
         """Recompute types downstream from these operators, in execution order: the values that changed."""
         changed: set[int] = set()
+        turned_values: set[int] = set()
         heap = sorted(set(start))
         queued = set(heap)
         while heap:
@@ -405,10 +445,14 @@ class Lowering:
             value = self._offset + i
             moved = self._write(self._mode, i, self._mode_of(i), journal)
             widened = self._write(self._carried, value, self._output_of(i), journal)
-            if moved:
+            turned = self._write(self._turned, value, self._turns(i), journal)
+            if moved or not turned_values.isdisjoint(self._operands[i]):
                 touched.add(i)
             if widened:
                 changed.add(value)
+            if turned:
+                turned_values.add(value)
+            if widened or turned:
                 touched.add(i)
                 for consumer in self._consumers[value]:
                     if consumer not in queued:

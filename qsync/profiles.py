@@ -36,12 +36,12 @@ class Profile:
     """Measured costs of one device class for one graph and batch shape.
 
     `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
-    it runs in for the others. `casts` maps (value, source type, target type) -> cost, as measured. `cast_fit`
-    maps (source, target) -> (latency, seconds per element) forward and backward, for casts no measured step
-    contained. `outside` is what runs before and after the graph (the loss). `host_s` is the rest of a step:
-    batches, zero_grad, Python. `optimizer_s` is one optimizer step; `optimizer_bytes` its state;
-    `bucket_s_per_byte` what filling the DDP buckets adds to backward. An all-reduce takes `reduce_s_per_call`
-    plus `reduce_s_per_byte` from this class's own compute.
+    it runs in for the others, with what `Run.timed_as` adds. `casts` maps (value, source type, target type)
+    -> cost, as measured. `cast_fit` maps (source, target) -> (latency, seconds per element) forward and
+    backward, for casts no measured step contained. `outside` is what runs before and after the graph (the
+    loss). `host_s` is the rest of a step: Python. `optimizer_s` is one optimizer step with zero_grad;
+    `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
+    all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
     """
 
     device_class: str
@@ -68,7 +68,8 @@ class Profile:
     def precisions_of(self, op: str) -> tuple[Precision, ...]:
         """The precisions that were measured for an adjustable operator."""
         try:
-            return tuple(Precision.parse(mode) for mode in self.ops.get(op, {}))
+            modes = (mode.partition(" ")[0] for mode in self.ops.get(op, {}))
+            return tuple(dict.fromkeys(Precision.parse(mode) for mode in modes))
         except FormatError as error:
             raise FormatError(f"profile of {self.device_class}, operator {op!r}: {error}") from error
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from qsync.errors import MismatchError
 from qsync.graph import Op, Role
-from qsync.lowering import Cast, Lowering, Run
+from qsync.lowering import NARROWING, TURNED, Cast, Lowering, Run
 from qsync.precision import TYPE_BYTES
 from qsync.profiles import Cost, Profile
 
@@ -24,16 +24,18 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
-    """Seconds that one cast takes: as measured for this very value, else on the line fitted to its types.
+    """Seconds that one cast takes: as measured for this very value (if need be in the other order of its
+    elements), else on the line fitted to its types.
 
     t = base + slope * num_elements (ours), for casts that no measured step contained. Raises MismatchError if
     the profile knows nothing of this pair of types.
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
-    exact = profile.casts.get((cast.value, cast.source, cast.target))
-    if exact is not None:
-        return exact
+    for source in (cast.taken_as, cast.source, cast.source + TURNED):
+        exact = profile.casts.get((cast.value, source, cast.target))
+        if exact is not None:
+            return exact
     fit = profile.cast_fit.get((cast.source, cast.target))
     if fit is None:
         raise MismatchError(
@@ -50,7 +52,8 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     """Seconds that one operator takes in its mode.
 
-    An adjustable operator must have been measured in it. A following or fixed one that was not takes its
+    An adjustable operator must have been measured in it, if perhaps with images in the other order or with
+    results in the other type. A following or fixed one that was not takes its
     nearest measured mode, scaled by the bytes of the types (ours): these operators are bound by memory, not
     by arithmetic. One that saves less must have been measured doing so, in whichever form and type is
     nearest. What moves no data (views, the graph's output) is free where it was not measured. Raises
@@ -63,17 +66,29 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
         return measured[run.timed_as]
     if not measured and op.kind in _FREE:
         return Cost(0.0)
-    alike = [mode for mode in measured if (" " in mode) == (run.form != "plain")]
-    if op.role is Role.ADJUSTABLE or not alike:
+    alike = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
+    if op.role is Role.ADJUSTABLE:
+        alike = [mode for mode in alike if (_mode(mode), _form(mode)) == (run.mode, run.form)]
+    if not alike:
         known = ", ".join(measured) or "nothing"
         raise MismatchError(
             f"the profile of {profile.device_class} has no time of {run.op} in {run.timed_as} (it has "
             f"{known}); profile this class again{' with save_less=True' if run.form != 'plain' else ''}"
         )
     wanted = _width(run.mode)
-    # Nearest by form and width; of two equally near the wider, then by name, so that the answer does not
-    # depend on dict order.
-    nearest = min(alike, key=lambda m: (_form(m) != run.form, abs(_width(m) - wanted), -_width(m), m))
+    # Nearest by form and width, then by what is said beside them; of two equally near the wider, then by
+    # name, so that the answer does not depend on dict order.
+    nearest = min(
+        alike,
+        key=lambda m: (
+            _form(m) != run.form,
+            abs(_width(m) - wanted),
+            (TURNED in m) != run.turned,
+            (NARROWING in m) != (NARROWING in run.timed_as),
+            -_width(m),
+            m,
+        ),
+    )
     ratio, cost = wanted / _width(nearest), measured[nearest]
     return Cost(cost.forward_s * ratio, cost.backward_s * ratio)
 
@@ -98,7 +113,7 @@ class ClassCosts:
         self.forward_s: FloatArray = np.zeros(num_ops)
         self.backward_s: FloatArray = np.zeros(num_ops)
         self._casts: dict[tuple[str, str, str], Cost] = {}
-        self._runs: dict[tuple[int, str, str], Cost] = {}
+        self._runs: dict[tuple[int, str, str, str, bool], Cost] = {}
         self.update(range(num_ops))
 
     def update(self, positions: Iterable[int]) -> None:
@@ -119,7 +134,7 @@ class ClassCosts:
 
     def cast(self, cast: Cast) -> Cost:
         """The price of one cast, looked up once."""
-        key = (cast.value, cast.source, cast.target)
+        key = (cast.value, cast.taken_as, cast.target)
         cost = self._casts.get(key)
         if cost is None:
             cost = self._casts[key] = cast_cost(self.profile, cast)
@@ -127,11 +142,12 @@ class ClassCosts:
 
     def run(self, i: int) -> Cost:
         """The price of operator `i` in the mode it has now, without its casts."""
-        op: Op = self.lowering.graph.ops[i]
-        key = (i, self.lowering.mode(i), self.lowering.form(i))
+        lowering = self.lowering
+        op: Op = lowering.graph.ops[i]
+        key = (i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.turned(i))
         cost = self._runs.get(key)
         if cost is None:
-            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), "", key[2]), op)
+            cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
         return cost
 
     def _run(self, i: int) -> tuple[float, float]:
@@ -139,9 +155,13 @@ class ClassCosts:
         return cost.forward_s, cost.backward_s
 
 
-def _width(timed_as: str) -> int:
-    return TYPE_BYTES.get(timed_as.partition(" ")[0], 4)
+def _mode(timed_as: str) -> str:
+    return timed_as.partition(" ")[0]
 
 
 def _form(timed_as: str) -> str:
-    return timed_as.partition(" ")[2] or "plain"
+    return timed_as.removesuffix(TURNED).removesuffix(NARROWING).partition(" ")[2] or "plain"
+
+
+def _width(timed_as: str) -> int:
+    return TYPE_BYTES.get(_mode(timed_as), 4)

@@ -141,6 +141,27 @@ def encoder(num_layers: int = 2, width: int = 64, rows: int = 32, hidden: int = 
     return builder.build()
 
 
+def images(num_blocks: int = 2, channels: int = 8, side: int = 8, rows: int = 4) -> OpGraph:
+    """A residual network: convolutions with batch norms around shortcuts, then a linear on a view."""
+    builder = Builder("images")
+    shape = (rows, channels, side, side)
+    x = builder.enter("images", shape)
+
+    def conv(name: str, x: str) -> str:
+        weight = builder.enter(f"{name}.weight", (channels, channels, 3, 3), "parameter")
+        flops = 18 * channels * num_elements(shape)
+        y = builder.op(name, "conv2d", Role.ADJUSTABLE, [x, weight], shape, flops=flops)
+        kept = [builder.enter(f"{name}.norm.{part}", (channels,), "parameter") for part in ("weight", "bias")]
+        return builder.follow(f"{name}.norm", "batch_norm", y, kept=kept)
+
+    for block in range(num_blocks):
+        y = builder.follow(f"{block}.relu", "relu", conv(f"{block}.conv1", x))
+        x = builder.follow(f"{block}.add", "add", conv(f"{block}.conv2", y), x)
+    x = builder.op("view", "view", Role.FOLLOWING, [x], (rows, channels * side * side))
+    builder.loss("loss", builder.linear("head", x, 10))
+    return builder.build()
+
+
 def profile_of(
     graph: OpGraph,
     name: str = "infer",
@@ -219,9 +240,10 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
     """Graphs of products, followers and fixed operators that share values, weights and types at random."""
     builder = Builder("drawn")
     size = 4
-    builder.enter("x", (size, size))
-    builder.enter("mask", (size, size), dtype="bool")
-    builder.enter("wide", (size, size), dtype=draw(st.sampled_from(["fp32", "fp64", "bf16"])))
+    shape = draw(st.sampled_from([(size, size), (2, 2, size, size)]))
+    builder.enter("x", shape)
+    builder.enter("mask", shape, dtype="bool")
+    builder.enter("wide", shape, dtype=draw(st.sampled_from(["fp32", "fp64", "bf16"])))
     weights = [builder.enter(f"w{j}", (size, size), "parameter") for j in range(3)]
     values = ["x", "wide"]
     for number in range(draw(st.integers(1, max_ops))):
@@ -238,11 +260,11 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
             y = "x"
         weight = draw(st.sampled_from(weights))
         if kind in ("linear", "conv2d"):
-            builder.op(name, kind, Role.ADJUSTABLE, [x, weight], (size, size), flops=128)
+            builder.op(name, kind, Role.ADJUSTABLE, [x, weight], shape, flops=128)
         elif kind == "addmm":
-            builder.op(name, kind, Role.ADJUSTABLE, [weights[0], x, weight], (size, size), flops=128)
+            builder.op(name, kind, Role.ADJUSTABLE, [weights[0], x, weight], shape, flops=128)
         elif kind == "matmul":
-            builder.op(name, kind, Role.ADJUSTABLE, [x, y], (size, size), flops=128)
+            builder.op(name, kind, Role.ADJUSTABLE, [x, y], shape, flops=128)
         elif kind == "add":
             builder.follow(name, kind, x, draw(st.sampled_from([y, weight])))
         elif kind == "masked_fill":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
+from graphs import Builder, assignments_for, encoder, graphs, images, mlp, precisions_for
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -82,7 +82,7 @@ def test_touched_covers_every_operator_whose_nodes_changed(graph, narrow, data):
     name, to = data.draw(steps(graph))
 
     def nodes(i):
-        return lowering.mode(i), lowering.form(i), lowering.anchored_casts(i), lowering.output_casts(i)
+        return lowering.run(i).timed_as, lowering.anchored_casts(i), lowering.output_casts(i)
 
     before = [nodes(i) for i in range(len(graph.ops))]
     touched = change(lowering, name, to).touched
@@ -254,3 +254,26 @@ def test_only_following_operators_of_some_kinds_can_save_less(name):
         lower(encoder(1), {}, saving_less=[name])
     with pytest.raises(MismatchError, match="following operators of the kinds gelu"):
         Lowering(encoder(1), {}).save_less(name)
+
+
+def turned(graph: OpGraph, assignment: dict[str, Precision]) -> list[str]:
+    return [name for name, run in runs(lower(graph, assignment)).items() if run.turned]
+
+
+def test_images_stay_in_channels_last_order_from_a_lowered_convolution_to_the_view():
+    graph = images(2)
+    assert turned(graph, {"head": Precision.INT8}) == []
+    low = lower(graph, {"0.conv2": Precision.BF16})
+    after = ["0.conv2.norm", "0.add", "1.conv1", "1.conv1.norm", "1.relu", "1.conv2", "1.conv2.norm", "1.add"]
+    assert [name for name, run in runs(low).items() if run.turned] == [*after, "view"]
+    assert runs(low)["1.conv1"].timed_as == "fp32 channels_last" and runs(low)["0.conv1"].timed_as == "fp32"
+    low = lower(graph, {"0.conv2": Precision.BF16, "1.conv1": Precision.INT8})
+    assert [c.taken_as for c in casts(low) if c.value == "0.add"] == ["fp32 channels_last"]
+
+
+def test_what_an_8_bit_operator_hands_on_is_part_of_how_it_is_timed():
+    graph = images(1)
+    both = runs(lower(graph, {"0.conv1": Precision.INT8, "0.conv2": Precision.INT8}))
+    alone = runs(lower(graph, {"0.conv1": Precision.INT8}))
+    assert both["0.conv1"].timed_as == "int8 narrowing" and alone["0.conv1"].timed_as == "int8"
+    assert runs(lower(graph, {"0.conv1": Precision.INT8}, narrow=None))["0.conv1"].timed_as == "int8"

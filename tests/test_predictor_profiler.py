@@ -38,13 +38,13 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 class Ticks:
-    """A clock that moves one second a look."""
+    """A clock that moves one second a look, or `pace`."""
 
     def __init__(self) -> None:
-        self.time = 0.0
+        self.time, self.pace = 0.0, 1.0
 
     def now(self) -> float:
-        self.time += 1.0
+        self.time += self.pace
         return self.time
 
     def seconds(self, start: float, end: float) -> float:
@@ -82,7 +82,7 @@ def test_every_node_of_any_lowering_has_a_cost(measured):
 def test_products_have_forward_and_backward_times_at_each_precision(measured):
     _, _, profile = measured
     for op in ("first", "second"):
-        assert set(profile.ops[op]) == set(PRECISIONS)
+        assert {mode.partition(" ")[0] for mode in profile.ops[op]} == set(PRECISIONS)
         for cost in profile.ops[op].values():
             assert cost.forward_s > 0 and cost.backward_s > 0
     assert profile.optimizer_s > 0 and profile.host_s > 0 and profile.outside.forward_s > 0
@@ -102,6 +102,48 @@ def test_the_parts_of_a_profiled_step_make_up_the_whole():
     )
     timeline = replay(profiler.graph, {"only": {}}, {"only": profile}, cluster)
     assert timeline.step_s - profile.optimizer_s == pytest.approx(profile.step_s["fp32"], rel=1e-9)
+
+
+def test_the_weights_are_put_back_though_real_steps_are_taken():
+    torch.manual_seed(5)
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    seen: list[bool] = []
+
+    def watched(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        seen.append(torch.equal(model.first.weight, before["first.weight"]))
+        return loss(model, batch)
+
+    qsync.profile(model, BATCH, watched, precisions=["fp32", "bf16"], rounds=1)
+    assert not all(seen), "no step of the optimizer was ever taken"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_slow_round_is_taken_out_of_the_costs():
+    """Every step of one round takes twice as long: costs are those of the others."""
+    model = Net()
+    program = runtime.attach(model, lambda graph: {})
+    clock = Ticks()
+    profiler = Profiler(
+        program, lambda: loss(model, BATCH), list(model.parameters()), [Precision.FP32, Precision.BF16], clock
+    )
+    for pace in (1.0, 2.0, 1.0, 2.0):
+        clock.pace = pace
+        profiler.round()
+    steady = Profiler(
+        program,
+        lambda: loss(model, BATCH),
+        list(model.parameters()),
+        [Precision.FP32, Precision.BF16],
+        Ticks(),
+    )
+    steady.round()
+    drift = profiler.drift()
+    assert drift[1] / drift[0] == pytest.approx(2.0, rel=0.01) and drift[0] == pytest.approx(drift[2])
+    slow, usual = profiler.profile("x", {}), steady.profile("x", {})
+    assert slow.ops["first"]["bf16"].total_s == pytest.approx(
+        1.5 * usual.ops["first"]["bf16"].total_s, rel=0.02
+    )
 
 
 def test_optimizer_state_is_counted():

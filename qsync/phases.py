@@ -1,0 +1,136 @@
+"""Where each rank's time goes in steps of a real training loop, seen from hooks: nobody's loop is changed.
+
+A step, as a rank sees it, from one optimizer step to the next:
+
+    host        from the end of the optimizer's step to the start of forward: batches, zero_grad, logging
+    compute     forward, loss and backward, to this rank's own last gradient
+    blocked     from there to the start of the optimizer's step: communication, and waiting for other ranks
+    optimizer   the optimizer's step
+
+and `period` is all of it. Looks cost about a microsecond each, one per parameter and step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from qsync.predictor.clocks import Clock, CudaClock, WallClock
+
+KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of one step on one rank, by phase."""
+
+    host_s: float
+    compute_s: float
+    blocked_s: float
+    optimizer_s: float
+
+    @property
+    def period_s(self) -> float:
+        return self.host_s + self.compute_s + self.blocked_s + self.optimizer_s
+
+    def to_json(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def median(steps: Iterable[Phases]) -> Phases:
+    """The median of each phase over steps. Raises statistics.StatisticsError where there are none."""
+    taken = list(steps)
+    return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
+
+
+class PhaseTimer:
+    """Times the steps of `model` from now on, in whatever loop; `steps` holds the last ones.
+
+    `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
+    gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
+    first forward on; evaluation between two steps counts as host. The first step is not counted.
+
+    >>> timer = PhaseTimer(ddp, ddp.module)
+    >>> ...                                   # train
+    >>> median(timer.steps).blocked_s
+    """
+
+    def __init__(self, model: torch.nn.Module, trained: torch.nn.Module, kept: int = KEPT) -> None:
+        self.steps: deque[Phases] = deque(maxlen=kept)
+        parameters = [p for p in trained.parameters() if p.requires_grad]
+        cuda = bool(parameters) and parameters[0].device.type == "cuda"
+        self._clock: Clock = CudaClock() if cuda else WallClock()
+        self._marks: list[tuple[Any, Any, Any, Any, Any]] = []
+        self._ended: Any = None
+        self._begun: Any = None
+        self._last_gradient: Any = None
+        self._stepping: Any = None
+        self._own = {id(p) for p in parameters}
+        here = weakref.ref(self)  # hooks must not keep the timer alive: whoever holds it decides
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: _tell(here, "_forward")),
+            *(p.register_post_accumulate_grad_hook(lambda _: _tell(here, "_gradient")) for p in parameters),
+            register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(here, "_step_begins", optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer)),
+        ]
+
+    def stop(self) -> None:
+        """Time no more, and leave no hook behind."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def settle(self) -> None:
+        """Turn what was marked into `steps`. On a GPU this waits for it, once."""
+        self._clock.settle()
+        between = self._clock.seconds
+        for ended, begun, gradient, stepping, end in self._marks:
+            self.steps.append(
+                Phases(
+                    between(ended, begun), between(begun, gradient), between(gradient, stepping),
+                    between(stepping, end),
+                )  # fmt: skip
+            )
+        self._marks.clear()
+
+    def restart(self) -> None:
+        """Forget the step under way: what comes next is not this loop's."""
+        self._ended = self._begun = None
+
+    def _forward(self) -> None:
+        if self._begun is None and torch.is_grad_enabled():
+            self._begun = self._clock.now()
+
+    def _gradient(self) -> None:
+        self._last_gradient = self._clock.now()
+
+    def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._steps_ours(optimizer):
+            self._stepping = self._clock.now()
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._steps_ours(optimizer):
+            return
+        now = self._clock.now()
+        if self._ended is not None and self._begun is not None and self._last_gradient is not None:
+            self._marks.append((self._ended, self._begun, self._last_gradient, self._stepping, now))
+            if len(self._marks) >= (self.steps.maxlen or KEPT):
+                self._marks.pop(0)
+        self._ended, self._begun, self._last_gradient = now, None, None
+
+    def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether this optimizer, of all in the process, is the one of our parameters."""
+        return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"][:1])
+
+
+def _tell(here: weakref.ref[PhaseTimer], what: str, *args: Any) -> None:
+    timer = here()
+    if timer is not None:
+        getattr(timer, what)(*args)
