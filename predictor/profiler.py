@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,6 +28,8 @@ from qsync.profiles import Cost, Profile
 
 # The first step after another assignment takes a few tenths of a millisecond longer: much of one this short.
 SHORT_STEP_S = 0.1
+# A step known to this part of its time is known well enough: replay's own error is larger.
+GOOD_ENOUGH = 0.005
 # How many mixed steps are timed for each uniform one.
 MIXTURES_PER_PRECISION = 2
 
@@ -81,9 +84,13 @@ class Profiler:
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
         self._rounds = 0
+        self._began_s = time.perf_counter()
+        self._num_steps = 0
         self._optimizer = make_optimizer(self._parameters)
         self._warm_up_s: dict[str, float] = {}
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
+        progress("profile, tracing")
+        self._step(*self._choices[0][1:])
         for label, choose, less in self._choices:
             progress(f"profile {label}, warm-up")
             self._warm_up_s[label] = self._step(choose, less).total
@@ -115,8 +122,7 @@ class Profiler:
         totals: dict[str, list[float]] = defaultdict(list)
         for label, step in self._samples:
             totals[label].append(step.total)
-        drift = self.drift()
-        pace = [drift[i // len(self._choices)] for i in range(len(self._samples))]
+        pace = self._pace()
         ops, casts = _medians(self._samples, pace)
         return Profile(
             device_class=device_class,
@@ -133,7 +139,40 @@ class Profiler:
             machine=dict(machine),
             emulated_share=emulated_share,
             bucket_s_per_byte=_median(self._bucket),
+            noise=self.noise(),
+            drift=_robust_deviation(self.drift()),
+            error=_unseen_error(self._samples, pace),
+            num_steps=self._num_steps,
+            seconds=time.perf_counter() - self._began_s,
         )
+
+    def fill(self, seconds: float, least: int = 2, most: int = 12) -> None:
+        """As many rounds as it takes to know a step to half a per cent, and no longer than `seconds` in all.
+
+        The time counts from the profiler's making; `least` rounds are taken in any case.
+        """
+        for done in range(1, most + 1):
+            begun_s = time.perf_counter()
+            self.round()
+            now_s = time.perf_counter()
+            late = now_s - self._began_s + (now_s - begun_s) > seconds
+            if done >= least and (late or self.noise() / math.sqrt(done) < GOOD_ENOUGH):
+                return
+
+    def noise(self) -> float:
+        """How much a step differs from its like once drift is taken out: a part of its time."""
+        usual: dict[str, list[float]] = defaultdict(list)
+        for (label, step), slow in zip(self._samples, self._pace(), strict=True):
+            usual[label].append(step.total / slow)
+        # Each median was taken from the same steps, which makes them look closer to it than they are.
+        lost = math.sqrt(self._rounds / (self._rounds - 1)) if self._rounds > 1 else 1.0
+        around = [time_s / statistics.median(times) for times in usual.values() for time_s in times]
+        return lost * _robust_deviation(around)
+
+    def _pace(self) -> list[float]:
+        """The drift of the round that each sample is of."""
+        drift = self.drift()
+        return [drift[i // len(self._choices)] for i in range(len(self._samples))]
 
     def drift(self) -> list[float]:
         """How slow the machine was in each round, against the median round: median over its steps."""
@@ -148,6 +187,7 @@ class Profiler:
 
     def _step(self, choose: Choose, less: bool) -> StepTimes:
         """A whole step; it changes the weights."""
+        self._num_steps += 1
         self._runner.choose(choose, self._recorder, _everything if less else None)
         step = _timed_step(self._recorder, self._loss, self._parameters)
         start = self._clock.now()
@@ -181,8 +221,15 @@ def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str
             op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
         }
 
+    made: dict[str, list[dict[str, Precision]]] = {}
+
     def mixture(k: int) -> Choose:
-        return lambda graph: mixtures(graph, precisions, num)[k]
+        def choose(graph: OpGraph) -> Mapping[str, Precision]:
+            if graph.shapes_hash not in made:
+                made[graph.shapes_hash] = mixtures(graph, precisions, num)
+            return made[graph.shapes_hash][k]
+
+        return choose
 
     choices: list[tuple[str, Choose]] = [(str(precision), uniform(precision)) for precision in precisions]
     if len(precisions) > 1:
@@ -246,6 +293,37 @@ def _medians(
     return dict(ops), {key: _median_cost(costs, scale) for key, costs in casts.items()}
 
 
+def _unseen_error(samples: Sequence[tuple[str, StepTimes]], pace: Sequence[float]) -> float:
+    """By how much steps of mixed precision are missed by costs taken from all other steps: root mean square.
+
+    Leave one out: what the profile would have said of that mixture, had it not seen it.
+    """
+    misses = []
+    for label in dict.fromkeys(label for label, _ in samples if label.startswith("mixture")):
+        others = [(sample, slow) for sample, slow in zip(samples, pace, strict=True) if sample[0] != label]
+        own = [(step, slow) for (name, step), slow in zip(samples, pace, strict=True) if name == label]
+        ops, casts = _medians([sample for sample, _ in others], [slow for _, slow in others])
+        predicted = measured = 0.0
+        for j, (node, _) in enumerate(own[0][0].nodes):
+            found = (
+                casts.get((node.value, node.taken_as, node.target))
+                if isinstance(node, Cast)
+                else ops.get(node.op, {}).get(node.timed_as)
+            )
+            if found is not None:  # seen nowhere else: there is nothing to compare
+                predicted += found.total_s
+                measured += _median(step.nodes[j][1].total_s / slow for step, slow in own)
+        if predicted:
+            misses.append(measured / predicted - 1.0)
+    return math.sqrt(statistics.fmean(miss**2 for miss in misses)) if misses else 0.0
+
+
+def _robust_deviation(values: Sequence[float]) -> float:
+    """Standard deviation by the median distance from the median, times 1.4826, as of a normal law."""
+    middle = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+
+
 def _whole_over_parts(samples: Sequence[tuple[str, StepTimes]]) -> float:
     """Median time of a step's nodes together, over the sum of their medians; over all labels."""
     whole = parts = 0.0
@@ -267,7 +345,9 @@ def _median(values: Any) -> float:
 
 def _median_cost(costs: Sequence[Cost], scale: float = 1.0) -> Cost:
     return Cost(
-        scale * _median(cost.forward_s for cost in costs), scale * _median(cost.backward_s for cost in costs)
+        scale * _median(cost.forward_s for cost in costs),
+        scale * _median(cost.backward_s for cost in costs),
+        scale * _robust_deviation([cost.total_s for cost in costs]),
     )
 
 

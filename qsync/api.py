@@ -33,7 +33,8 @@ def profile(
     *,
     device_class: DeviceClass | None = None,
     precisions: Sequence[Precision | str] | None = None,
-    rounds: int = 3,
+    rounds: int | None = None,
+    seconds: float = 30.0,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
@@ -42,15 +43,19 @@ def profile(
     model.
 
     `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
-    is used. With `save_less` following operators are also timed as they run when they save less for backward
-    (`Plan.save_less`), which takes twice as long. The model's weights, buffers, gradients and the random
-    state are as before afterwards. Times are in seconds. Raises CalibrationError for an empty batch or a loss
-    that is not finite, TracingError for a model that cannot be traced.
+    is used. Takes as many rounds of steps as are needed to know a step to half a per cent, in at most
+    `seconds` (two at the least), or `rounds`. With `save_less` following operators are also timed as they run
+    when they save less for backward (`Plan.save_less`), which takes twice as long. The model's weights,
+    buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
+    CalibrationError for an empty batch or a loss that is not finite, TracingError for a model that cannot be
+    traced.
 
     >>> profile = qsync.profile(model, batch)
     """
-    if rounds < 1:
-        raise CalibrationError(f"rounds must be at least 1, found {rounds}; 3 is usual")
+    if rounds is not None and rounds < 1:
+        raise CalibrationError(
+            f"rounds must be at least 1, found {rounds}; leave it out for as many as needed"
+        )
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
     chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(chosen_class)
@@ -63,7 +68,9 @@ def profile(
         clock = clock_for(device, chosen_class.emulated_share)
         try:
             profiler = Profiler(program, loss, trained, chosen, clock, make_optimizer, progress, save_less)
-            for _ in range(rounds):
+            if rounds is None:
+                profiler.fill(seconds)
+            for _ in range(rounds or 0):
                 profiler.round()
         except CalibrationError:
             variance(program, [loss], trained, [])  # names the operator that met NaN or Inf, if one did

@@ -119,7 +119,7 @@ def form_basis(
     graph: OpGraph,
     precisions: Sequence[Precision | str] | None = None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
-    rounds: int = 3,
+    rounds: int | None = None,
     progress: Progress = lambda text: None,
 ) -> Basis:
     """Profile every class on its own ranks, all at the same time, and gather the sensitivity of the model.

@@ -94,9 +94,11 @@ class PhaseTimer:
         for ended, begun, gradient, stepping, end in self._marks:
             self.steps.append(
                 Phases(
-                    between(ended, begun), between(begun, gradient), between(gradient, stepping),
+                    between(ended, begun),
+                    between(begun, gradient),
+                    between(gradient, stepping),
                     between(stepping, end),
-                )  # fmt: skip
+                )
             )
         self._marks.clear()
 

@@ -5,6 +5,7 @@ Both are records: measured once, saved, and read by replay and allocation withou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +22,14 @@ SENSITIVITY_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step."""
+    """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step.
+
+    `spread_s` is how much both together vary from step to step (a robust standard deviation).
+    """
 
     forward_s: float
     backward_s: float = 0.0
+    spread_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -42,6 +47,10 @@ class Profile:
     loss). `host_s` is the rest of a step: Python. `optimizer_s` is one optimizer step with zero_grad;
     `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
     all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
+
+    How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
+    from its like, `drift` how much the machine changed between rounds, and `error` by how much the profile
+    missed steps of mixed precision that it had not seen. It took `num_steps` steps and `seconds`.
     """
 
     device_class: str
@@ -60,6 +69,16 @@ class Profile:
     bucket_s_per_byte: float = 0.0
     reduce_s_per_call: float = 0.0
     reduce_s_per_byte: float = 0.0
+    noise: float = 0.0
+    drift: float = 0.0
+    error: float = 0.0
+    num_steps: int = 0
+    seconds: float = 0.0
+
+    @property
+    def uncertainty(self) -> float:
+        """Standard deviation of (measured - predicted) / predicted to expect of a run's median step."""
+        return math.hypot(self.error, self.drift)
 
     @property
     def hash(self) -> str:
@@ -88,16 +107,15 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)
-        body["casts"] = [[*key, cost.forward_s, cost.backward_s] for key, cost in self.casts.items()]
+        body["casts"] = [[*key, *_numbers(cost)] for key, cost in self.casts.items()]
         body["cast_fit"] = [
             [*key, base.forward_s, base.backward_s, slope.forward_s, slope.backward_s]
             for key, (base, slope) in self.cast_fit.items()
         ]
         body["ops"] = {
-            op: {mode: [cost.forward_s, cost.backward_s] for mode, cost in modes.items()}
-            for op, modes in self.ops.items()
+            op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
         }
-        body["outside"] = [self.outside.forward_s, self.outside.backward_s]
+        body["outside"] = _numbers(self.outside)
         return {"kind": "profile", "version": PROFILE_VERSION, **body}
 
     @classmethod
@@ -108,7 +126,7 @@ class Profile:
             body["ops"] = {
                 op: {mode: Cost(*cost) for mode, cost in modes.items()} for op, modes in value["ops"].items()
             }
-            body["casts"] = {(v, s, t): Cost(f, b) for v, s, t, f, b in value["casts"]}
+            body["casts"] = {(v, s, t): Cost(*cost) for v, s, t, *cost in value["casts"]}
             body["cast_fit"] = {
                 (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
             }
@@ -125,6 +143,10 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         return cls.from_json(read_json(path))
+
+
+def _numbers(cost: Cost) -> list[float]:
+    return [cost.forward_s, cost.backward_s, cost.spread_s]
 
 
 @dataclass(frozen=True, slots=True)

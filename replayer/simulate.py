@@ -33,6 +33,9 @@ from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 # computes after the last all-reduce.
 NUM_STEPS = 3
 
+# Of a normal law, nine values in ten lie within this many standard deviations.
+NINE_IN_TEN = 1.645
+
 # However dear an all-reduce, the scheduler leaves compute some of the core.
 LEAST_RATE = 0.1
 
@@ -189,7 +192,29 @@ def replay(
         times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)
         rates = [compute_rate(works[c], k, d, exchange.link) for k, d in enumerate(exchange.durations_s)]
         events += class_events(name, entry, lowered, copies, times, flights, rates)
-    return Timeline(step.reduced_s, classes, tuple(events))
+    uncertainty = [entry.profile.uncertainty for entry in costs.values()]
+    return Timeline(
+        step.reduced_s, classes, tuple(events), interval_s=_interval(works, uncertainty, exchange)
+    )
+
+
+def _interval(
+    works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
+) -> tuple[float, float] | None:
+    """The step if every class is as much faster, or slower, than its profile as one run in twenty is."""
+    if not any(uncertainty):
+        return None
+    fast, slow = (
+        step_time(
+            [
+                work.slower(max(LEAST_RATE, 1.0 + sign * NINE_IN_TEN * part))
+                for work, part in zip(works, uncertainty, strict=True)
+            ],
+            exchange,
+        )
+        for sign in (-1.0, 1.0)
+    )
+    return fast, slow
 
 
 def _memory_bytes(

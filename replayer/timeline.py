@@ -51,6 +51,9 @@ class ClassTimeline:
 class Timeline:
     """One steady synchronous step of the whole cluster, simulated.
 
+    The median step of a run should lie within `interval_s` nine times in ten, as far as the profiles can tell
+    (`Profile.uncertainty`); None where they say nothing of their own error.
+
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction
     """
@@ -59,6 +62,7 @@ class Timeline:
     classes: Mapping[str, ClassTimeline]
     events: tuple[Event, ...]
     simulated: bool = True
+    interval_s: tuple[float, float] | None = None
 
     def __getitem__(self, device_class: str) -> ClassTimeline:
         if device_class not in self.classes:
@@ -77,7 +81,12 @@ class Timeline:
                 key: getattr(entry, key) for key in ClassTimeline.__dataclass_fields__ if key != "nodes"
             }
             classes[name] = {**numbers, "nodes": [_node_to_json(node) for node in entry.nodes]}
-        body = {"simulated": self.simulated, "step_s": self.step_s, "classes": classes}
+        body = {
+            "simulated": self.simulated,
+            "step_s": self.step_s,
+            "interval_s": list(self.interval_s) if self.interval_s else None,
+            "classes": classes,
+        }
         return {
             "kind": "timeline",
             "version": VERSION,
@@ -99,7 +108,8 @@ class Timeline:
             }
         except (TypeError, ValueError, KeyError) as error:
             raise FormatError(f"the timeline file cannot be read ({error}); replay the plan again") from error
-        return cls(float(step_s), classes, events, bool(value.get("simulated", True)))
+        interval = tuple(value["interval_s"]) if value.get("interval_s") else None
+        return cls(float(step_s), classes, events, bool(value.get("simulated", True)), interval)
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, self.to_json())

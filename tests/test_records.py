@@ -282,7 +282,7 @@ def test_a_graph_that_cannot_be_read_is_refused(change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"ops": {"head": {"fp32": [1, 2, 3]}}}, {"casts": [[1]]}, {"surplus": 1}, {"outside": None}]
+    "change", [{"ops": {"head": {"fp32": [1, 2, 3, 4]}}}, {"casts": [[1]]}, {"surplus": 1}, {"outside": None}]
 )
 def test_a_profile_that_cannot_be_read_is_refused(change):
     with pytest.raises(FormatError, match=r"the profile file cannot be read .*; measure it again"):
