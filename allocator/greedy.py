@@ -119,7 +119,8 @@ def as_plan(
             )
         entry = timeline[name]
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
-        classes[name] = ClassPlan(assignment, predicted, profiles[name].hash)
+        profile = profiles[name]
+        classes[name] = ClassPlan(assignment, predicted, profile.hash, origin=profile.origin)
     return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes)
 
 

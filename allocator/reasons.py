@@ -36,6 +36,7 @@ class Reason:
     memory_if_raised_bytes: int
     variance_regained: float
     verdict: str
+    origin: str = "measured"  # of the class's costs: Profile.origin
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -81,7 +82,10 @@ def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
     state.back(move)
     verdict = _verdict(state.problem, name, op, precision, raised, saved, step_s, late_s, memory, target_s)
     regained = variance[precision] - variance[raised]
-    return Reason(op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict)
+    return Reason(
+        op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict,
+        state.problem.classes[name].profile.origin,
+    )  # fmt: skip
 
 
 def _verdict(

@@ -24,7 +24,7 @@ from qsync.files import write_bytes
 from qsync.graph import OpGraph
 from qsync.plans import Plan
 from qsync.precision import Precision
-from qsync.profiles import Sensitivity
+from qsync.profiles import Sensitivity, shown
 from qsync.replayer.timeline import Timeline
 
 INK, FAINT = "#333333", "#8a9099"
@@ -147,7 +147,7 @@ def lanes_of(timeline: Timeline, emulated: Collection[str] = ()) -> list[Lane]:
     for name, entry in timeline.classes.items():
         events = [(e.kind, e.start_s, e.duration_s) for e in timeline.events if e.device_class == name]
         note = "\nemulated" if name in emulated else ""
-        lanes.append({"label": f"{name} × {entry.num_ranks}{note}", "events": events})
+        lanes.append({"label": f"{shown(name, entry.origin)} × {entry.num_ranks}{note}", "events": events})
     return lanes
 
 

@@ -1,7 +1,7 @@
-"""The command line: doctor, demo, plan, explain, replay, diff.
+"""The command line: doctor, demo, learn, plan, explain, replay, diff.
 
 Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only
-doctor and demo import torch.
+doctor, demo and learn import torch.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,10 @@ PlanFile = Annotated[Path, typer.Argument(help="A plan.json.", show_default=Fals
 BasisFolder = Annotated[
     Path | None,
     typer.Option("--basis", help="Folder with the graph and profiles.", show_default="the plan's own folder"),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="cluster.toml to plan for.", show_default="the folder's cluster.json"),
 ]
 
 
@@ -128,6 +133,44 @@ def demo(
 
 
 @app.command()
+def learn(
+    basis: Annotated[
+        Path,
+        typer.Argument(metavar="FOLDER", help="Holds the graph whose operators matter.", show_default=False),
+    ],
+    samples: Annotated[int, typer.Option(help="How many operators to measure.")] = 160,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure a few operators here and learn what others cost: FOLDER/costs.json, for what-if planning."""
+    from qsync.graph import OpGraph
+    from qsync.whatif import COSTS
+
+    if samples < 1:
+        raise QSyncError(f"--samples must be at least 1, found {samples}; 160 is usual")
+    graph = OpGraph.load(basis / "graph.json")
+    with Console(stderr=True).status("learning costs") as status:
+        from qsync import learning
+        from qsync.predictor.calls import calls
+
+        model = learning.learn(
+            device=device, wanted=[call for _, call in calls(graph)], num=samples, progress=status.update
+        )
+    model.save(basis / COSTS)
+    error = model.error
+    if as_json:
+        _print_json({"samples": len(model.samples), "error": asdict(error) if error else None})
+        return
+    table = Table(title="Error of the learned costs, at shapes held out (measured)")
+    for heading in ("operator", "median", "95th percentile"):
+        table.add_column(heading, justify="left" if heading == "operator" else "right")
+    for kind, (median, most) in {**error.by_kind, "all": error.overall}.items() if error else ():
+        table.add_row(kind, f"{median:.0%}", f"{most:.0%}")
+    console.print(table)
+    console.print(f"written to {basis / COSTS}", highlight=False, soft_wrap=True)
+
+
+@app.command()
 def plan(
     basis: Annotated[
         Path,
@@ -136,9 +179,7 @@ def plan(
         ),
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
-    cluster: Annotated[
-        Path | None, typer.Option(help="cluster.toml to plan for.", show_default="the folder's cluster.json")
-    ] = None,
+    cluster: ClusterFile = None,
     target_step: Annotated[
         float | None, typer.Option(help="Step time to reach, in seconds.", show_default="the least possible")
     ] = None,
@@ -162,8 +203,7 @@ def plan(
 ) -> None:
     """Choose the precision of every operator on every device class."""
     from qsync.allocator import allocate, check_plan
-    from qsync.cluster import Cluster
-    from qsync.folders import Basis
+    from qsync.whatif import load_basis
 
     pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
     budgets = {name: _bytes(text) for name, text in _pairs(memory, "--memory", "CLASS=BYTES").items()}
@@ -171,7 +211,7 @@ def plan(
         raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
     if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
         raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
-    found = Basis.load(basis, Cluster.load(cluster) if cluster else None)
+    found = load_basis(basis, cluster)
     chosen = allocate(
         found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
         budgets=budgets, pins=pins, lower_all=lower_all, margin=margin,
@@ -192,11 +232,14 @@ def plan(
 
 
 @app.command()
-def explain(plan_file: PlanFile, basis: BasisFolder = None, as_json: Json = False) -> None:
+def explain(
+    plan_file: PlanFile, basis: BasisFolder = None, cluster: ClusterFile = None, as_json: Json = False
+) -> None:
     """Why each lowered operator is lowered: time saved, variance added, what raising it would do."""
     from qsync.allocator import explain as reasons_for
+    from qsync.profiles import shown
 
-    chosen, found = _load(plan_file, basis)
+    chosen, found = _load(plan_file, basis, cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
         bucket_cap_bytes=chosen.bucket_cap_bytes,
@@ -212,8 +255,9 @@ def explain(plan_file: PlanFile, basis: BasisFolder = None, as_json: Json = Fals
         table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
     for reason in reasons:
         table.add_row(
-            reason.device_class, reason.op, str(reason.precision), f"{reason.time_saved_s * 1e3:.2f} ms",
-            f"{reason.added_variance:.2e}", reason.verdict.partition("; ")[2],
+            shown(reason.device_class, reason.origin), reason.op, str(reason.precision),
+            f"{reason.time_saved_s * 1e3:.2f} ms", f"{reason.added_variance:.2e}",
+            reason.verdict.partition("; ")[2],
         )  # fmt: skip
     console.print(table)
 
@@ -222,15 +266,17 @@ def explain(plan_file: PlanFile, basis: BasisFolder = None, as_json: Json = Fals
 def replay(
     plan_file: PlanFile,
     basis: BasisFolder = None,
+    cluster: ClusterFile = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the step of every class here (PNG).")] = None,
     as_json: Json = False,
 ) -> None:
     """What a step under a plan takes on every rank, and where each waits (simulated)."""
+    from qsync.profiles import shown
     from qsync.replayer import replay as simulate
     from qsync.replayer.trace import write_trace
 
-    chosen, found = _load(plan_file, basis)
+    chosen, found = _load(plan_file, basis, cluster)
     timeline = simulate(
         found.graph, chosen, found.profiles, found.cluster, bucket_cap_bytes=chosen.bucket_cap_bytes
     )
@@ -249,8 +295,9 @@ def replay(
     for name, entry in timeline.classes.items():
         communication = (entry.slowed_s + entry.exposed_s) * 1e3
         table.add_row(
-            name, str(entry.num_ranks), f"{entry.compute_s * 1e3:.1f} ms", f"{communication:.1f} ms",
-            f"{entry.wait_s * 1e3:.1f} ms", f"{entry.memory_bytes / 2**20:.0f} MiB",
+            shown(name, entry.origin), str(entry.num_ranks), f"{entry.compute_s * 1e3:.1f} ms",
+            f"{communication:.1f} ms", f"{entry.wait_s * 1e3:.1f} ms",
+            f"{entry.memory_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
     console.print(table)
 
@@ -273,22 +320,24 @@ def diff(
     )
 
 
-def _load(plan_file: Path, basis: Path | None) -> tuple[Any, Any]:
+def _load(plan_file: Path, basis: Path | None, cluster: Path | None) -> tuple[Any, Any]:
     """A plan and what it was made from, known to belong together."""
-    from qsync.folders import Basis
     from qsync.plans import Plan
+    from qsync.whatif import load_basis
 
     chosen = Plan.load(plan_file)
     if basis is None and not (plan_file.parent / "graph.json").is_file():
         raise QSyncError(
             f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis"
         )
-    found = Basis.load(basis or plan_file.parent)
+    found = load_basis(basis or plan_file.parent, cluster)
     chosen.check_graph(found.graph)
     return chosen, found
 
 
 def _plan_table(chosen: Any) -> Table:
+    from qsync.profiles import shown
+
     table = Table(title=f"Plan for {chosen.model}: {chosen.step_s * 1e3:.1f} ms a step (simulated)")
     for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
         table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
@@ -298,7 +347,7 @@ def _plan_table(chosen: Any) -> Table:
             counts[str(precision)] = counts.get(str(precision), 0) + 1
         precisions = ", ".join(f"{number} {precision}" for precision, number in counts.items())
         table.add_row(
-            name, f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
+            shown(name, entry.origin), f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
             f"{entry.predicted.wait_s * 1e3:.1f} ms", f"{entry.predicted.memory_bytes / 2**20:.0f} MiB",
             f"{entry.predicted.added_variance:.2e}",
         )  # fmt: skip

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from qsync.datasheets import datasheet
 from qsync.errors import FormatError
 from qsync.files import check_fields, field
 from qsync.precision import Precision
@@ -21,6 +22,7 @@ class DeviceClass:
     """What one kind of card can do.
 
     `emulated_share` is set when the class is emulated: the share of its core that such a rank is given.
+    `datasheet` names the data sheet of a device that is not here: what is planned for it is simulated.
     """
 
     name: str
@@ -29,6 +31,7 @@ class DeviceClass:
     memory_bytes: int
     precisions: tuple[Precision, ...]
     emulated_share: float | None = None
+    datasheet: str | None = None
 
     @property
     def narrow(self) -> str | None:
@@ -111,6 +114,8 @@ class Cluster:
 def _device_class(entry: Any, where: str) -> DeviceClass:
     if not isinstance(entry, dict):
         raise FormatError(f"{where} must be a table with name, device, count, memory_bytes and precisions")
+    if entry.get("datasheet") is not None:
+        entry = _from_datasheet(entry, where)
     count = field(entry, "count", int, where)
     memory = field(entry, "memory_bytes", int, where)
     share = entry.get("emulated_share")
@@ -136,7 +141,23 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
     device = field(entry, "device", str, where)
     if device not in ("cpu", "cuda"):
         raise FormatError(f"{where}: device must be 'cpu' or 'cuda', found {device!r}")
-    return DeviceClass(field(entry, "name", str, where), device, count, memory, precisions, share)
+    name, sheet = field(entry, "name", str, where), entry.get("datasheet")
+    return DeviceClass(name, device, count, memory, precisions, share, sheet)
+
+
+def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """A class whose memory and precisions are its data sheet's, unless it says otherwise."""
+    try:
+        sheet = datasheet(field(entry, "datasheet", str, where))
+    except FormatError as error:
+        raise FormatError(str(error) if where in str(error) else f"{where}: {error}") from error
+    for text in field({"precisions": [], **entry}, "precisions", (list, tuple), where):
+        if text not in list(sheet.precisions):
+            known = ", ".join(sheet.precisions)
+            raise FormatError(f"{where}: {sheet.name} has no {text}; it has {known}")
+    usual = [str(precision) for precision in sheet.precisions if precision is not Precision.INT8_ALL]
+    own = {"device": "cuda", "memory_bytes": sheet.memory_bytes, "precisions": usual}
+    return {**own, **entry, "datasheet": sheet.name}
 
 
 def _link(entry: Mapping[str, Any], where: str) -> Link:

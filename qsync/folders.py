@@ -37,7 +37,8 @@ class Basis:
 
     @classmethod
     def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
-        """Read a basis, for its own cluster or the one given.
+        """Read a basis, for its own cluster or the one given. Classes of data sheets are left without a
+        profile.
 
         FormatError names the file that is missing or malformed.
         """
@@ -50,7 +51,11 @@ class Basis:
             cluster = Cluster.from_json(
                 read_json(folder / "cluster.json"), where=str(folder / "cluster.json")
             )
-        profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
+        profiles = {
+            c.name: Profile.load(folder / f"profile-{c.name}.json")
+            for c in cluster.classes
+            if c.datasheet is None  # what is simulated is not on disk: see qsync.whatif
+        }
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
 

@@ -42,6 +42,7 @@ class ClassPlan:
     predicted: Predicted | None = None
     profile_hash: str | None = None
     saving_less: tuple[str, ...] = ()
+    origin: str = "measured"  # of the costs it was chosen by: Profile.origin
 
     @property
     def lowered(self) -> tuple[str, ...]:
@@ -174,6 +175,7 @@ class Plan:
         classes = {
             name: {
                 "profile_hash": class_plan.profile_hash,
+                **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
                 "predicted": asdict(class_plan.predicted) if class_plan.predicted else None,
                 "saving_less": list(class_plan.saving_less),
                 "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
@@ -212,7 +214,9 @@ class Plan:
                     f"{where}: the prediction cannot be read ({error}); replay the plan again"
                 ) from error
             less = tuple(entry.get("saving_less", ()))
-            classes[name] = ClassPlan(assignment, predicted, entry.get("profile_hash"), less)
+            classes[name] = ClassPlan(
+                assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured")
+            )  # fmt: skip
         if not classes:
             raise FormatError("the plan has no device class; plan again")
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))

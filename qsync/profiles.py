@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import field as record_field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ class Cost:
         return self.forward_s + self.backward_s
 
 
+MEASURED, LEARNED, SIMULATED = "measured", "learned", "simulated"
+_SHOWN = {MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)"}
+
+
+def shown(device_class: str, origin: str) -> str:
+    """The name of a class as tables and texts show it: with where its costs come from, unless measured."""
+    return device_class + _SHOWN.get(origin, f" ({origin})")
+
+
 @dataclass(frozen=True, slots=True)
 class Profile:
     """Measured costs of one device class for one graph and batch shape.
@@ -51,6 +61,10 @@ class Profile:
     How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
     from its like, `drift` how much the machine changed between rounds, and `error` by how much the profile
     missed steps of mixed precision that it had not seen. It took `num_steps` steps and `seconds`.
+
+    `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
+    the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device
+    (`predictor.filling`).
     """
 
     device_class: str
@@ -74,6 +88,8 @@ class Profile:
     error: float = 0.0
     num_steps: int = 0
     seconds: float = 0.0
+    origin: str = MEASURED
+    filled: Mapping[str, float] = record_field(default_factory=dict)
 
     @property
     def uncertainty(self) -> float:

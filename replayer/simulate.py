@@ -187,6 +187,7 @@ def replay(
             memory_bytes=_memory_bytes(lowered, profiles[name], cluster, cluster[name]),
             num_ranks=cluster[name].count,
             nodes=lowered.nodes,
+            origin=profiles[name].origin,
         )
         copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
         times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)

@@ -45,6 +45,7 @@ class ClassTimeline:
     memory_bytes: int
     num_ranks: int
     nodes: tuple[Cast | Run, ...] = ()
+    origin: str = "measured"  # of the costs: Profile.origin
 
 
 @dataclass(frozen=True, slots=True)

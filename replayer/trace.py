@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.files import write_json
+from qsync.profiles import shown
 from qsync.replayer.timeline import Timeline
 
 _THREADS = ("compute", "communication")
@@ -28,7 +29,7 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     process = {name: number for number, name in enumerate(timeline.classes)}
     entries: list[dict[str, Any]] = []
     for name, pid in process.items():
-        title = f"{name} x {timeline.classes[name].num_ranks} ({label})"
+        title = f"{shown(name, timeline[name].origin)} x {timeline[name].num_ranks} ({label})"
         entries.append({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": title}})
         entries += [
             {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": thread}}

@@ -16,7 +16,18 @@ ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
 FOLDERS = ("qsync", *ROOMS)
 
 # What every room may import: records, and pure rules on records.
-RECORDS = ("graph", "precision", "cluster", "plans", "profiles", "errors", "files", "lowering", "folders")
+RECORDS = (
+    "datasheets",
+    "graph",
+    "precision",
+    "cluster",
+    "plans",
+    "profiles",
+    "errors",
+    "files",
+    "lowering",
+    "folders",
+)
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = ("records", "backend", "predictor", "replayer", "allocator", "qsync", "experiments", "cli")
 # The command line's modules, above the experiments.

@@ -1,0 +1,291 @@
+"""A learned model of what operators cost: for an operator, a shape or a device that was never profiled.
+
+    t = law(kind, mode, direction) x exp(residual(features)),
+
+in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is a
+launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`); what it misses is a
+smooth
+function of the features (`gaussian`). All of it is relative to the roofline, so a model that was learned here
+prices
+another device as the same shares of that device's peaks: an assumption, not a measurement, and what it prices
+so is called
+simulated.
+
+The model states its own error: of samples held out by shape, and of whole profiles held out.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from qsync.datasheets import DataSheet
+from qsync.errors import CalibrationError, FormatError
+from qsync.files import check_fields, check_header, field, read_json, write_json
+from qsync.predictor.calls import Argument, Call, Direction, has_direction, parts
+from qsync.predictor.features import family, features
+from qsync.predictor.gaussian import Array, Gaussian
+from qsync.predictor.laws import Law
+from qsync.predictor.samples import DIRECTIONS, Sample
+from qsync.profiles import Cost
+
+VERSION = 1
+FOLDS = 5
+# A residual of so many samples or fewer is noise: the law alone is used.
+_FEWEST = 6
+# A kind of its family of which there are more has a residual of its own.
+_ENOUGH = 20
+# Of more than these a residual sees a part: its fit takes the cube of their number.
+_MOST = 300
+# No residual makes a cost more than so many times the law's, or less: e^1.5.
+_MOST_RESIDUAL = 1.5
+
+# The mode that a mode nobody measured here is most like: its shares of the peak are used.
+_ALIKE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+
+Key = tuple[str, str, Direction]
+
+
+@dataclass(frozen=True, slots=True)
+class StatedError:
+    """Relative errors |predicted / measured - 1| of what the model had not seen: median and 95th percentile.
+
+    `by_kind` are of single operators, forward or backward, at shapes held out. `step` is of the operators and
+    casts of whole profiles held out, in each mode; None where there was only one profile.
+    """
+
+    by_kind: Mapping[str, tuple[float, float]]
+    overall: tuple[float, float]
+    step: float | None = None
+
+    def of(self, kind: str) -> float:
+        """The median error of one kind; of all kinds, where that kind was not held out."""
+        return self.by_kind.get(kind, self.overall)[0]
+
+
+class CostModel:
+    """What calls cost on any device, learned from samples.
+
+    >>> model = CostModel.learn(samples_of(graph, profile))
+    >>> model.seconds([(call, "int8", "forward", datasheet("T4"))])
+    """
+
+    def __init__(self, samples: Sequence[Sample], error: StatedError | None = None) -> None:
+        if not samples:
+            raise CalibrationError("there are no samples to learn costs from; profile a model first")
+        self.samples = tuple(samples)
+        self.error = error
+        self._families: dict[Key, Law] = {}
+        self._laws: dict[Key, Law] = {}
+        self._residuals: dict[Key, Gaussian] = {}
+        self._fit()
+
+    @classmethod
+    def learn(cls, samples: Sequence[Sample], seed: int = 0) -> CostModel:
+        """Fit a model, and state its error from fits that had not seen what they predict."""
+        return cls(samples, held_out_error(samples, cls, seed))
+
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
+        """Seconds (N,) of calls in a mode and direction on a device, all at once. KeyError for a product in a
+        type that the device does not multiply."""
+        known = [(call, self._mode(call, mode, d), d) for call, mode, d, _ in asked]
+        points = [np.array([parts(call, mode, d, sheet)]) for call, mode, d, sheet in asked]
+        found = np.array([self._law(*k).at(p)[0] for k, p in zip(known, points, strict=True)])
+        by_key: dict[Key, list[int]] = defaultdict(list)
+        for i, (call, mode, direction) in enumerate(known):
+            own = (call.kind, mode, direction)
+            by_key[own if own in self._residuals else (family(call.kind), mode, direction)].append(i)
+        for key, rows in by_key.items():
+            if key in self._residuals:
+                x = np.array([features(*asked[i]) for i in rows])
+                residual, deviation = self._residuals[key].at(x)
+                # Of t = m e^N(0, s^2) the guess with the least expected |guess / t - 1| is m e^(-s^2).
+                guess = np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL) - np.minimum(deviation, 0.5) ** 2
+                found[rows] *= np.exp(guess)
+        return found
+
+    def _mode(self, call: Call, mode: str, direction: Direction) -> str:
+        """The mode whose law is used: this one, or the one most like it that was measured."""
+        name = family(call.kind)
+        source, _, target = mode.partition(" ")
+        for candidate in (mode, _ALIKE.get(mode, mode), f"{source} {_ALIKE.get(target, target)}", "fp32"):
+            if (name, candidate, direction) in self._families:
+                return candidate
+        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
+        return same[0] if same else mode
+
+    def _law(self, call: Call, mode: str, direction: Direction) -> Law:
+        known = self._laws.get((call.kind, mode, direction))
+        return known or self._families.get((family(call.kind), mode, direction)) or Law()
+
+    def _fit(self) -> None:
+        for key, members in _grouped(self.samples, lambda sample: family(sample.call.kind)).items():
+            self._families[key] = Law.fit(*_points(members))
+        for key, members in _grouped(self.samples, lambda sample: sample.call.kind).items():
+            start = self._families[family(key[0]), key[1], key[2]]
+            self._laws[key] = Law.fit(*_points(members), start)
+        by_family = _grouped(self.samples, lambda sample: family(sample.call.kind))
+        by_kind = _grouped(self.samples, lambda sample: sample.call.kind)
+        for key, members in by_family.items():
+            self._learn_residual(key, members, _FEWEST)
+        for key, members in by_kind.items():
+            if len(members) < len(by_family[family(key[0]), key[1], key[2]]):
+                self._learn_residual(key, members, _ENOUGH)
+
+    def _learn_residual(self, key: Key, members: list[Sample], least: int) -> None:
+        if len(members) <= least:
+            return
+        members = _some(members)
+        x = np.array([features(*asked(sample)) for sample in members])
+        points, seconds = _points(members)
+        laws = [self._law(s.call, s.mode, s.direction) for s in members]
+        by_law = np.array([law.at(point[None])[0] for law, point in zip(laws, points, strict=True)])
+        self._residuals[key] = Gaussian.fit(x, np.log(seconds / by_law))
+
+    def to_json(self) -> dict[str, Any]:
+        sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())
+        places = {sheet.name: i for i, sheet in enumerate(sheets)}
+        rows = [
+            [asdict(s.call), s.mode, s.direction, s.seconds, places[s.sheet.name], s.source]
+            for s in self.samples
+        ]
+        error = asdict(self.error) if self.error else None
+        body = {"error": error, "sheets": [sheet.to_json() for sheet in sheets], "samples": rows}
+        return {"kind": "cost model", "version": VERSION, **body}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CostModel:
+        """Read a model, and fit it again from its samples: the same samples give the same model."""
+        check_header(value, "cost model", VERSION)
+        sheets = [DataSheet.from_json(entry) for entry in field(value, "sheets", list, "cost model")]
+        try:
+            samples = [
+                Sample(_call(call), mode, direction, float(seconds), sheets[place], source)
+                for call, mode, direction, seconds, place, source in value["samples"]
+            ]
+            error = _stated(value["error"]) if value.get("error") else None
+        except (TypeError, ValueError, KeyError, IndexError) as failure:
+            raise FormatError(f"the cost model cannot be read ({failure}); learn it anew") from failure
+        return cls(samples, error)
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        return cls.from_json(read_json(path))
+
+
+class Priced(Protocol):
+    """Anything that prices calls: a cost model, or a baseline."""
+
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array: ...
+
+
+def costs_of(model: Priced, asked: Sequence[tuple[Call, str]], sheet: DataSheet) -> list[Cost]:
+    """Forward and backward seconds of calls in a mode on one device; 0 where there is nothing to do.
+
+    >>> costs_of(model, [(call, "int8")], datasheet("T4"))
+    """
+    wanted = [
+        (i, d) for i, (call, mode) in enumerate(asked) for d in DIRECTIONS if has_direction(call, mode, d)
+    ]
+    found = {(i, d): 0.0 for i in range(len(asked)) for d in DIRECTIONS}
+    if wanted:
+        seconds = model.seconds([(*asked[i], d, sheet) for i, d in wanted])
+        found |= {key: float(value) for key, value in zip(wanted, seconds, strict=True)}
+    return [Cost(found[i, "forward"], found[i, "backward"]) for i in range(len(asked))]
+
+
+Fit = Callable[[Sequence[Sample]], Priced]
+
+
+def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> StatedError | None:
+    """The error of models that had not seen what they predict: shapes held out in turn, then whole profiles.
+
+    None if there are fewer than two shapes.
+    """
+    predicted = held_out_shapes(samples, fit, seed)
+    if predicted is None:
+        return None
+    errors = np.abs(predicted / np.array([sample.seconds for sample in samples]) - 1)
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for sample, error in zip(samples, errors, strict=True):
+        by_kind[sample.call.kind].append(float(error))
+    sources = list(dict.fromkeys(sample.source for sample in samples))
+    steps = [step_error(samples, source, fit) for source in sources] if len(sources) > 1 else []
+    return StatedError(
+        {kind: spread(found) for kind, found in by_kind.items()},
+        spread(errors),
+        float(np.median(steps)) if steps else None,
+    )
+
+
+def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array | None:
+    """Seconds (N,) of every sample, by a model learned without any sample of its call; None for one call."""
+    distinct = list(dict.fromkeys(sample.call for sample in samples))
+    if len(distinct) < 2:
+        return None
+    random.Random(seed).shuffle(distinct)
+    fold = {call: i % FOLDS for i, call in enumerate(distinct)}
+    predicted = np.zeros(len(samples))
+    for held in range(min(FOLDS, len(distinct))):
+        model = fit([sample for sample in samples if fold[sample.call] != held])
+        rows = [i for i, sample in enumerate(samples) if fold[sample.call] == held]
+        predicted[rows] = model.seconds([asked(samples[i]) for i in rows])
+    return predicted
+
+
+def step_error(samples: Sequence[Sample], source: str, fit: Fit) -> float:
+    """The error of the time of all samples of a source together, by a model learned from the others."""
+    model = fit([sample for sample in samples if sample.source != source])
+    mine = [sample for sample in samples if sample.source == source]
+    return abs(float(model.seconds([asked(s) for s in mine]).sum()) / sum(s.seconds for s in mine) - 1)
+
+
+def asked(sample: Sample) -> tuple[Call, str, Direction, DataSheet]:
+    """What a sample answers."""
+    return sample.call, sample.mode, sample.direction, sample.sheet
+
+
+def spread(errors: Iterable[float]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    found = np.array(list(errors))
+    return float(np.median(found)), float(np.quantile(found, 0.95))
+
+
+def _grouped(samples: Iterable[Sample], name: Callable[[Sample], str]) -> dict[Key, list[Sample]]:
+    groups: dict[Key, list[Sample]] = defaultdict(list)
+    for sample in samples:
+        groups[name(sample), sample.mode, sample.direction].append(sample)
+    return groups
+
+
+def _some(samples: list[Sample]) -> list[Sample]:
+    """As many samples as an exact fit has time for, the same ones every time."""
+    return samples if len(samples) <= _MOST else random.Random(0).sample(samples, _MOST)
+
+
+def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
+    """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,)."""
+    at_best = np.array([parts(*asked(sample)) for sample in samples])
+    return at_best, np.array([sample.seconds for sample in samples])
+
+
+def _stated(entry: Mapping[str, Any]) -> StatedError:
+    by_kind = {kind: (found[0], found[1]) for kind, found in entry["by_kind"].items()}
+    error = StatedError(by_kind, (entry["overall"][0], entry["overall"][1]), entry["step"])
+    check_fields(error, "cost model, error")
+    return error
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    inputs = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in entry["inputs"])
+    kept = tuple(tuple(shape) for shape in entry["kept"])
+    return Call(entry["kind"], inputs, tuple(entry["output"]), entry["flops"], kept)

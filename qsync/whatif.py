@@ -1,0 +1,54 @@
+"""What if: a folder's model planned for devices that are not here, from their data sheets. Simulated; no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from qsync.cluster import Cluster
+from qsync.datasheets import datasheet
+from qsync.errors import FormatError
+from qsync.folders import Basis
+from qsync.predictor.filling import simulate
+from qsync.predictor.learned import CostModel
+from qsync.profiles import MEASURED, Profile
+
+COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
+
+
+def load_basis(folder: str | Path, cluster: str | Path | None = None) -> Basis:
+    """The basis in a folder, for its own cluster or the one described in a file (cluster.toml).
+
+    Classes with a data sheet get a simulated profile: the shares of their peaks that the folder's measured
+    profile reaches, or that its costs.json says. Raises FormatError if no profile in the folder was measured.
+
+    >>> basis = load_basis("demo-out", "cluster.toml")
+    """
+    folder = Path(folder)
+    basis = Basis.load(folder, Cluster.load(cluster) if cluster else None)
+    wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
+    if not wanted:
+        return basis
+    measured = _measured(folder)
+    model = CostModel.load(folder / COSTS) if (folder / COSTS).is_file() else None
+    simulated = {
+        name: simulate(measured, basis.graph, datasheet(sheet), name, model) for name, sheet in wanted.items()
+    }
+    return replace(basis, profiles={**basis.profiles, **simulated})
+
+
+def _measured(folder: Path) -> Profile:
+    """The folder's measured profile; that of an emulated class only if there is no other."""
+    found: Mapping[Path, Profile] = {
+        path: Profile.load(path) for path in sorted(folder.glob("profile-*.json"))
+    }
+    real = [profile for profile in found.values() if profile.origin == MEASURED]
+    if not real:
+        raise FormatError(
+            f"{folder} has no measured profile to simulate a data sheet's device from; profile the "
+            f"model on any "
+            "device first"
+        )
+    return next((profile for profile in real if profile.emulated_share is None), real[0])
