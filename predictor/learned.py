@@ -39,8 +39,6 @@ VERSION = 1
 FOLDS = 5
 # A residual of so many samples or fewer is noise: the law alone is used.
 _FEWEST = 6
-# A kind of its family of which there are more has a residual of its own.
-_ENOUGH = 20
 # Of more than these a residual sees a part: its fit takes the cube of their number.
 _MOST = 300
 # No residual makes a cost more than so many times the law's, or less: e^1.5.
@@ -99,8 +97,7 @@ class CostModel:
         found = np.array([self._law(*k).at(p)[0] for k, p in zip(known, points, strict=True)])
         by_key: dict[Key, list[int]] = defaultdict(list)
         for i, (call, mode, direction) in enumerate(known):
-            own = (call.kind, mode, direction)
-            by_key[own if own in self._residuals else (family(call.kind), mode, direction)].append(i)
+            by_key[family(call.kind), mode, direction].append(i)
         for key, rows in by_key.items():
             if key in self._residuals:
                 x = np.array([features(*asked[i]) for i in rows])
@@ -130,23 +127,17 @@ class CostModel:
         for key, members in _grouped(self.samples, lambda sample: sample.call.kind).items():
             start = self._families[family(key[0]), key[1], key[2]]
             self._laws[key] = Law.fit(*_points(members), start)
-        by_family = _grouped(self.samples, lambda sample: family(sample.call.kind))
-        by_kind = _grouped(self.samples, lambda sample: sample.call.kind)
-        for key, members in by_family.items():
-            self._learn_residual(key, members, _FEWEST)
-        for key, members in by_kind.items():
-            if len(members) < len(by_family[family(key[0]), key[1], key[2]]):
-                self._learn_residual(key, members, _ENOUGH)
+        for key, members in _grouped(self.samples, lambda sample: family(sample.call.kind)).items():
+            if len(members) > _FEWEST:
+                self._residuals[key] = self._residual(_some(members))
 
-    def _learn_residual(self, key: Key, members: list[Sample], least: int) -> None:
-        if len(members) <= least:
-            return
-        members = _some(members)
+    def _residual(self, members: list[Sample]) -> Gaussian:
+        """What the laws miss of these samples, as a function of features."""
         x = np.array([features(*asked(sample)) for sample in members])
         points, seconds = _points(members)
         laws = [self._law(s.call, s.mode, s.direction) for s in members]
         by_law = np.array([law.at(point[None])[0] for law, point in zip(laws, points, strict=True)])
-        self._residuals[key] = Gaussian.fit(x, np.log(seconds / by_law))
+        return Gaussian.fit(x, np.log(seconds / by_law))
 
     def to_json(self) -> dict[str, Any]:
         sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())

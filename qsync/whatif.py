@@ -11,8 +11,6 @@ from qsync.cluster import Cluster
 from qsync.datasheets import datasheet
 from qsync.errors import FormatError
 from qsync.folders import Basis
-from qsync.predictor.filling import simulate
-from qsync.predictor.learned import CostModel
 from qsync.profiles import MEASURED, Profile
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
@@ -31,6 +29,9 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None) -> Basis:
     wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
     if not wanted:
         return basis
+    from qsync.predictor.filling import simulate  # scipy: half a second that other plans need not wait
+    from qsync.predictor.learned import CostModel
+
     measured = _measured(folder)
     model = CostModel.load(folder / COSTS) if (folder / COSTS).is_file() else None
     simulated = {
