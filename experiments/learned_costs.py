@@ -1,9 +1,9 @@
 """Learned costs against roofline and linear fits: `python -m qsync.experiments.learned_costs`.
 
-Measures a few hundred single operators and five models on this machine, one thread, and predicts what was held
-out: shapes (no sample of the shape was seen), whole models (no sample of the model was seen), and other batches
-of a model of which one was profiled. Writes learned_costs.json and learned_costs.png to --out; --again reads
-the measurements there instead of making new ones.
+Measures a few hundred single operators and five models on this machine, one thread, and predicts what was
+held out: shapes (no sample of the shape was seen), whole models (no sample of the model was seen), and other
+batches of a model of which one was profiled. Writes learned_costs.json and learned_costs.png to --out; with
+--again it reads the measurements there instead of making new ones.
 """
 
 from __future__ import annotations

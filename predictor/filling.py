@@ -6,6 +6,7 @@ so; replay reads it like any other cost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -69,7 +70,7 @@ def fill(
     return replace(
         profile, shapes_hash=graph.shapes_hash, ops=ops, casts=casts, outside=outside,
         step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
-        filled={**profile.filled, **added},
+        filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
     )  # fmt: skip
 
 
@@ -214,8 +215,9 @@ class _Filled:
         if op.role is not Role.ADJUSTABLE:
             return own or list(modes(op, (Precision.FP32, Precision.BF16)))
         names = [other.name for other in self.graph.adjustable]
-        seen = {mode for name in names for mode in self.profile.ops.get(name, {}) if " " not in mode}
-        return own + sorted((seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - set(own))
+        seen = {mode.partition(" ")[0] for name in names for mode in self.profile.ops.get(name, {})}
+        lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
+        return own + sorted(lacking)
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
@@ -223,6 +225,7 @@ def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
     return Cost(
         measured.forward_s * (new.forward_s / old.forward_s if old.forward_s else 1.0),
         measured.backward_s * (new.backward_s / old.backward_s if old.backward_s else 1.0),
+        measured.spread_s * (new.total_s / old.total_s if old.total_s else 1.0),
     )
 
 
@@ -246,6 +249,13 @@ def _lines(
 
 def _pair(cost: Cost) -> tuple[float, float]:
     return cost.forward_s, cost.backward_s
+
+
+def _error(profile: Profile, model: CostModel) -> float:
+    """The standard deviation to expect of a step: the profile's own, and the model's of whole profiles."""
+    if model.error is None:
+        return profile.error
+    return math.hypot(profile.error, model.error.overall[0] if model.error.step is None else model.error.step)
 
 
 def _size(graph: OpGraph) -> int:
