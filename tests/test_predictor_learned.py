@@ -155,9 +155,8 @@ def test_few_samples_are_chosen_where_the_calls_lie():
     def far(some: list[int]) -> float:
         return float(np.mean([min(np.sum((p - points[i]) ** 2) for i in some) for p in points]))
 
-    assert far(mine) < np.mean(
-        [far(random.Random(s).sample(range(len(linears)), len(mine))) for s in range(9)]
-    )
+    drawn = [far(random.Random(seed).sample(range(len(linears)), len(mine))) for seed in range(20)]
+    assert far(mine) < min(drawn)
 
 
 def graph_of(rows: int) -> OpGraph:
