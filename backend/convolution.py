@@ -411,7 +411,9 @@ def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> T
     What DDP reduces must have the parameter's strides, on every rank.
     """
     last = gradient.permute(0, 2, 3, 1)
-    if not contiguous or gradient.is_contiguous() or not last.is_contiguous():
+    if contiguous and gradient.is_contiguous():  # of one channel it may bear the strides of either order
+        return gradient.to(dtype).flatten().view(gradient.shape)
+    if not contiguous or not last.is_contiguous():
         return gradient.to(dtype)
     shape = (len(last), math.prod(last.shape[1:3]), last.shape[3])
     return transpose_last(last.view(shape), dtype).view(gradient.shape)

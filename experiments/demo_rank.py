@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 import qsync
 from qsync import jobs, liveness, runtime
-from qsync.cluster import Cluster, Link
+from qsync.cluster import Cluster
 from qsync.contract import agree
 from qsync.devices import machine
 from qsync.errors import QSyncError
@@ -40,7 +40,7 @@ from qsync.folders import Basis, save_plan
 from qsync.hybrids import in_ddp
 from qsync.precision import Precision
 from qsync.predictor.clocks import clock_for
-from qsync.predictor.links import Exchanged
+from qsync.predictor.links import Exchanged, median_exchange
 from qsync.predictor.profiler import Profiler
 from qsync.profiles import Profile
 
@@ -156,20 +156,6 @@ class Measuring:
 
     def _alone_profile(self) -> dict[str, Any] | None:
         return self._alone.profile(ALONE, machine()).to_json() if self._alone else None
-
-
-def median_exchange(found: list[Exchanged]) -> Exchanged:
-    """The median of each number of several measurements of a link."""
-
-    def median(name: str, of: Callable[[Exchanged], object]) -> float:
-        return statistics.median(float(getattr(of(one), name)) for one in found)
-
-    link = Link(
-        *(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate"))
-    )
-    return Exchanged(
-        link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
-    )
 
 
 def _train(

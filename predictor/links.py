@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,6 +70,20 @@ def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
     """Latency and seconds per byte through points of (elements, seconds)."""
     slope, intercept = statistics.linear_regression([4 * size for size in seconds], list(seconds.values()))
     return max(intercept, 1e-7), max(slope, 1e-13)
+
+
+def median_exchange(found: Sequence[Exchanged]) -> Exchanged:
+    """The median of each number of several measurements of a link."""
+
+    def median(name: str, of: Callable[[Exchanged], object]) -> float:
+        return statistics.median(float(getattr(of(one), name)) for one in found)
+
+    link = Link(
+        *(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate"))
+    )
+    return Exchanged(
+        link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
+    )
 
 
 def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:

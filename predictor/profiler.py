@@ -27,7 +27,7 @@ from qsync.predictor.recorder import Recorder, StepTimes, look_s
 from qsync.profiles import Cost, Profile
 
 # The first step after another assignment takes a few tenths of a millisecond longer: much of one this short.
-SHORT_STEP_S = 0.1
+SHORT_STEP_S = 0.5
 # A step known to this part of its time is known well enough: replay's own error is larger.
 GOOD_ENOUGH = 0.005
 # How many mixed steps are timed for each uniform one.

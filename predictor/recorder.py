@@ -102,9 +102,12 @@ class Recorder:
         self._loss = self.clock.now()
         self._in_backward = True
 
-    def finish(self) -> StepTimes:
-        """After backward: the step taken apart."""
-        end = self.clock.now()
+    def finish(self, end: Any = None) -> StepTimes:
+        """After backward: the step taken apart.
+
+        `end` is when this rank's own last gradient was there, if backward then waited for others.
+        """
+        end = self.clock.now() if end is None else end
         self.clock.settle()
         between = self.clock.seconds
         if not self._marks:

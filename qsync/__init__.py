@@ -19,6 +19,7 @@ _PUBLIC = {
     "replay": "qsync.planning",
     "wrap": "qsync.api",
     "hybrid": "qsync.hybrids",
+    "validate": "qsync.validation",
     "Cluster": "qsync.cluster",
     "DeviceClass": "qsync.cluster",
     "Link": "qsync.cluster",

@@ -63,7 +63,7 @@ def profile(
         if precision not in chosen_class.precisions:
             known = ", ".join(chosen_class.precisions)
             raise UnsupportedError(f"{chosen_class.name} has no {precision}; it has {known}")
-    loss, trained = _loss(model, example_inputs, loss_fn), _trained(model)
+    loss, trained = loss_of(model, example_inputs, loss_fn), _trained(model)
     with _running(model) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         try:
@@ -98,7 +98,7 @@ def sensitivity(
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
-    losses = [_loss(model, batch, loss_fn) for batch in batches]
+    losses = [loss_of(model, batch, loss_fn) for batch in batches]
     with _running(model) as program:
         return variance(program, losses, _trained(model), chosen)
 
@@ -151,7 +151,7 @@ def wrap(
 
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
     """The graph of the model as `loss_fn` calls it: like `capture`, for a batch that holds targets too."""
-    loss = _loss(model, batch, loss_fn)
+    loss = loss_of(model, batch, loss_fn)
     with _running(model) as program:
         loss()
         if not program.lowered:
@@ -189,7 +189,8 @@ def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
     return trained
 
 
-def _loss(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
+def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
+    """What runs the model on this batch and returns its loss. Raises CalibrationError for an empty batch."""
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
     args, kwargs = call_arguments(batch)

@@ -1,7 +1,7 @@
-"""The command line: doctor, demo, learn, plan, explain, replay, diff.
+"""The command line: doctor, demo, learn, plan, explain, replay, validate, diff.
 
 Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only
-doctor, demo and learn import torch.
+doctor, demo, learn and validate import torch.
 """
 
 from __future__ import annotations
@@ -300,6 +300,38 @@ def replay(
             f"{entry.memory_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
     console.print(table)
+
+
+@app.command()
+def validate(
+    model: Annotated[str, typer.Option(help="gpt, bert, vit, resnet or vgg.")] = "gpt",
+    ranks: Annotated[int, typer.Option(help="1, or 2 unequal ones.")] = 2,
+    plans: Annotated[int, typer.Option(help="How many random plans to run.")] = 8,
+    turns: Annotated[int, typer.Option(help="How often each plan takes its turn.")] = 3,
+    seed: Annotated[int, typer.Option(help="Seed of the plans.")] = 0,
+    weak_share: Annotated[
+        float, typer.Option(help="Share of its core that the emulated weak rank gets.")
+    ] = 0.5,
+    out: Annotated[Path, typer.Option(help="Folder for validation.json and the profiles.")] = Path(
+        "validation"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Run random plans on this machine's ranks: by how much replay misses each, and why.
+
+    Your own model: call qsync.validate(model, batch, loss_fn) in a torchrun script.
+    """
+    from qsync.experiments.validate import kinds_table, run_validation, table
+
+    found = run_validation(
+        model, num_ranks=ranks, num_plans=plans, turns=turns, seed=seed, weak_share=weak_share, out=out
+    )
+    if as_json:
+        _print_json(found.to_json())
+        return
+    console.print(table(found))
+    console.print(kinds_table(found))
+    console.print(f"kept in {out}", highlight=False, soft_wrap=True)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import statistics
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -75,7 +75,7 @@ class PhaseTimer:
         self._own = {id(p) for p in parameters}
         here = weakref.ref(self)  # hooks must not keep the timer alive: whoever holds it decides
         self._hooks = [
-            model.register_forward_pre_hook(lambda *_: _tell(here, "_forward")),
+            _before_calls(model, lambda: _tell(here, "_forward")),
             *(p.register_post_accumulate_grad_hook(lambda _: _tell(here, "_gradient")) for p in parameters),
             register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(here, "_step_begins", optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer)),
@@ -130,6 +130,29 @@ class PhaseTimer:
     def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer, of all in the process, is the one of our parameters."""
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"][:1])
+
+
+class _before_calls:
+    """Calls `then` before every call of `model`, outside of what torch.compile traces."""
+
+    def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
+        self._model, self._compiled = model, model._compiled_call_impl
+        self._hook = None
+        if self._compiled is None:
+            self._hook = model.register_forward_pre_hook(lambda *_: then())
+            return
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            then()
+            return self._compiled(*args, **kwargs)
+
+        self._call = model._compiled_call_impl = call
+
+    def remove(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        elif self._model._compiled_call_impl is self._call:
+            self._model._compiled_call_impl = self._compiled
 
 
 def _tell(here: weakref.ref[PhaseTimer], what: str, *args: Any) -> None:

@@ -1,0 +1,207 @@
+"""Predicted against measured: by how much replay missed a step, and what of it. No clock in here.
+
+A class's step has these parts, and so has a miss (measured less predicted):
+
+    kernel         its operators, forward and backward
+    cast           the casts between them
+    host           the loss outside the graph, the optimizer, Python, batches
+    wait           blocked longer than the class that is blocked least: waiting for others
+    communication  the rest of the step: all-reduces with nothing left to compute, what they take from compute
+                   beside them, and filling the buckets
+    rest           the same for one rank alone, where it should be nothing
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.files import check_header, read_json, write_json
+from qsync.graph import Op, OpGraph
+from qsync.lowering import Cast, Run
+from qsync.precision import Precision
+from qsync.profiles import Profile
+from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.timeline import Timeline
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run on the first rank of one class: seconds of its median step, in parts.
+
+    `by_kind` is the time of its nodes by kind of operator and mode ("linear int8"), casts by their types
+    ("cast fp32 to bf16").
+    """
+
+    period_s: float
+    host_s: float
+    blocked_s: float
+    by_kind: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One plan that was replayed and run. `misses_s` maps class -> cause -> measured less predicted seconds.
+
+    `by_kind` maps class -> kind and mode -> (predicted, measured) seconds.
+    """
+
+    name: str
+    assignments: Mapping[str, Mapping[str, str]]
+    predicted_s: float
+    interval_s: tuple[float, float] | None
+    measured_s: float
+    misses_s: Mapping[str, Mapping[str, float]]
+    by_kind: Mapping[str, Mapping[str, tuple[float, float]]]
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.predicted_s / self.measured_s - 1.0
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measured step lies in the predicted interval; None without one."""
+        return (
+            None if self.interval_s is None else self.interval_s[0] <= self.measured_s <= self.interval_s[1]
+        )
+
+    @property
+    def cause(self) -> tuple[str, str, float]:
+        """The largest part of the miss that goes its way: class, cause, seconds."""
+        sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
+        parts = [(c, cause, miss) for c, misses in self.misses_s.items() for cause, miss in misses.items()]
+        # Waiting is the other side of somebody else's miss: it is the cause only if nothing else is.
+        return max(parts, key=lambda part: (sign * part[2] * (0.5 if part[1] == "wait" else 1.0), part[:2]))
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """Random plans, run and compared, on the cluster and machine they ran on. Measured and simulated both."""
+
+    model: str
+    machine: Mapping[str, Any]
+    seed: int
+    comparisons: tuple[Comparison, ...]
+
+    @property
+    def median_error(self) -> float:
+        """Median of |error| over the runs."""
+        return statistics.median(abs(one.error) for one in self.comparisons)
+
+    @property
+    def error_95(self) -> float:
+        """The |error| that one run in twenty exceeds."""
+        return percentile([abs(one.error) for one in self.comparisons], 0.95)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "validation", "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Validation:
+        check_header(value, "validation", VERSION)
+        try:
+            comparisons = tuple(_comparison(entry) for entry in value["comparisons"])
+            found = cls(value["model"], value["machine"], value["seed"], comparisons)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise FormatError(f"the validation file cannot be read ({error}); validate again") from error
+        return found
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Validation:
+        return cls.from_json(read_json(path))
+
+
+def compare(
+    name: str,
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    timeline: Timeline,
+    assignments: Mapping[str, Mapping[str, Precision]],
+    measured: Mapping[str, Measured],
+) -> Comparison:
+    """What replay said of a plan beside what its run took, by class and cause.
+
+    `measured` is by class. The measured step is the mean of the classes' periods: they are the same steps.
+
+    >>> compare("random 1", graph, profiles, timeline, assignments, measured).cause
+    """
+    least_blocked = min(one.blocked_s for one in measured.values())
+    misses: dict[str, dict[str, float]] = {}
+    kinds: dict[str, dict[str, tuple[float, float]]] = {}
+    for device_class, own in measured.items():
+        expected = timeline[device_class]
+        by_kind = predicted_by_kind(graph, profiles[device_class], timeline, device_class)
+        kinds[device_class] = {
+            kind: (by_kind.get(kind, 0.0), own.by_kind.get(kind, 0.0))
+            for kind in sorted({*by_kind, *own.by_kind})
+        }
+        rest = "communication" if sum(c.num_ranks for c in timeline.classes.values()) > 1 else "rest"
+        predicted = _parts(timeline.step_s, _host_s(profiles[device_class]), expected.wait_s, by_kind, rest)
+        found = _parts(own.period_s, own.host_s, own.blocked_s - least_blocked, own.by_kind, rest)
+        misses[device_class] = {cause: found[cause] - predicted[cause] for cause in found}
+    return Comparison(
+        name,
+        {c: {op: str(p) for op, p in assignment.items()} for c, assignment in assignments.items()},
+        timeline.step_s,
+        timeline.interval_s,
+        statistics.fmean(own.period_s for own in measured.values()),
+        misses,
+        kinds,
+    )
+
+
+def predicted_by_kind(
+    graph: OpGraph, profile: Profile, timeline: Timeline, device_class: str
+) -> dict[str, float]:
+    """Seconds of a class's nodes in a timeline, by kind and mode, at full speed."""
+    ops = {op.name: op for op in graph.ops}
+    totals: dict[str, float] = {}
+    for node in timeline.sequence(device_class):
+        kind = kind_of(node, ops)
+        cost = cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
+        totals[kind] = totals.get(kind, 0.0) + cost.total_s
+    return totals
+
+
+def kind_of(node: Cast | Run, ops: Mapping[str, Op]) -> str:
+    """What a node is counted under: its operator's kind and mode, or a cast's types. `ops` are by name."""
+    if isinstance(node, Cast):
+        return f"cast {node.source} to {node.target}"
+    return f"{ops[node.op].kind} {node.mode}"
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The value that `part` of all values do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, min(len(ordered) - 1, -(-int(1000 * part * len(ordered)) // 1000) - 1))]
+
+
+def _host_s(profile: Profile) -> float:
+    return profile.host_s + profile.outside.total_s + profile.optimizer_s
+
+
+def _parts(
+    step_s: float, host_s: float, wait_s: float, by_kind: Mapping[str, float], rest: str
+) -> dict[str, float]:
+    cast = sum(seconds for kind, seconds in by_kind.items() if kind.startswith("cast "))
+    kernel = sum(by_kind.values()) - cast
+    left = step_s - kernel - cast - host_s - wait_s
+    return {"kernel": kernel, "cast": cast, "host": host_s, "wait": wait_s, rest: left}
+
+
+def _comparison(entry: Mapping[str, Any]) -> Comparison:
+    kinds = {
+        c: {kind: (float(p), float(m)) for kind, (p, m) in of.items()} for c, of in entry["by_kind"].items()
+    }
+    interval = tuple(entry["interval_s"]) if entry["interval_s"] else None
+    return Comparison(**{**entry, "interval_s": interval, "by_kind": kinds})
