@@ -49,7 +49,7 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
     ranks: Annotated[list[int] | None, typer.Option(help="1 or 2; both if left out.")] = None,
     plans: int = 30,
-    turns: int = 5,
+    turns: int = 3,
     seed: int = 0,
     again: Annotated[bool, typer.Option(help="Draw and print what lies in the folder; run nothing.")] = False,
 ) -> None:

@@ -63,7 +63,7 @@ def measure_link(
     measured = torch.tensor([latency, slope, overlap_rate], dtype=torch.float64, device=device)
     dist.all_reduce(measured)
     latency, slope, overlap_rate = (measured / dist.get_world_size()).tolist()
-    return Exchanged(Link(latency, 1 / slope, overlap_rate), per_call, per_byte)
+    return Exchanged(Link(latency, 1 / slope, overlap_rate, dist.get_world_size()), per_call, per_byte)
 
 
 def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
@@ -78,9 +78,8 @@ def median_exchange(found: Sequence[Exchanged]) -> Exchanged:
     def median(name: str, of: Callable[[Exchanged], object]) -> float:
         return statistics.median(float(getattr(of(one), name)) for one in found)
 
-    link = Link(
-        *(median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate"))
-    )
+    numbers = [median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")]
+    link = Link(numbers[0], numbers[1], numbers[2], found[0].link.num_ranks)
     return Exchanged(
         link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
     )

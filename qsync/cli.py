@@ -269,11 +269,16 @@ def replay(
     cluster: ClusterFile = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the step of every class here (PNG).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of these steps.")] = 0,
     as_json: Json = False,
 ) -> None:
     """What a step under a plan takes on every rank, and where each waits (simulated)."""
     from qsync.profiles import shown
     from qsync.replayer import replay as simulate
+    from qsync.replayer import vary
     from qsync.replayer.trace import write_trace
 
     chosen, found = _load(plan_file, basis, cluster)
@@ -286,10 +291,20 @@ def replay(
         from qsync.experiments import pictures
 
         pictures.timelines(pictures.lanes_of(timeline), picture, simulated=True)
+    varied = None
+    if steps is not None:
+        varied = vary(
+            found.graph, chosen, found.profiles, found.cluster, num_steps=steps, seed=seed,
+            bucket_cap_bytes=chosen.bucket_cap_bytes,
+        )  # fmt: skip
     if as_json:
-        _print_json(timeline.to_json())
+        _print_json({**timeline.to_json(), **({"steps_s": list(varied.steps_s)} if varied else {})})
         return
-    table = Table(title=f"One step of {chosen.model}: {timeline.step_s * 1e3:.1f} ms (simulated)")
+    interval = (
+        f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine runs of ten"
+        if timeline.interval_s else ""
+    )  # fmt: skip
+    table = Table(title=f"One step of {chosen.model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)")
     for heading in ("class", "ranks", "compute", "communication", "waiting", "memory peak"):
         table.add_column(heading, justify="left" if heading == "class" else "right")
     for name, entry in timeline.classes.items():
@@ -300,6 +315,13 @@ def replay(
             f"{entry.memory_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
     console.print(table)
+    if varied is not None:
+        low, high = (1e3 * seconds for seconds in varied.range_s)
+        console.print(
+            f"{steps} steps that vary as the profiles did (simulated, seed {seed}): nine in ten take "
+            f"{low:.1f} to {high:.1f} ms; waiting for whoever is late costs {varied.lost:.1%}",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 @app.command()

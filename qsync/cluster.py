@@ -45,7 +45,7 @@ class DeviceClass:
 @dataclass(frozen=True, slots=True)
 class Link:
     """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have
-    arrived.
+    arrived. `num_ranks` is how many ranks it was measured between; None: as many as it is used for.
 
     On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
     its speed alone (1 where a copy engine does the work). What it takes from compute is each class's own:
@@ -55,14 +55,21 @@ class Link:
     latency_s: float
     bytes_per_s: float
     overlap_rate: float = 1.0
+    num_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """The device classes of one synchronous job and the link between its ranks."""
+    """The device classes of one synchronous job and the links between its ranks.
+
+    `link` is between all ranks; or, where `between` is given, between those of one host, and `between` is the
+    link from host to host, of which there are `num_hosts` with as many ranks each.
+    """
 
     classes: tuple[DeviceClass, ...]
     link: Link
+    between: Link | None = None
+    num_hosts: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +96,12 @@ class Cluster:
         for name in names:
             if names.count(name) > 1:
                 raise FormatError(f"{where} names the device class {name!r} twice; give each class one table")
-        cluster = cls(classes, _link(field(value, "link", dict, where), f"{where}, link"))
+        link = _link(field(value, "link", dict, where), f"{where}, link")
+        cluster = cls(classes, link, *_hosts(value, where))
+        if cluster.num_hosts > cluster.num_ranks:
+            raise FormatError(
+                f"{where}: {cluster.num_hosts} hosts for {cluster.num_ranks} ranks; give fewer hosts"
+            )
         _check_known(value, cls, where)
         check_fields(cluster, where)
         return cluster
@@ -170,8 +182,24 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
         raise FormatError(f"{where}: bytes_per_s must be positive, found {values['bytes_per_s']}")
     if not 0 < values["overlap_rate"] <= 1:
         raise FormatError(f"{where}: overlap_rate must lie in (0, 1], found {values['overlap_rate']}")
+    num_ranks = entry.get("num_ranks")
+    if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
+        raise FormatError(f"{where}: num_ranks must be a whole number of at least 2, found {num_ranks!r}")
     check_fields(Link(**values), where)
-    return Link(**{name: float(number) for name, number in values.items()})
+    return Link(**{name: float(number) for name, number in values.items()}, num_ranks=num_ranks)
+
+
+def _hosts(value: Mapping[str, Any], where: str) -> tuple[Link | None, int]:
+    """The link between hosts and how many these are; neither or both must be given."""
+    num_hosts = field({"num_hosts": 1, **value}, "num_hosts", int, where)
+    entry = value.get("between")
+    if num_hosts < 1:
+        raise FormatError(f"{where}: num_hosts must be at least 1, found {num_hosts}")
+    if (entry is None) != (num_hosts == 1):
+        raise FormatError(f"{where}: num_hosts and a [between] link go together; give both or neither")
+    if entry is None:
+        return None, 1
+    return _link(field(value, "between", dict, where), f"{where}, between"), num_hosts
 
 
 def _check_known(entry: Mapping[str, Any], record: type, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from qsync import api, jobs, liveness
 from qsync.contract import agree, check_same
 from qsync.devices import device_of
+from qsync.drift import Monitor, expected
 from qsync.errors import QSyncError
 from qsync.folders import Basis, save_plan
 from qsync.graph import digest
+from qsync.phases import Phases
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.progress import shown_on_rank_zero
+from qsync.replayer import replay
 
 
 def hybrid(
@@ -48,7 +52,8 @@ def hybrid(
     Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
     itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
     that cannot be used, InfeasibleError when no plan fits the memory. If a rank dies or falls silent for
-    `timeout_s`, the others stop and name it.
+    `timeout_s`, the others stop and name it. When steps take a tenth longer than predicted, rank 0 logs
+    (logger "qsync") which rank's phase is to blame.
 
     >>> model = qsync.hybrid(model, batch, loss_fn=lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
@@ -61,9 +66,10 @@ def hybrid(
         model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"}
     )
     own = agree_on_class(model, emulated_share, device_class)
+    folder = None
     if plan is None:
         with shown_on_rank_zero("qsync: planning") as progress:
-            plan = _make_plan(
+            plan, folder = _make_plan(
                 model, example_batch, loss_fn, own, progress,
                 precisions=precisions, make_optimizer=make_optimizer, cache_dir=cache_dir,
                 bucket_cap_mb=bucket_cap_mb, options=options,
@@ -74,7 +80,35 @@ def hybrid(
     agree("wrapping the model", lambda: api.wrap(model, chosen, device_class=own.name) and None)
     if not distributed:
         return model
-    return in_ddp(model, bucket_cap_mb)
+    parallel = in_ddp(model, bucket_cap_mb)
+    if folder is not None:
+        _watch_drift(parallel, plan, folder, own.name)
+    return parallel
+
+
+# What watches over the steps of each model, for as long as the model lives.
+monitors: weakref.WeakKeyDictionary[DistributedDataParallel, Monitor] = weakref.WeakKeyDictionary()
+
+
+def _watch_drift(parallel: DistributedDataParallel, plan: Plan, folder: Path, name: str) -> None:
+    """Say so when steps take longer than planned. Rank 0 has what the plan was made from."""
+
+    def predict() -> dict[str, Any] | None:
+        if dist.get_rank() != 0:
+            return None
+        try:
+            basis = Basis.load(folder)
+            timeline = replay(
+                basis.graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+            )
+        except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
+            return None
+        return {c: phases.to_json() for c, phases in expected(timeline).items()}
+
+    predicted = agree("predicting the step", predict)[0]
+    if predicted is not None:
+        phases = {c: Phases(**seconds) for c, seconds in predicted.items()}
+        monitors[parallel] = Monitor(parallel, parallel.module, phases, name)
 
 
 _watched: list[dist.ProcessGroup] = []
@@ -108,7 +142,7 @@ def _make_plan(
     model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any,
     progress: jobs.Progress, *, precisions: Any, make_optimizer: Any, cache_dir: str | Path | None,
     bucket_cap_mb: float | None, options: dict[str, Any],
-) -> Plan:  # fmt: skip
+) -> tuple[Plan, Path]:  # fmt: skip
     from qsync.planning import plan as choose
 
     graph = jobs.form_graph(model, batch, loss_fn)
@@ -131,7 +165,7 @@ def _make_plan(
         ), folder, basis)  # fmt: skip
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
-    return plan
+    return plan, folder
 
 
 def _on_rank_zero(step: str, make: Callable[[], Plan], folder: Path, basis: Basis) -> Plan:

@@ -55,7 +55,8 @@ class PhaseTimer:
 
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
     gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
-    first forward on; evaluation between two steps counts as host. The first step is not counted.
+    first forward on; evaluation between two steps counts as host. The first step is not counted. `when_full`,
+    if set, is called whenever `kept` steps are there.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
@@ -64,6 +65,7 @@ class PhaseTimer:
 
     def __init__(self, model: torch.nn.Module, trained: torch.nn.Module, kept: int = KEPT) -> None:
         self.steps: deque[Phases] = deque(maxlen=kept)
+        self.when_full: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
         self._clock: Clock = CudaClock() if cuda else WallClock()
@@ -123,9 +125,12 @@ class PhaseTimer:
         now = self._clock.now()
         if self._ended is not None and self._begun is not None and self._last_gradient is not None:
             self._marks.append((self._ended, self._begun, self._last_gradient, self._stepping, now))
-            if len(self._marks) >= (self.steps.maxlen or KEPT):
-                self._marks.pop(0)
         self._ended, self._begun, self._last_gradient = now, None, None
+        if len(self._marks) == self.steps.maxlen:
+            self.settle()
+            if self.when_full is not None:
+                self.when_full()
+                self.restart()  # what that took is nobody's step
 
     def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer, of all in the process, is the one of our parameters."""

@@ -1,10 +1,11 @@
 """From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch."""
 
-from qsync.replayer.communication import Bucket, all_reduce_s, buckets
+from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.simulate import Exchange, Work, replay, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 from qsync.replayer.trace import write_trace
+from qsync.replayer.variation import Variation, vary
 
 __all__ = [
     "Bucket",
@@ -13,13 +14,16 @@ __all__ = [
     "Event",
     "Exchange",
     "Timeline",
+    "Variation",
     "Work",
     "all_reduce_s",
     "buckets",
     "cast_cost",
+    "cluster_all_reduce_s",
     "replay",
     "run_cost",
     "steady_step",
     "step_time",
+    "vary",
     "write_trace",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsync.cluster import Link
+from qsync.cluster import Cluster, Link
 from qsync.errors import FormatError
 from qsync.graph import OpGraph
 
@@ -78,10 +78,31 @@ def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket
     return tuple(closed)
 
 
-def all_reduce_s(link: Link, num_bytes: int) -> float:
+def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> float:
     """Seconds that one all-reduce takes once every rank has arrived: t = latency + bytes / rate (ours).
+
+    For another number of ranks than the link was measured between, as a ring: n - 1 times as many hops, and
+    (n - 1) / n of the bytes over each (Patarasu and Yuan 2009).
 
     >>> all_reduce_s(Link(1e-4, 1e9), 10**9)
     1.0001
     """
-    return link.latency_s + num_bytes / link.bytes_per_s
+    hops = volume = 1.0
+    if link.num_ranks is not None and num_ranks is not None:
+        if num_ranks < 2:
+            return 0.0
+        hops = (num_ranks - 1) / (link.num_ranks - 1)
+        volume = hops * link.num_ranks / num_ranks
+    return hops * link.latency_s + volume * num_bytes / link.bytes_per_s
+
+
+def cluster_all_reduce_s(cluster: Cluster, num_bytes: int) -> float:
+    """The same over a whole cluster: within every host at once, then between hosts (ours).
+
+    >>> cluster_all_reduce_s(cluster, 25 * 2**20)
+    """
+    if cluster.between is None:
+        return all_reduce_s(cluster.link, num_bytes, cluster.num_ranks)
+    on_a_host = -(-cluster.num_ranks // cluster.num_hosts)
+    within = all_reduce_s(cluster.link, num_bytes, on_a_host) if on_a_host > 1 else 0.0
+    return within + all_reduce_s(cluster.between, num_bytes, cluster.num_hosts)

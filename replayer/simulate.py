@@ -24,7 +24,13 @@ from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.memory import peak_memory
 from qsync.profiles import Profile
-from qsync.replayer.communication import GRADIENT_BYTES, Bucket, all_reduce_s, buckets, ready_positions
+from qsync.replayer.communication import (
+    GRADIENT_BYTES,
+    Bucket,
+    buckets,
+    cluster_all_reduce_s,
+    ready_positions,
+)
 from qsync.replayer.costs import ClassCosts, FloatArray
 from qsync.replayer.events import class_events
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
@@ -98,7 +104,7 @@ class Exchange:
                     self.copied_bytes[position] += sizes[name]
                 else:
                     self.unused_bytes += sizes[name]
-        self.durations_s = tuple(all_reduce_s(self.link, bucket.num_bytes) for bucket in self.buckets)
+        self.durations_s = tuple(cluster_all_reduce_s(cluster, bucket.num_bytes) for bucket in self.buckets)
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
 
     def work(self, costs: ClassCosts) -> Work:
