@@ -1,163 +1,90 @@
-"""Variance indicator: the gradient variance that lowering one operator adds, from statistics of real batches.
+"""Variance indicator: the gradient variance that lowering one operator adds, felt in two steps per batch.
 
-For y = x W (x: M x K, W: K x N, g = dL/dy) with per-element rounding variances v_x, v_w, v_g (QSync,
-arXiv:2407.02327, Section 4; squared Frobenius norms throughout):
+Lowering an operator rounds its operands, its result, and the gradients that it gets and sends back. Each of
+these roundings moves the gradient of all parameters by an amount that qsync.predictor.probe estimates; their
+errors are unrelated, so their squares add up:
 
-    forward   E|dy|^2      = v_x M |W|^2 + v_w N |x|^2
-    wgrad     E|d(x'g)|^2  = v_x K |g|^2 + v_g N |x|^2
-    dgrad     E|d(gW')|^2  = v_g M |W|^2 + v_w K |g|^2
+    omega = sum over operands x   |A_x e(x)|^2         e: the rounding error of the precision's type
+          + result y              |A_y e(y)|^2
+          + gradient g of y       |B_y e(g)|^2
+          + gradients sent back   |B_x e(dL/dx)|^2
 
-The wgrad term is gradient variance already. The other two are errors of an activation and of its gradient;
-with G the squared norm of the whole gradient, L the depth of the model and d the operator's own (QSync's
-depth weights, made commensurate; the conversion is ours):
-
-    omega = wgrad + G [ (L - d)/L  forward / |y|^2  +  d/L  dgrad / |gW'|^2 ]
-
-A relative error of y changes the gradient of everything downstream by about the same relative amount, and a
-relative error of gW' everything upstream. |gW'|^2 is taken as |g|^2 |W|^2 / N, its value for directions in
-general position.
+and the same for y and g of every following operator that then runs in 16 bits, as lowering says. QSync
+(arXiv:2407.02327, section 4) has the same sources of error, and weighs what they do downstream and upstream
+by depth; here it is measured, so there is nothing to weigh (qsync.predictor.depth is QSync's).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
-import torch
-
-from qsync.errors import CalibrationError
-from qsync.graph import Op, OpGraph, num_elements
-from qsync.precision import PRECISIONS_BY_KIND, Precision, operand_type
-from qsync.predictor.profiler import Runner, check_finite, check_scalar
-from qsync.predictor.statistics import Gatherer, OpStatistics
+from qsync.graph import Op, OpGraph
+from qsync.precision import PRECISIONS_BY_KIND, Precision
+from qsync.predictor.calibration import Calibration
+from qsync.predictor.probe import RESULT, STOCHASTIC, Felt, Probe, carried_narrow
+from qsync.predictor.rounding import rounded_to
 from qsync.profiles import Sensitivity
 
 
-def variance(
-    runner: Runner,
-    losses: Sequence[Callable[[], torch.Tensor]],
-    parameters: Sequence[torch.nn.Parameter],
-    precisions: Sequence[Precision],
-) -> Sensitivity:
+def variance(calibration: Calibration) -> Sensitivity:
     """Sensitivity of each adjustable operator at each precision, averaged over calibration batches.
 
-    Each of `losses` runs the model forward on one batch. One forward and backward per batch, in FP32. Raises
-    CalibrationError for NaN or Inf in the data, naming the operator that met it first.
+    Two FP32 steps (forward and backward) per batch, and one copy to the host. Raises CalibrationError for NaN
+    or Inf in the data, naming the operator that met it first, and for a gradient that is zero.
+
+    >>> qsync.sensitivity(model, batches, loss_fn)
     """
-    if not losses:
-        raise CalibrationError("no calibration batch was given; pass at least one real batch")
-    totals: dict[str, dict[str, float]] = {}
-    graph = None
-    for loss in losses:
-        gatherer = Gatherer(precisions)
-        runner.choose(lambda graph: {}, gatherer)
-        for parameter in parameters:
-            parameter.grad = None
-        value = loss()
-        gatherer.describe(runner.graph)
-        check_scalar(value)
-        value.backward()  # type: ignore[no-untyped-call]
-        graph = runner.graph
-        gatherer.check_finite(graph)
-        check_finite(value)
-        gradient = sum(float(p.grad.double().square().sum()) for p in parameters if p.grad is not None)
-        for name, modes in indicator(graph, gatherer.statistics(), gradient, precisions).items():
-            entry = totals.setdefault(name, dict.fromkeys(modes, 0.0))
-            for mode, omega in modes.items():
-                entry[mode] += omega / len(losses)
-    assert graph is not None
-    return Sensitivity(graph.hash, "variance", totals, len(losses))
+    probe = Probe(calibration.precisions)
+    calibration.assign({}, probe)
+    felt = [probe.feel(calibration, batch) for batch in range(len(calibration.losses))]
+    graph = calibration.runner.graph
+    omega = calibration.empty(graph)
+    narrow = carried_narrow(graph)
+    for one in felt:
+        for name, modes in indicator(graph, one, calibration.precisions, narrow).items():
+            for mode, added in modes.items():
+                omega[name][mode] += added / len(felt)
+    return Sensitivity(graph.hash, "variance", omega, len(felt))
 
 
 def indicator(
-    graph: OpGraph, statistics: dict[str, OpStatistics], gradient: float, precisions: Sequence[Precision]
+    graph: OpGraph, felt: Felt, precisions: Sequence[Precision], narrow: Mapping[str, Iterable[str]]
 ) -> dict[str, dict[str, float]]:
-    """omega[op][precision] of one batch, from its statistics and the squared norm of its gradient. Pure."""
-    depth = max((op.depth for op in graph.adjustable), default=1)
-    omega: dict[str, dict[str, float]] = {}
-    for op in graph.adjustable:
-        found = statistics.get(op.name)
-        usable = [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind] and p is not Precision.FP32]
-        if found is None:  # never reached: it adds nothing
-            omega[op.name] = dict.fromkeys(map(str, usable), 0.0)
-            continue
-        omega[op.name] = {str(p): _omega(op, p, found, gradient, depth) for p in usable}
-    return omega
+    """omega[op][precision] of one batch. `narrow`: see `carried_narrow`. Pure.
+
+    An operator that was never reached adds nothing.
+    """
+    return {
+        op.name: {
+            str(p): _omega(op, p, felt, narrow.get(op.name, ()))
+            for p in precisions
+            if p in PRECISIONS_BY_KIND[op.kind] and p is not Precision.FP32
+        }
+        for op in graph.adjustable
+    }
 
 
-def _omega(op: Op, precision: Precision, found: OpStatistics, gradient: float, depth: int) -> float:
-    terms = product_terms(op, precision, found)
-    downstream, upstream = (depth - op.depth) / depth, op.depth / depth
-    return terms.wgrad + gradient * (downstream * terms.forward + upstream * terms.dgrad)
+def _omega(op: Op, precision: Precision, felt: Felt, narrow: Iterable[str]) -> float:
+    operands = range(len(op.inputs))
 
+    def value(index: int, type_name: str, name: str = op.name) -> float:
+        return felt.values.get((name, index, type_name), 0.0)
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """`forward` and `dgrad` relative to |y|^2 and |gW'|^2, `wgrad` in squared gradient norm."""
+    def gradient(index: int, type_name: str, name: str = op.name) -> float:
+        return felt.gradients.get((name, index, type_name), 0.0)
 
-    forward: float
-    wgrad: float
-    dgrad: float
-
-
-def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """The three terms of the module's equation for one operator at one precision. Pure."""
-    if op.kind in ("matmul", "attention"):
-        return _activation_terms(op, precision, found)
-    x, w = (1, 2) if op.kind == "addmm" else (0, 1)
-    v_x = found.rounding[x][operand_type(op.kind, x, precision)]
-    v_w = found.rounding[w][operand_type(op.kind, w, precision)]
-    v_g = found.gradient_rounding[gradient_type(precision)]
-    m, k, n = _sizes(op, found)
-    x2, w2, g2, y2 = (
-        found.squares[x] * _window(op, found),
-        found.squares[w],
-        found.gradient_square,
-        found.output_square,
-    )
-    forward = (v_x * m * w2 + v_w * n * x2) / y2 if y2 else 0.0
-    wgrad = v_x * k * g2 + v_g * n * x2 if found.weight_trains else 0.0
-    dgrad = (v_g * m * n / g2 if g2 else 0.0) + (v_w * k * n / w2 if w2 else 0.0)
-    return Terms(forward, wgrad, dgrad)
-
-
-def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """Products of activations: relative rounding variances of what enters, each of which the result repeats
-    (ours)."""
-    relative = 0.0
-    for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
-        size = num_elements(found.shapes[j])
-        relative += found.rounding[j][operand_type(op.kind, j, precision)] * size / square if square else 0.0
-    g2, size = found.gradient_square, num_elements(op.shape)
-    backward = found.gradient_rounding[gradient_type(precision)] * size / g2 if g2 else 0.0
-    return Terms(relative, 0.0, relative + backward)
-
-
-def gradient_type(precision: Precision) -> str:
-    """The type in which an operator's backward products take the gradient."""
-    if precision in (Precision.INT8_ALL, Precision.FP8):
-        return {Precision.INT8_ALL: "int8_stochastic", Precision.FP8: "e5m2"}[precision]
-    if precision is Precision.INT8:
-        return "bf16"
-    return str(precision)
-
-
-def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
-    """M, K, N of a product with a weight: rows (or positions), contracted size, output channels."""
-    if op.kind == "linear":
-        n, k = found.shapes[1]
-        return num_elements(op.shape) // max(n, 1), k, n
-    if op.kind == "addmm":
-        k, n = found.shapes[2]
-        return num_elements(op.shape) // max(n, 1), k, n
-    n, k = found.shapes[1][0], num_elements(found.shapes[1][1:])
-    return num_elements(op.shape) // max(n, 1), k, n
-
-
-def _window(op: Op, found: OpStatistics) -> float:
-    """How often a convolution reads each element of its input, on average; 1 for other products."""
-    if not op.kind.startswith("conv"):
-        return 1.0
-    positions = num_elements(op.shape[2:]) / max(num_elements(found.shapes[0][2:]), 1)
-    groups = found.shapes[0][1] / max(found.shapes[1][1], 1)
-    return positions * num_elements(found.shapes[1][2:]) / max(groups, 1.0)
+    total = sum(value(i, rounded_to(op.kind, i, precision)) for i in operands)
+    if precision is Precision.TF32:
+        return total + gradient(RESULT, "tf32")
+    if precision is Precision.INT8_ALL:
+        return total + sum(gradient(i, STOCHASTIC) for i in operands)
+    if precision is Precision.FP8:
+        return total + gradient(RESULT, "e5m2")
+    float_type = "fp16" if precision is Precision.FP16 else "bf16"
+    total += gradient(RESULT, float_type) + sum(gradient(i, float_type) for i in operands)
+    if precision is Precision.FP16 or (precision is Precision.INT8 and op.kind == "attention"):
+        total += value(RESULT, float_type)  # the product of INT8 attention with V is a 16-bit one
+    if precision is Precision.BF16:
+        total += sum(value(RESULT, "bf16", name) for name in narrow)
+        total += sum(gradient(RESULT, "bf16", name) for name in narrow if name != op.name)
+    return total

@@ -3,7 +3,9 @@ planning.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from qsync.errors import CalibrationError, QSyncError, UnsupportedError
 from qsync.graph import OpGraph
 from qsync.plans import Plan
 from qsync.precision import Precision
+from qsync.predictor.calibration import Calibration
 from qsync.predictor.clocks import clock_for
 from qsync.predictor.profiler import Profiler
+from qsync.predictor.registry import indicator_named
 from qsync.predictor.variance import variance
 from qsync.profiles import Profile, Sensitivity
 from qsync.tracing import call_arguments, capture, check_batch, undisturbed
@@ -73,7 +77,9 @@ def profile(
             for _ in range(rounds or 0):
                 profiler.round()
         except CalibrationError:
-            variance(program, [loss], trained, [])  # names the operator that met NaN or Inf, if one did
+            variance(
+                Calibration(program, [loss], trained, [])
+            )  # names the operator that met NaN or Inf, if one did
             raise
         return profiler.profile(chosen_class.name, machine(), chosen_class.emulated_share)
 
@@ -85,22 +91,53 @@ def sensitivity(
     *,
     indicator: str = "variance",
     precisions: Sequence[Precision | str] | None = None,
+    seed: int = 0,
 ) -> Sensitivity:
-    """How much gradient variance each operator adds at each precision, from one FP32 step per batch.
+    """How much gradient variance each operator adds at each precision, from two FP32 steps per batch.
 
-    The model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that
-    met it.
+    `indicator` names another way to tell (see qsync.predictor.registry): "empirical" measures it with this
+    device's kernels, a step per operator, precision and batch. `seed` is for what an indicator draws. The
+    model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that met
+    it, and for a gradient that is zero; UnsupportedError for an indicator or a precision that is not there.
 
     >>> sensitivity = qsync.sensitivity(model, [batch])
+    >>> truth = qsync.sensitivity(model, [batch], indicator="empirical", precisions=["bf16", "int8"])
     """
-    if indicator != "variance":
-        raise UnsupportedError(f"there is no indicator {indicator!r}; use 'variance'")
+    judge = indicator_named(indicator)
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
+    with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
+        return judge(calibration if indicator != "empirical" else _measurable(calibration, model, precisions))
+
+
+@contextmanager
+def calibrating(
+    model: torch.nn.Module,
+    batches: Sequence[Any],
+    loss_fn: LossFunction | None = None,
+    *,
+    precisions: Sequence[Precision | str] | None = None,
+    seed: int = 0,
+) -> Iterator[Calibration]:
+    """What indicators are given: the model as it runs precisions, its batches and its trained parameters."""
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
     with _running(model) as program:
-        return variance(program, losses, _trained(model), chosen)
+        yield Calibration(program, losses, _trained(model), chosen, seed)
+
+
+def _measurable(
+    calibration: Calibration, model: torch.nn.Module, asked: Sequence[Precision | str] | None
+) -> Calibration:
+    """With the precisions that this device has: what is measured has to run here."""
+    kernels = backend.select(device_of(model))
+    if asked is None:
+        return replace(calibration, precisions=kernels.precisions())
+    for precision in calibration.precisions:
+        if precision not in kernels.precisions():
+            known = ", ".join(kernels.precisions())
+            raise UnsupportedError(f"{kernels.device} has no {precision} to measure; it has {known}")
+    return calibration
 
 
 def wrap(

@@ -34,7 +34,11 @@ class KernelTable(Protocol):
 
 
 class Observer(Protocol):
-    """Called after each node of the lowered graph has run, with what it returned and what it was given."""
+    """Called after each node of the lowered graph has run, with what it returned and what it was given.
+
+    One that has a method `taken(op, index, operand)` is also called before an adjustable operator runs in
+    FP32, with each of its operands, and what it returns is what the operator gets.
+    """
 
     def began(self) -> None:
         """A traced graph is about to run."""
@@ -100,6 +104,17 @@ class Report(torch.nn.Module):
         return result
 
 
+class Taken(torch.nn.Module):
+    """Shows the observer an operand on its way into one operator."""
+
+    def __init__(self, observer: Any, op: str, index: int) -> None:
+        super().__init__()
+        self._observer, self._op, self._index = observer, op, index
+
+    def forward(self, operand: Any) -> Any:
+        return self._observer.taken(self._op, self._index, operand)
+
+
 def _is_native(op: Op, mode: str) -> bool:
     """Whether the traced call itself runs: convolutions and attention in BF16 have kernels of their own."""
     return (
@@ -113,6 +128,7 @@ class _Rewriter:
     def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
         self._graph: OpGraph = lowered.graph
         self._kernels, self._observer = kernels, observer
+        self._watched = hasattr(observer, "taken")
         self._ops = {op.name: op for op in lowered.graph.ops}
         self._runs: dict[str, Run] = {}
         self._before: dict[str, list[Cast]] = {}
@@ -211,6 +227,10 @@ class _Rewriter:
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)
             value = segment.value_of.get(source)
+            if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
+                return _call(
+                    module, "taken", Taken(self._observer, op.name, op.inputs.index(value)), (taken,), {}
+                )
             if native or value not in op.inputs:
                 return taken
             encoded = is_encoded(run.operands[op.inputs.index(value)])

@@ -48,6 +48,8 @@ class _Placed:
 
     def __init__(self, observer: Observer, program: Program) -> None:
         self._observer, self._program = observer, program
+        if hasattr(observer, "taken"):
+            self.taken = self._placed_taken
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         prefix = self._program.prefix
@@ -56,6 +58,9 @@ class _Placed:
         elif prefix and not node.of_parameter:
             node = replace(node, value=prefix + node.value)
         self._observer.seen(node, result, operands)
+
+    def _placed_taken(self, op: str, index: int, operand: Any) -> Any:
+        return self._observer.taken(self._program.prefix + op, index, operand)
 
 
 class Program:
