@@ -1,0 +1,73 @@
+"""experiments/indicators.py on a tiny network: figures are complete, plans save what they must, reports."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync.experiments.indicator_report import geometric, mean, picture, summary, tables
+from qsync.experiments.indicators import BUDGETS, PRECISIONS, Scale, judge, plan_at, rate
+from qsync.experiments.workloads import Workload
+from qsync.precision import Precision
+from qsync.predictor.registry import INDICATORS
+from qsync.profiles import Sensitivity
+
+
+def tiny() -> Workload:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.GELU(), nn.Linear(16, 4))
+
+    def batch(seed: int, step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(1000 * seed + 10 * step + rank)
+        return torch.randn(16, 16, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+
+    def heldout(num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [batch(9, step, 9) for step in range(num)]
+
+    return Workload("tiny", make, batch, F.cross_entropy, heldout, 4, 1e-3, "a tiny network")
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return [judge(tiny(), seed, Scale(2, 2, 2, 1, 2), 1) for seed in (0, 1)]
+
+
+def test_every_indicator_is_judged_by_every_figure(rows):
+    for row in rows:
+        assert set(row["plan_error"]) == set(INDICATORS)
+        assert set(row["spearman"]) == set(INDICATORS) - {"empirical"}
+        assert set(row["heldout"]) == {"fp32", *INDICATORS}
+        assert all(-1 <= value <= 1 for found in row["spearman"].values() for value in found.values())
+        assert all(error > 0 for found in row["plan_error"].values() for error in found.values())
+        assert all(entry["joint"] > 0 and entry["sum"] > 0 for entry in row["joint"])
+
+
+def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
+    found = summary(rows)
+    cell = found["tiny"]["to_default"]["random"][str(BUDGETS[0])]
+    assert cell["mean"] > 0 and cell["factor"] >= 1
+    assert found["tiny"]["to_default"]["variance"][str(BUDGETS[0])]["mean"] == pytest.approx(1)
+    assert [len(table.columns) for table in tables(found)] == [2] * (2 + len(BUDGETS) + 2)
+    assert picture(rows, tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_means_and_intervals_by_hand():
+    assert mean([1.0, 3.0]) == {"mean": 2.0, "half": pytest.approx(12.706, rel=1e-3)}
+    assert mean([1.0]) == {"mean": 1.0, "half": None}
+    assert geometric([1.0, 4.0])["mean"] == pytest.approx(2.0)
+
+
+def test_a_plan_saves_its_share_at_least_variance():
+    graph = qsync.capture(tiny().make_model(0), torch.randn(16, 16))
+    cheap, dear = {"bf16": 1.0, "int8": 2.0}, {"bf16": 100.0, "int8": 200.0}
+    first, second, third = (op.name for op in graph.adjustable)  # 512, 512 and 64 products a row
+    sensitivity = Sensitivity(graph.hash, "made", {first: cheap, second: dear, third: dear})
+    assert plan_at(graph, sensitivity, 0.4) == {
+        first: Precision.BF16, second: Precision.FP32, third: Precision.FP32
+    }  # fmt: skip
+    assert set(plan_at(graph, sensitivity, 1.0).values()) == {Precision.INT8}
+    assert rate("linear", Precision.FP32) == 1.0 < rate("conv2d", PRECISIONS[0])
