@@ -115,6 +115,53 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     return [*shown, table]
 
 
+def markdown(content: Mapping[str, Any]) -> str:
+    """README's table: rank correlation, and the gradient error of plans against the default's, per model."""
+    found, machine = content["summary"], content["machine"]
+    models = list(found)
+    first = found[models[0]]
+    budget = list(first["to_default"]["variance"])[-1]
+    saved = f"{float(budget):.0%}"
+    lines = [
+        f"Spearman's correlation with the truth in BF16 / INT8, means over {len(content['seeds'])} seeds. "
+        "Below, the gradient error,",
+        f"on unseen batches, of plans that save {saved} of the time that can be saved, as a multiple of the "
+        "default's (geometric mean,",
+        "95 % interval).",
+        f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, commit "
+        f"{content['commit']}; step times of plans are simulated.",
+        "",
+        f"| | {' | '.join(models)} |",
+        "|---" * (len(models) + 1) + "|",
+    ]
+    for name, by_precision in first["spearman"].items():
+        cells = [
+            " / ".join(f"{found[model]['spearman'][name][p]['mean']:.2f}" for p in by_precision)
+            for model in models
+        ]
+        lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
+    for name in first["to_default"]:
+        if name != "variance":
+            cells = [_range(found[model]["to_default"][name][budget]) for model in models]
+            lines.append(f"| plan by {_shown(name)} | {' | '.join(cells)} |")
+    cells = [f"{found[model]['plan_error']['variance'][budget]['mean']:.1e}" for model in models]
+    lines.append(f"| plan by {_shown('variance')}, of \\|g\\|² | {' | '.join(cells)} |")
+    cells = [_range(found[model]["joint_to_sum"]) for model in models]
+    lines.append(f"| joint effect of random plans, of the sum | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(name: str) -> str:
+    return {"variance": "**`variance`**", "empirical": "the truth itself"}.get(name, f"`{name}`")
+
+
+def _range(cell: Mapping[str, float | None]) -> str:
+    centre, factor = cell["mean"], cell["factor"]
+    if factor is None:
+        return f"{centre:.2f}"
+    return f"{centre:.2f} ({centre / factor:.2f}-{centre * factor:.2f})"
+
+
 def _table(title: str, models: Sequence[str]) -> Table:
     table = Table(title=f"{title} (measured)", box=box.SIMPLE_HEAD)
     table.add_column("")

@@ -32,10 +32,10 @@ from qsync import runtime
 from qsync.api import calibrating
 from qsync.devices import machine
 from qsync.experiments.demo_rank import commit
-from qsync.experiments.indicator_report import picture, summary, tables
+from qsync.experiments.indicator_report import markdown, picture, summary, tables
 from qsync.experiments.subjects import NAMES, subject
 from qsync.experiments.workloads import Workload, evaluate
-from qsync.files import write_json
+from qsync.files import write_bytes, write_json
 from qsync.graph import OpGraph
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.calibration import Calibration
@@ -80,7 +80,7 @@ def main(
     quick: bool = False,
     processes: int = 1,
 ) -> None:
-    """Judge every indicator, print tables, write the figures and a picture beside them."""
+    """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
     scale = QUICK if quick else Scale(seeds=seeds)
     tasks = [(name, seed, scale) for seed in range(scale.seeds) for name in models]
     with Console(stderr=True).status("indicators") as status:
@@ -109,6 +109,7 @@ def main(
     }
     write_json(out, content)
     picture(rows, out.with_suffix(".png"))
+    write_bytes(out.with_suffix(".md"), markdown(content).encode())
     for table in tables(content["summary"]):
         Console().print(table)
 

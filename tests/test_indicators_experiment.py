@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsync
-from qsync.experiments.indicator_report import geometric, mean, picture, summary, tables
+from qsync.experiments.indicator_report import geometric, markdown, mean, picture, summary, tables
 from qsync.experiments.indicators import BUDGETS, PRECISIONS, Scale, judge, plan_at, rate
 from qsync.experiments.workloads import Workload
 from qsync.precision import Precision
@@ -52,6 +52,10 @@ def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
     assert cell["mean"] > 0 and cell["factor"] >= 1
     assert found["tiny"]["to_default"]["variance"][str(BUDGETS[0])]["mean"] == pytest.approx(1)
     assert [len(table.columns) for table in tables(found)] == [2] * (2 + len(BUDGETS) + 2)
+    content = {
+        "summary": found, "seeds": [0, 1], "commit": "abc", "machine": {"processor": "CPU", "torch": "2"}
+    }  # fmt: skip
+    assert markdown(content).count("\n| ") == 1 + (len(INDICATORS) - 1) * 2 + 2
     assert picture(rows, tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
 
 
