@@ -54,7 +54,7 @@ BUDGETS = (0.3, 0.6)
 TRAINED_AT = 0.6
 # Images or sequences per batch, and batches: networks of ReLUs need more of them, because there the truth of
 # one batch depends on which few units an error brings to the other side.
-BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (32, 6)}
+BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (64, 8)}
 
 Assignment = Mapping[str, Precision]
 
@@ -81,7 +81,7 @@ def main(
     processes: int = 1,
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
-    scale = QUICK if quick else Scale(seeds=seeds)
+    scale, tree = QUICK if quick else Scale(seeds=seeds), commit()
     tasks = [(name, seed, scale) for seed in range(scale.seeds) for name in models]
     with Console(stderr=True).status("indicators") as status:
         if processes == 1:
@@ -100,7 +100,7 @@ def main(
         "measured": "gradient errors and losses; step times are simulated, from FLOPs and rates",
         "machine": {**machine(), "threads": 1},
         "qsync": qsync.__version__,
-        "commit": commit(),
+        "commit": tree,
         "seeds": list(range(scale.seeds)),
         "scale": asdict(scale),
         "rates": RATES,
