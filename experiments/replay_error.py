@@ -30,7 +30,7 @@ from qsync.devices import machine
 from qsync.experiments.demo_rank import commit
 from qsync.experiments.subjects import NAMES
 from qsync.experiments.validate import BUCKET_CAP_MB, run_validation
-from qsync.files import read_json, write_json
+from qsync.files import read_json, write_json, write_text
 from qsync.graph import OpGraph
 from qsync.precision import Precision
 from qsync.profiles import Cost, Profile
@@ -53,7 +53,7 @@ def main(
     seed: int = 0,
     again: Annotated[bool, typer.Option(help="Draw and print what lies in the folder; run nothing.")] = False,
 ) -> None:
-    """Run, print the table and write figures.json and figures.png to the folder."""
+    """Run, print the table and write figures.json, .md and .png to the folder."""
     results = []
     for name in model or NAMES:
         for num_ranks in ranks or (1, 2):
@@ -68,6 +68,7 @@ def main(
     }  # fmt: skip
     write_json(out / "figures.json", content)
     draw(results, out / "figures.png")
+    write_text(out / "figures.md", markdown(content))
     Console(width=None if sys.stdout.isatty() else 140).print(table(results))
 
 
@@ -164,6 +165,25 @@ def table(results: list[dict[str, Any]]) -> Table:
             "met" if met else "missed",
         )  # fmt: skip
     return shown
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The table as it stands in the README."""
+    lines = [
+        f"Error of the predicted step, median / 95th percentile over {content['plans']} random plans; one "
+        f"thread a rank, seed {content['seed']}; steps measured, commit {content['commit']}.",
+        "",
+        "| | ranks | " + " | ".join(METHODS) + " | inside the interval |",
+        "|---|---|" + "---|" * (len(METHODS) + 1),
+    ]
+    for entry in content["results"]:
+        cells = []
+        for method in METHODS:
+            size = [abs(error) for error in entry["errors"][method]]
+            cells.append(f"{statistics.median(size):.1%} / {percentile(size, 0.95):.1%}")
+        inside = f"{entry['inside_interval']:.0%}"
+        lines.append("| " + " | ".join([entry["model"], str(entry["ranks"]), *cells, inside]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
