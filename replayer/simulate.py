@@ -12,7 +12,7 @@ operators are only summed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from qsync.errors import MismatchError, UnsupportedError
 from qsync.graph import OpGraph
 from qsync.lowering import LoweredGraph, Lowering, matching
 from qsync.plans import Plan
-from qsync.precision import Precision
+from qsync.precision import Precision, type_bytes
 from qsync.predictor.memory import peak_memory
 from qsync.profiles import Profile
 from qsync.replayer.communication import (
@@ -75,7 +75,8 @@ class Step:
 
     Per class: where its step starts, where its own backward ends, and how much longer backward took for the
     all-reduces it overlapped. `flights` are the all-reduces as (start, end), `reduced_s` the end of the last
-    one: the period, once the drift repeats itself.
+    one: the period, once the drift repeats itself. `idle_s` is how long a class that was ready stood still
+    before its step started.
     """
 
     starts_s: tuple[float, ...]
@@ -83,12 +84,14 @@ class Step:
     finished_s: tuple[float, ...]
     flights: tuple[tuple[float, float], ...]
     reduced_s: float
+    idle_s: tuple[float, ...] = ()
 
 
 class Exchange:
     """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied where.
 
-    With one rank there is nothing to exchange: no bucket, no copy.
+    With one rank there is nothing to exchange: no bucket, no copy. DDP also hands out the buffers of rank 0
+    (running statistics) before every forward pass, where a model has any: there all ranks meet.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -96,7 +99,15 @@ class Exchange:
         self.buckets: tuple[Bucket, ...] = ()
         self.copied_bytes: FloatArray = np.zeros(len(graph.ops))
         self.unused_bytes = 0
+        self.broadcast_s = 0.0
         if cluster.num_ranks > 1:
+            handed_out = sum(
+                type_bytes(value.dtype, value.num_elements)
+                for value in graph.inputs
+                if value.kind == "buffer" and not value.name.startswith("constant:")
+            )
+            if handed_out:
+                self.broadcast_s = cluster_all_reduce_s(cluster, handed_out)
             self.buckets = buckets(graph, bucket_cap_bytes)
             sizes = {value.name: GRADIENT_BYTES * value.num_elements for value in graph.parameters}
             for name, position in ready_positions(graph).items():
@@ -124,14 +135,17 @@ class Exchange:
         return Work(lead, ready, total, profile.optimizer_s, tolls)
 
 
-def steady_step(works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
+def steady_step(
+    works: Sequence[Work], durations_s: Sequence[float], link: Link, broadcast_s: float = 0.0
+) -> Step:
     """The step that repeats itself when nothing but the all-reduces holds the ranks together.
 
     A class starts its next step as soon as its own optimizer is done, so a class with a fast optimizer gets
-    ahead by that much; the drift is the same after every step.
+    ahead by that much; the drift is the same after every step. Where buffers are handed out first, which
+    takes `broadcast_s`, all start with the last.
     """
     starts = tuple(work.optimizer_s for work in works)
-    step = _step(starts, works, durations_s, link)
+    step = _step(_met(starts, broadcast_s), works, durations_s, link)
     for _ in range(NUM_STEPS - 1):
         ahead = tuple(
             max(0.0, finished - step.reduced_s) + work.optimizer_s
@@ -140,8 +154,12 @@ def steady_step(works: Sequence[Work], durations_s: Sequence[float], link: Link)
         if ahead == starts:
             break
         starts = ahead
-        step = _step(starts, works, durations_s, link)
-    return step
+        step = _step(_met(starts, broadcast_s), works, durations_s, link)
+    return replace(step, idle_s=tuple(b - a for a, b in zip(starts, step.starts_s, strict=True)))
+
+
+def _met(starts: tuple[float, ...], broadcast_s: float) -> tuple[float, ...]:
+    return (max(starts) + broadcast_s,) * len(starts) if broadcast_s else starts
 
 
 def step_time(works: Sequence[Work], exchange: Exchange) -> float:
@@ -149,7 +167,7 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
 
     >>> step_time([exchange.work(costs) for costs in by_class], exchange)
     """
-    return steady_step(works, exchange.durations_s, exchange.link).reduced_s
+    return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
 
 
 def replay(
@@ -174,9 +192,10 @@ def replay(
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = {name: ClassCosts(lowering, profiles[name]) for name, lowering in lowerings.items()}
     works = [exchange.work(entry) for entry in costs.values()]
-    step = steady_step(works, exchange.durations_s, exchange.link)
-    blocked = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
-    zero = min(step.starts_s)
+    step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
+    after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
+    blocked = [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
+    zero = min(start - idle for start, idle in zip(step.starts_s, step.idle_s, strict=True))
     flights = [(start - zero, end - zero) for start, end in step.flights]
     classes: dict[str, ClassTimeline] = {}
     events: list[Event] = []
@@ -196,7 +215,11 @@ def replay(
             origin=profiles[name].origin,
         )
         copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
-        times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, wait)
+        if step.idle_s[c] > 0.0:
+            begun = step.starts_s[c] - step.idle_s[c] - zero
+            events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
+        waits = min(wait, after[c])
+        times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
         rates = [compute_rate(works[c], k, d, exchange.link) for k, d in enumerate(exchange.durations_s)]
         events += class_events(name, entry, lowered, copies, times, flights, rates)
     uncertainty = [entry.profile.uncertainty for entry in costs.values()]

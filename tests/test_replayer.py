@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from qsync.cluster import Cluster, Link
 from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.graph import Input
 from qsync.lowering import Cast, lower
 from qsync.plans import ClassPlan, Plan
 from qsync.precision import Precision
@@ -292,3 +293,24 @@ def test_a_step_s_time_costs_a_few_calls_per_bucket_not_per_operator():
     costs = [ClassCosts(Lowering(graph, {}), profile_of(graph, name)) for name in ("train", "infer")]
     works = [exchange.work(entry) for entry in costs]
     assert num_calls(lambda: step_time(works, exchange)) < 20 * len(exchange.buckets)
+
+
+def test_buffers_that_ddp_hands_out_make_all_ranks_start_together():
+    graph = mlp(3)
+    buffered = replace(graph, inputs=(*graph.inputs, Input("norm.running_mean", "buffer", "fp32", (64,))))
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    profiles = {
+        name: replace(p, shapes_hash=buffered.shapes_hash, graph_hash=buffered.hash)
+        for name, p in profiles.items()
+    }
+    profiles["infer"] = replace(profiles["infer"], optimizer_s=5e-3)
+    plan, cluster = {"train": {}, "infer": {}}, cluster_of(link=Link(1e-3, 1e9))
+    without, timeline = (replay(g, plan, profiles, cluster) for g in (graph, buffered))
+    assert timeline.step_s >= without.step_s + 1e-3
+    handed_out = {e.device_class: e.duration_s for e in timeline.events if e.name == "buffers handed out"}
+    late = profiles["infer"].optimizer_s - profiles["train"].optimizer_s
+    assert handed_out["infer"] == pytest.approx(1e-3, rel=1e-3)
+    assert handed_out["train"] == pytest.approx(1e-3 + late, rel=1e-3)
+    for entry in timeline.classes.values():
+        parts = entry.compute_s + entry.slowed_s + entry.exposed_s + entry.wait_s
+        assert parts == pytest.approx(timeline.step_s)
