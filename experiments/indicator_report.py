@@ -122,12 +122,12 @@ def markdown(content: Mapping[str, Any]) -> str:
     first = found[models[0]]
     budget = list(first["to_default"]["variance"])[-1]
     saved = f"{float(budget):.0%}"
+    seeds = f"means over {len(content['seeds'])} seeds" if len(content["seeds"]) > 1 else "one seed"
+    interval = " (geometric mean, 95 % interval)" if len(content["seeds"]) > 1 else ""
     lines = [
-        f"Spearman's correlation with the truth in BF16 / INT8, means over {len(content['seeds'])} seeds. "
-        "Below, the gradient error,",
-        f"on unseen batches, of plans that save {saved} of the time that can be saved, as a multiple of the "
-        "default's (geometric mean,",
-        "95 % interval).",
+        f"Spearman's correlation with the truth in BF16 / INT8, {seeds}. Below, the gradient error, on",
+        f"unseen batches, of plans that save {saved} of the time that can be saved, as a multiple of the "
+        f"default's{interval}.",
         f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, commit "
         f"{content['commit']}; step times of plans are simulated.",
         "",
@@ -209,9 +209,7 @@ def picture(rows: Rows, path: str | Path) -> Path:
             axes.set_ylabel("predicted by two steps")
             axes.legend(frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(
-        "Variance that one operator adds to the gradient, |g|^2 units: every operator and seed", color=INK
-    )
+    figure.suptitle("Squared gradient error by lowering one operator: every operator and seed", color=INK)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=150, facecolor="white")
     return write_bytes(path, drawn.getvalue())
