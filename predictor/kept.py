@@ -39,6 +39,7 @@ def kept_by(
     dtypes: Mapping[str, str],
     form: str = "plain",
     mode: str = "fp32",
+    device: str = "cpu",
 ) -> Kept:
     """What this operator keeps for backward; nothing if it has none.
 
@@ -58,6 +59,8 @@ def kept_by(
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+    if op.kind == "attention" and writes_scores(op, mode, device):
+        return Kept()
     if op.kind == "attention":  # of a mask of bools its own copy in numbers, but for INT8's
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
@@ -89,7 +92,16 @@ def made_for_backward(
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
-    elif op.kind == "attention" and mode != "int8":  # in INT8 backward computes all of it again
+    elif op.kind == "attention" and mode == "int8":  # backward computes all else again
+        yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
+    elif op.kind == "attention" and writes_scores(op, mode, device):
+        # Probabilities, the mask of the dropout, and what is left of them; copies of q, k and v, heads in
+        # front, which GQA's groups have each their own.
+        scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
+        yield 3 * FP32_BYTES * num_elements(scores)
+        rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
+        yield FP32_BYTES * (rows[0] + rows[1] + rows[1] * op.shape[-1] // width)
+    elif op.kind == "attention":
         yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
         masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
@@ -97,6 +109,19 @@ def made_for_backward(
         yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
+
+
+def writes_scores(op: Op, mode: str, device: str) -> bool:
+    """Whether attention is torch's plain one, which has all its scores in memory, and in FP32.
+
+    No fused kernel of torch's drops weights on a CPU.
+    """
+    return op.dropout > 0 and device == "cpu" and mode != "int8"
+
+
+def scores_shape(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """(..., heads, queries, keys)"""
+    return (*op.shape[:-1], shapes[op.inputs[1]][-2])
 
 
 def _made_saving_less(op: Op, form: str) -> Iterator[int]:

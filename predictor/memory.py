@@ -14,11 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from qsync.backend.windows import windows_bytes
 from qsync.graph import Input, Op, OpGraph, num_elements
 from qsync.lowering import Cast, LoweredGraph, Lowering, Run
-from qsync.precision import Precision, is_encoded, type_bytes
+from qsync.precision import is_encoded, type_bytes
 from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
+from qsync.predictor.orders import orders
+from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
+
+
+# Kinds whose result's gradient is that of their first so many inputs.
+PASSES_GRADIENT = {"add": 2, "sub": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,8 @@ class StepMemory:
         self._loss_inside = any(op.kind in ("cross_entropy", "loss") for op in self.graph.ops)
         self._persistent = optimizer_bytes + _throughout(self.graph)
         self._read(lowered)
+        self._convolves = device == "cpu" and any(op.kind == "conv2d" for op in self.graph.ops)
+        self._orders = orders(self.graph, self._runs)
         self._change = np.zeros(
             self.end + 2, dtype=np.int64
         )  # bytes by which each time differs from the one before
@@ -126,6 +133,7 @@ class StepMemory:
     def update(self, lowering: Lowering, positions: Iterable[int]) -> None:
         """Look again at the operators at these positions: those that `Lowering.assign` or `undo` touched."""
         stale: dict[str | int, None] = {}
+        positions = tuple(positions)
         for i in positions:
             op = self.graph.ops[i]
             self._runs[i] = lowering.run(i)
@@ -137,7 +145,28 @@ class StepMemory:
             values = [self._root[name] for name in (op.name, *op.inputs, *op.kept)]
             # Those that read its result may cast from another type now, though they run as before.
             stale |= dict.fromkeys([i, *values, *self._involved[values[0]]])
+            # What it is added to may have to bring a gradient of its own now.
+            stale |= dict.fromkeys(
+                self._root[name]
+                for j in self._involved[values[0]]
+                if self.graph.ops[j].kind in PASSES_GRADIENT
+                for name in self.graph.ops[j].inputs
+            )
+        if self._convolves and positions:
+            stale |= dict.fromkeys(self._reorder())
         self._look(stale)
+
+    def _reorder(self) -> Iterator[str | int]:
+        """What finds its images in another order than before."""
+        before, self._orders = self._orders, orders(self.graph, self._runs)
+        found = zip(
+            zip(before.result, before.taken, before.gradient, strict=True),
+            zip(self._orders.result, self._orders.taken, self._orders.gradient, strict=True),
+            strict=True,
+        )
+        for i, (old, new) in enumerate(found):
+            if old != new:
+                yield from (i, self._root[self.graph.ops[i].name])
 
     def at_peak(self, gradient_as_bucket_view: bool = True) -> Memory:
         """What the memory is used for at the time when most of it is."""
@@ -205,36 +234,68 @@ class StepMemory:
             return
         for num_bytes in made_for_backward(op, run.mode, self._shape, self._dtype, self.device, run.form):
             yield Span(num_bytes, i, time, "saved", op.name)
-        moment = sum(
-            self._for_a_moment(run, value, taken)
-            for value, taken in zip(op.inputs, run.operands, strict=True)
-        )
-        if op.kind == "conv2d" and self.device == "cpu" and run.mode in (Precision.BF16, Precision.INT8):
-            x_shape, w_shape = (self._shape[value] for value in op.inputs[:2])
-            forward, backward = windows_bytes(run.mode, x_shape, w_shape, op.shape)
-            if forward:
-                yield Span(forward, i, i)
-            moment += backward
-        if moment:
-            yield Span(moment, time, time)
+        around = self._surroundings(i)
+        for when, moment in ((i, in_forward(op, run, around)), (time, in_backward(op, run, around))):
+            if moment:
+                yield Span(moment, when, when)
 
-    def _for_a_moment(self, run: Run, value: str, taken: str) -> int:
-        elements, num_bytes = self._elements[value], 0
-        if self._grad[value]:
-            if taken != self.carried(value) and not is_encoded(taken):
-                num_bytes += type_bytes(taken, elements)  # the gradient as it is made, before it is cast
-            if value in self._parameters and self.num_ranks > 1:
-                num_bytes += FP32_BYTES * elements  # made here, then copied into its bucket
-        if run.mode == Precision.INT8 and is_encoded(taken):
-            num_bytes += type_bytes("bf16", elements)  # its backward has 16-bit operands
-        return num_bytes
+    def _surroundings(self, i: int) -> Surroundings:
+        op, run = self.graph.ops[i], self._runs[i]
+        return Surroundings(
+            shapes=tuple(self._shape[value] for value in op.inputs),
+            carried=tuple(self.carried(value) for value in op.inputs),
+            has_gradient=tuple(self._grad[value] for value in op.inputs),
+            is_parameter=tuple(value in self._parameters for value in op.inputs),
+            gradient=run.output,
+            in_buckets=self.num_ranks > 1,
+            device=self.device,
+            masks=tuple(
+                Mask(self._shape[value], type_bytes(self._dtype[value], 1))
+                for value in (*op.inputs[3:], *op.kept)
+                if op.kind == "attention"
+            ),
+            input_last=self._convolves and self._orders.taken[i],
+            gradient_last=self._convolves and self._orders.gradient[i],
+        )
 
     def kept(self, i: int) -> Kept:
         """What operator `i` keeps for backward, as it runs now."""
         key = (i, self._runs[i].form, self._runs[i].mode)
         if key not in self._kept:
-            self._kept[key] = kept_by(self.graph.ops[i], self._grad, self._dtype, *key[1:])
+            self._kept[key] = kept_by(self.graph.ops[i], self._grad, self._dtype, *key[1:], self.device)
         return self._kept[key]
+
+    def passes_gradient(self, i: int, j: int) -> bool:
+        """Whether the gradient of operator `i`'s result is, as it is, that of its `j`-th input."""
+        op, run = self.graph.ops[i], self._runs[i]
+        same = op.kind in PASSES_GRADIENT and self._shape[op.inputs[j]] == op.shape
+        return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output == self.carried(op.inputs[j])
+
+    def goes_on(self, root: str, i: int) -> bool:
+        """Whether it is this operand of a sum, operator `i`, whose gradient outlives that of the sum.
+
+        Of several it is the one made first. One made by a sum hands the tensor on once more, so that it
+        counts for itself (ours: rather too much).
+        """
+        op = self.graph.ops[i]
+        roots = [
+            self._root[value]
+            for j, value in enumerate(op.inputs)
+            if self._grad[value] and self.passes_gradient(i, j)
+        ]
+        first = min(roots, key=lambda value: self._position.get(value, -1))
+        own = self._position.get(root, -1)
+        return root == first or own < 0 or self.graph.ops[own].kind in PASSES_GRADIENT
+
+    def picks(self, i: int) -> bool:
+        """Whether operator `i` is a view of a part: its backward makes the gradient of the whole."""
+        op = self.graph.ops[i]
+        return op.kind == "view" and op.requires_grad and op.num_elements < self._elements[op.inputs[0]]
+
+    def channels_last(self, value: str) -> bool:
+        """Whether this value lies with its channels last."""
+        i = self._position.get(value)
+        return i is not None and self._orders.result[i]
 
     def carried(self, value: str) -> str:
         """The type in which a value is carried."""
@@ -250,14 +311,15 @@ class _Family:
         self.root = root
         self.storages: dict[tuple[str, str], Span] = {}
         self.key: dict[str, tuple[str, str]] = {}  # value -> its storage
-        self.first_gradient: int | None = None
-        if (
-            root not in memory._position
-        ):  # what enters the graph is there throughout; only its casts come and go
+        self.moments: list[Span] = []
+        # (time, value, whether it is the gradient of what a sum made): what backward adds up to its gradient.
+        self.contributions: list[tuple[int, str, bool]] = []
+        # What enters the graph is there throughout; only its casts come and go.
+        if root not in memory._position:
             self._enter(root, (root, memory._dtype[root]))
         for i in memory._involved[root]:
             self._visit(i, memory.graph.ops[i], memory._runs[i])
-        self.spans = [*self.storages.values(), *self._gradient()]
+        self.spans = [*self.storages.values(), *self.moments, *self._gradient()]
 
     def _visit(self, i: int, op: Op, run: Run) -> None:
         memory = self.memory
@@ -267,11 +329,14 @@ class _Family:
             if value in self.key:
                 key = self.key[value] if taken == memory.carried(value) else (value, taken)
                 self._use(key, last)
+                if is_encoded(taken):  # its kernel is handed the value beside the codes
+                    self._use(self.key[value], last)
                 if j in kept.inputs or value in kept.indices:
                     self._save(key, i, op)
-                if memory._grad[value] and (op.requires_grad or op.kind == "output"):
-                    at = memory.end - last
-                    self.first_gradient = at if self.first_gradient is None else min(self.first_gradient, at)
+                apart = memory._root[op.name] != self.root  # a view brings what is brought to it
+                if apart and memory._grad[value] and (op.requires_grad or op.kind == "output"):
+                    passed = memory.passes_gradient(i, j)
+                    self.contributions.append((memory.end - last, value, passed))
                 if memory._root[op.name] == self.root:
                     self._enter(op.name, key)
         for value in op.kept:
@@ -291,10 +356,12 @@ class _Family:
         self.key[value] = key
         for time, cast in self.memory._casts[value]:
             storage = self._make((value, cast.target), time)
+            # A view is brought in order before it is rounded, and so are images.
+            if value != self.root or (cast.target == "int8_image" and not self.memory.channels_last(value)):
+                self.moments.append(Span(_bytes(cast.source, self.memory._shape[value]), time, time))
             if cast.of_parameter:
                 storage.part = "casts"
-                if is_encoded(cast.target):  # encoded once per optimizer step and kept until the next one
-                    storage.death = self.memory.end
+                storage.death = self.memory.end  # made once per optimizer step, and kept until then
 
     def _make(self, key: tuple[str, str], time: int) -> Span:
         storage = self.storages[key] = Span(_bytes(key[1], self.memory._shape[key[0]]), time, time)
@@ -312,10 +379,37 @@ class _Family:
                 storage.part, storage.saver = "saved", op.name
 
     def _gradient(self) -> Iterator[Span]:
-        position = self.memory._position.get(self.root)
-        if position is not None and self.first_gradient is not None and self.memory._grad[self.root]:
-            size = type_bytes(self.memory.carried(self.root), self.memory._elements[self.root])
-            yield Span(size, self.first_gradient, self.memory.end - position)
+        """The gradient, from the first operator that adds to it to the one that made the value.
+
+        What a sum's gradient brings is that very tensor, which one of the operands then goes on with; what a
+        later operator brings is there for a moment beside what it is added to. Pieces of one value (views)
+        have gradients of their own until they are put together.
+        """
+        memory = self.memory
+        position = memory._position.get(self.root)
+        if position is None or not memory._grad[self.root] or not self.contributions:
+            return
+        carried, elements = memory.carried(self.root), memory._elements
+        death = memory.end - position
+        found = sorted(self.contributions, key=lambda entry: entry[0])
+        begun: set[str] = set()
+        birth: int | None = None
+        for time, value, passed in found:
+            piece = value if elements[value] < elements[self.root] else self.root
+            if passed:
+                if birth is None and memory.goes_on(self.root, memory.end - time):
+                    birth = time + 1
+            elif birth is None:
+                birth = time
+            elif piece in begun or piece == self.root:
+                yield Span(type_bytes(carried, elements[value]), time, time)
+            begun.add(piece)
+        for value in self.key:
+            i = memory._position.get(value)
+            if i is not None and value != self.root and memory.picks(i):
+                yield Span(type_bytes(carried, elements[self.root]), memory.end - i, memory.end - i)
+        if birth is not None:
+            yield Span(type_bytes(carried, elements[self.root]), birth, max(birth, death))
 
 
 def _throughout(graph: OpGraph) -> int:

@@ -54,7 +54,8 @@ class Op:
 
     `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result
     may hold by construction (masks); a type whose range ends below it is not used. `depth` counts the
-    adjustable operators on the longest path up to and including this one.
+    adjustable operators on the longest path up to and including this one. `dropout` is the part of its
+    weights that attention drops.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Op:
     requires_grad: bool = True
     magnitude: float = 0.0
     depth: int = 0
+    dropout: float = 0.0
 
     @property
     def num_elements(self) -> int:

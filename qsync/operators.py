@@ -124,6 +124,20 @@ def names_a_type(node: torch.fx.Node) -> bool:
     return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
 
 
+def dropped(node: torch.fx.Node, kind: str) -> float:
+    """The part of its elements, or of attention's weights, that a call drops; 0 for any other call."""
+    if kind == "attention":
+        return float(_argument(node, 4, "dropout_p", 0.0))
+    if kind != "dropout":
+        return 0.0
+    training = _argument(node, 2, "training", True) and node.kwargs.get("train", True)
+    return float(_argument(node, 1, "p", 0.5)) if training else 0.0
+
+
+def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
 def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
     """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
     if kind == "linear":

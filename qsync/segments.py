@@ -19,7 +19,16 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.inplace import make_out_of_place
-from qsync.operators import NORMS, PASSES_MAGNITUDE, classify, constants, flops, names_a_type, operands
+from qsync.operators import (
+    NORMS,
+    PASSES_MAGNITUDE,
+    classify,
+    constants,
+    dropped,
+    flops,
+    names_a_type,
+    operands,
+)
 from qsync.precision import LARGEST
 
 DTYPES = {
@@ -171,6 +180,9 @@ class _Reader:
         self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]
     ) -> None:
         kind, role = classify(node)
+        drops = dropped(node, kind)
+        if kind == "dropout" and not drops:
+            kind = "view"  # it hands on what it is given
         read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
         kept = [name for name in dict.fromkeys(everything) if name not in read]
@@ -197,7 +209,7 @@ class _Reader:
         name = self._name(node, kind)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
-        self._add(segment, node, name, kind, role, read, kept, value, magnitude)
+        self._add(segment, node, name, kind, role, read, kept, value, magnitude, drops)
 
     def _is_float(self, name: str) -> bool:
         return self._dtype[name] in LARGEST
@@ -230,7 +242,7 @@ class _Reader:
 
     def _add(
         self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str],
-        kept: list[str], value: torch.Tensor, magnitude: float = 0.0,
+        kept: list[str], value: torch.Tensor, magnitude: float = 0.0, drops: float = 0.0,
     ) -> None:  # fmt: skip
         shape = _shape(value)
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + (
@@ -249,6 +261,7 @@ class _Reader:
             value.requires_grad,
             magnitude,
             depth,
+            drops if kind == "attention" else 0.0,
         )
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth

@@ -8,6 +8,7 @@ gradients, casts anew.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +31,11 @@ class WeightCast(torch.nn.Module):
         self._kernels, self._target = kernels, target
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
+        _steps.casts.add(self)
+
+    def forget(self) -> None:
+        """Let go of the copy: it is not kept from one step to the next."""
+        self._key = self._copy = None
 
     def forward(self, weight: torch.Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -39,6 +45,7 @@ class WeightCast(torch.nn.Module):
         # no other mark. Inside backward it is a checkpoint that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
         if key != self._key or first:
+            self.forget()
             with torch.no_grad():
                 self._copy = self._kernels.cast_weight(weight, self._target)
             self._key = key
@@ -64,7 +71,7 @@ class _Copied(torch.autograd.Function):
 
 def forget_copies() -> None:
     """Let every weight be cast anew at its next use."""
-    _steps.count += 1
+    _steps.stepped()
 
 
 class _Steps:
@@ -73,10 +80,13 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        register_optimizer_step_post_hook(self._stepped)
+        self.casts: weakref.WeakSet[WeightCast] = weakref.WeakSet()
+        register_optimizer_step_post_hook(self.stepped)
 
-    def _stepped(self, *_: Any) -> None:
+    def stepped(self, *_: Any) -> None:
         self.count += 1
+        for cast in self.casts:
+            cast.forget()
 
 
 _steps = _Steps()
