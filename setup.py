@@ -15,5 +15,9 @@ PACKAGES["qsync.backend.cutlass"] = "backend/cutlass"
 setup(
     packages=list(PACKAGES),
     package_dir=PACKAGES,
-    package_data={"qsync.backend": ["*.h"], "qsync.backend.cutlass": ["*.cu", "*.h"]},
+    package_data={
+        "qsync.predictor": ["*.json"],
+        "qsync.backend": ["*.h"],
+        "qsync.backend.cutlass": ["*.cu", "*.h"],
+    },
 )

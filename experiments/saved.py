@@ -9,7 +9,7 @@ stand what the memory model predicts, and what a step takes.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,13 @@ def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict
     return rows
 
 
-def saved_bytes(forward: Callable[[], Any], known: Iterable[torch.Tensor] = ()) -> int:
+def saved_bytes(
+    forward: Callable[[], Any], known: Iterable[torch.Tensor] = (), leave_out: Collection[int] = ()
+) -> int:
     """Bytes of the storages that autograd keeps for backward once `forward` has run, each counted once.
 
-    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out.
+    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are those
+    at the addresses that `leave_out` holds once `forward` has run.
 
     >>> saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
     """
@@ -137,7 +140,7 @@ def saved_bytes(forward: Callable[[], Any], known: Iterable[torch.Tensor] = ()) 
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         result = forward()  # held until the count is done, so that no address is used twice
-    num_bytes = sum(kept.values())
+    num_bytes = sum(size for address, size in kept.items() if address not in leave_out)
     del result
     return num_bytes
 

@@ -8,8 +8,12 @@ no storage of its own.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +35,8 @@ class Memory:
     """Bytes on one rank at the moment of the step when most are in use; the parts sum to `peak_bytes`.
 
     `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what
-    waits for backward, `transient` the rest. `saved_by` says for each operator what it keeps for backward and
+    waits for backward, `transient` the rest; `margin` is what the prediction may be wrong by (`stated_error`).
+    `saved_by` says for each operator what it keeps for backward and
     no operator before it does already.
     """
 
@@ -43,6 +48,7 @@ class Memory:
     casts: int
     saved: int
     transient: int
+    margin: int = 0
     saved_by: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -52,6 +58,12 @@ class Memory:
 
     @property
     def peak_bytes(self) -> int:
+        """What a budget must hold."""
+        return self.estimate_bytes + self.margin
+
+    @property
+    def estimate_bytes(self) -> int:
+        """The peak without the margin: what is compared with measurements."""
         persistent = self.parameters + self.gradients + self.optimizer + self.buckets + self.inputs
         return persistent + self.casts + self.saved + self.transient
 
@@ -127,8 +139,21 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any time of the step, DDP's buckets being the gradients."""
-        return self._persistent + max(0, int(self._change.cumsum().max()))
+        """The most bytes in use at any time of the step, margin included, DDP's buckets being the gradients."""
+        most = max(0, int(self._change.cumsum().max()))
+        return self._persistent + most + self._margin(most)
+
+    def curve(self) -> dict[str, list[int]]:
+        """Bytes in use at each of `times` of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
+        change = {part: np.zeros(self.end + 2, dtype=np.int64) for part in ("casts", "saved", "transient")}
+        for span in self.spans():
+            change[span.part][span.birth] += span.num_bytes
+            change[span.part][span.death + 1] -= span.num_bytes
+        found = {part: [int(b) for b in steps.cumsum()[:-1]] for part, steps in change.items()}
+        return {"throughout": [self._persistent] * (self.end + 1), **found}
+
+    def _margin(self, num_bytes: int) -> int:
+        return math.ceil(stated_error(self.device) * num_bytes) + (SEGMENTS if self.device == "cuda" else 0)
 
     def update(self, lowering: Lowering, positions: Iterable[int]) -> None:
         """Look again at the operators at these positions: those that `Lowering.assign` or `undo` touched."""
@@ -187,6 +212,7 @@ class StepMemory:
             buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
             inputs=sum(type_bytes(v.dtype, v.num_elements) for v in beside),
             **parts,
+            margin=self._margin(sum(parts.values())),
             saved_by={op: num_bytes for op, num_bytes in saved_by.items() if num_bytes},
         )
 
@@ -219,6 +245,8 @@ class StepMemory:
                 self._change[span.birth] -= span.num_bytes
                 self._change[span.death + 1] += span.num_bytes
             found = _Family(self, what).spans if isinstance(what, str) else list(self._needs(what))
+            if self.device == "cuda":
+                found = [replace(span, num_bytes=block_bytes(span.num_bytes)) for span in found]
             for span in found:
                 self._change[span.birth] += span.num_bytes
                 self._change[span.death + 1] -= span.num_bytes
@@ -410,6 +438,35 @@ class _Family:
                 yield Span(type_bytes(carried, elements[self.root]), memory.end - i, memory.end - i)
         if birth is not None:
             yield Span(type_bytes(carried, elements[self.root]), birth, max(birth, death))
+
+
+# torch's caching allocator on GPUs (c10/cuda/CUDACachingAllocator.cpp): blocks of 512 bytes; below 1 MiB they
+# come out of segments of 2 MiB, below 10 MiB out of segments of 20 MiB, and larger ones are segments of their
+# own, rounded to 2 MiB. One segment of either kind may be nearly empty. A model of those rules: not verified on
+# a GPU.
+BLOCK, LARGE, ROUNDED = 512, 10 * 2**20, 2 * 2**20
+SEGMENTS = (2 + 20) * 2**20
+
+
+def block_bytes(num_bytes: int) -> int:
+    """What the caching allocator of GPUs takes for a tensor of so many bytes.
+
+    >>> block_bytes(1), block_bytes(11 * 2**20)
+    (512, 12582912)
+    """
+    unit = ROUNDED if num_bytes >= LARGE else BLOCK
+    return -(-num_bytes // unit) * unit
+
+
+@cache
+def stated_error(device: str) -> float:
+    """The part by which what comes and goes in a step was ever predicted too small, as measured.
+
+    From `memory_error.json` beside this file, which `python -m qsync.experiments.memory_error` writes. What was
+    never measured (GPUs) is taken to be as wrong as what was.
+    """
+    stated = json.loads(Path(__file__).with_name("memory_error.json").read_text(encoding="utf-8"))
+    return float(stated["worst_underprediction"].get(device, max(stated["worst_underprediction"].values())))
 
 
 def _throughout(graph: OpGraph) -> int:

@@ -1,0 +1,78 @@
+"""The picture of experiments/memory_error.py: predicted against measured bytes, and one step's memory by part."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qsync.experiments.pictures import FAINT, INK
+from qsync.files import write_bytes
+
+# Okabe and Ito's, which colour-blind readers tell apart.
+_MODELS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
+_PARTS = {
+    "throughout": ("#d5dae0", "parameters, gradients, optimizer, batch"),
+    "casts": ("#e69f00", "copies of weights"),
+    "saved": ("#0072b2", "saved for backward"),
+    "transient": ("#d55e00", "for a moment"),
+}
+
+
+def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], path: str | Path) -> Path:
+    """Draw the rows of memory_error.json, and the curve of one plan (`StepMemory.curve`).
+
+    >>> draw(content["plans"], memory.curve(), "memory_error.png")
+    """
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    saved, peak, step = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
+    _against(saved, rows, "saved", 0.01)
+    _against(peak, rows, "peak", 0.05)
+    peak.legend(frameon=False, fontsize=8, loc="lower right")
+    _stacked(step, curve)
+    figure.suptitle("Bytes predicted from the graph, and measured", color=INK, x=0.01, ha="left")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return write_bytes(path, buffer.getvalue())
+
+
+def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: float) -> None:
+    """Predicted over measured, one point for each plan; the bar is the grey band."""
+    axes.axhspan(1 - bar, 1 + bar, color="#f0f1f3", zorder=0)
+    axes.axhline(1, color=FAINT, linewidth=0.8)
+    for name, colour in zip(dict.fromkeys(row["model"] for row in rows), _MODELS, strict=False):
+        own = [row for row in rows if row["model"] == name]
+        ratios = [row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] for row in own]
+        measured = [row[f"{what}_bytes"] / 1e6 for row in own]
+        axes.scatter(measured, ratios, s=12, color=colour, label=name, alpha=0.7, linewidths=0)
+    reach = max(abs(row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1) for row in rows)
+    axes.set_ylim(1 - 1.4 * max(bar, reach), 1 + 1.4 * max(bar, reach))
+    axes.set_xlabel(f"{'saved for backward' if what == 'saved' else 'peak'}, measured MB")
+    axes.set_ylabel("predicted / measured")
+    _plain(axes)
+
+
+def _stacked(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
+    times = range(len(curve["throughout"]))
+    parts = [[b / 1e6 for b in curve[part]] for part in _PARTS]
+    axes.stackplot(
+        times, parts, colors=[colour for colour, _ in _PARTS.values()],
+        labels=[label for _, label in _PARTS.values()], step="mid", linewidth=0,
+    )  # fmt: skip
+    axes.axvline((len(times) - 1) / 2, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_ylim(0, 1.35 * max(map(sum, zip(*parts, strict=True))))
+    axes.set_xlim(0, len(times) - 1)
+    axes.set_xlabel("operator: forward | backward (a plan of GPT, simulated)")
+    axes.set_ylabel("MB")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
+    _plain(axes)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)
