@@ -315,6 +315,14 @@ class StepMemory:
         own = self._position.get(root, -1)
         return root == first or own < 0 or self.graph.ops[own].kind in PASSES_GRADIENT
 
+    def copies(self, i: int) -> bool:
+        """Whether operator `i`, a view, has to copy: rows of an image whose channels are last."""
+        op = self.graph.ops[i]
+        if op.kind != "view" or not self._convolves or not self._orders.taken[i]:
+            return False
+        shape = self._shape[op.inputs[0]]
+        return len(shape) == 4 != len(op.shape) and shape[1] > 1 and shape[2] * shape[3] > 1
+
     def picks(self, i: int) -> bool:
         """Whether operator `i` is a view of a part: its backward makes the gradient of the whole."""
         op = self.graph.ops[i]
@@ -366,6 +374,9 @@ class _Family:
                     passed = memory.passes_gradient(i, j)
                     self.contributions.append((memory.end - last, value, passed))
                 if memory._root[op.name] == self.root:
+                    if memory.copies(i):
+                        key = (op.name, run.output)
+                        self._make(key, i)
                     self._enter(op.name, key)
         for value in op.kept:
             if value in self.key:

@@ -13,7 +13,7 @@ from qsync.lowering import Run
 from qsync.precision import Precision
 
 # Kinds whose gradient lies as their input does; those of others lie as the gradient of their result.
-_AS_INPUT = ("batch_norm", "group_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
+_AS_INPUT = ("relu", "batch_norm", "group_norm", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d")
 
 
 @dataclass(frozen=True, slots=True)
