@@ -256,7 +256,12 @@ class StepMemory:
         """What operator `i` makes for its backward beside its result, and what that needs for a moment."""
         op, run, time = self.graph.ops[i], self._runs[i], self.end - i
         if op.kind == "output" and not self._loss_inside:  # the loss, outside, keeps an FP32 copy
-            copy = sum(FP32_BYTES * self._elements[value] for value in op.inputs if self._grad[value])
+            copy = 0
+            for value, taken in zip(op.inputs, run.operands, strict=True):
+                if self._grad[value]:
+                    copy += FP32_BYTES * self._elements[value]
+                    if self.carried(value) != taken:  # its gradient, brought back to the type it is carried in
+                        copy += type_bytes(self.carried(value), self._elements[value])
             yield Span(copy, len(self.graph.ops), len(self.graph.ops))
         if not op.requires_grad:
             return

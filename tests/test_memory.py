@@ -212,9 +212,8 @@ def test_a_copy_of_a_weight_is_kept_until_the_optimizer_changes_it():
     ("precision", "num_ranks", "more"),
     [
         (Precision.FP32, 2, 4 * WIDTH * WIDTH),  # the weight's gradient, before it is copied to its bucket
-        (BF16, 1, 2 * WIDTH * WIDTH + 2 * ROWS * WIDTH),  # both gradients in BF16, before they are widened
-        # The gradient of the result, both operands and dx, all in 16 bits.
-        (INT8, 1, 2 * WIDTH * WIDTH + 3 * 2 * ROWS * WIDTH),
+        (BF16, 1, 2 * ROWS * WIDTH),  # the gradient of the input in BF16, while it is widened
+        (INT8, 1, 2 * WIDTH * WIDTH + 2 * 2 * ROWS * WIDTH),  # and of the result and the weight
     ],
 )
 def test_what_backward_of_a_product_needs_for_a_while(precision, num_ranks, more):

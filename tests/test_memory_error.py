@@ -52,14 +52,14 @@ class Dropping(nn.Module):
         self.qkv, self.out, self.none = nn.Linear(32, 96), nn.Linear(32, 32), nn.Dropout(0.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.view(4, 48, 2, 16).transpose(1, 2) for part in self.qkv(x).split(32, -1))
+        q, k, v = (part.view(16, 64, 2, 16).transpose(1, 2) for part in self.qkv(x).split(32, -1))
         y = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2 if self.training else 0.0)
-        return self.out(self.none(y.transpose(1, 2).reshape(4, 48, 32))).mean(1)
+        return self.out(self.none(y.transpose(1, 2).reshape(16, 64, 32))).mean(1)
 
 
 def dropping() -> memory_error.Trained:
-    x = torch.randn(4, 48, 32, generator=torch.Generator().manual_seed(0))
-    return memory_error.Trained(Dropping(), (x, torch.arange(4)), nn.functional.cross_entropy)
+    x = torch.randn(16, 64, 32, generator=torch.Generator().manual_seed(0))
+    return memory_error.Trained(Dropping(), (x, torch.arange(16)), nn.functional.cross_entropy)
 
 
 @pytest.mark.parametrize("build", [gpt, convolutional, dropping])
