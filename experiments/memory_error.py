@@ -1,8 +1,8 @@
 """How wrong the memory model is: `python -m qsync.experiments.memory_error --out FOLDER` measures it.
 
-Random plans of every model (precisions and operators that save less drawn at random) run as training runs them:
-in DDP, gradients in its buckets, AdamW. What autograd keeps is counted with its own hooks, the peak with the
-allocator's own events; beside them stands what was predicted from the graph alone. The most by which the
+Random plans of every model (precisions and operators that save less drawn at random) run as training runs
+them: in DDP, gradients in its buckets, AdamW. What autograd keeps is counted with its own hooks, the peak with
+the allocator's own events; beside them stands what was predicted from the graph alone. The most by which the
 prediction was ever too small becomes the margin of every plan (`--state` writes it beside the model).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -46,6 +46,7 @@ DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attenti
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
 PREDICTED = Path(memory.__file__).with_name("memory_error.json")
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
+HEADINGS = ("model", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "holds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ class _Dropping(nn.Module):
 
 
 def drawn(graph: OpGraph, number: int) -> Choice:
-    """A random plan: how often each precision is chosen is drawn as well, so that some plans are nearly pure."""
+    """A random plan: how often each precision is chosen is drawn as well, so that some are nearly pure."""
     draw = random.Random(f"{SEED} {number}")
     weights = [draw.expovariate(1.0) for _ in PRECISIONS]
     share = draw.choice((0.0, 0.3, 0.6, 1.0))
@@ -205,7 +206,9 @@ def drawn(graph: OpGraph, number: int) -> Choice:
         if precision is Precision.INT8_ALL and precision not in PRECISIONS_BY_KIND[op.kind]:
             precision = Precision.INT8
         assignment[op.name] = precision if precision in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
-    return Choice(assignment, tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share))
+    return Choice(
+        assignment, tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share)
+    )
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -239,7 +242,7 @@ def worst_underprediction(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def holds(entry: Mapping[str, Any]) -> bool:
-    """Whether a model's errors are within the bars, and no plan went over the budget that it was planned for."""
+    """Whether a model's errors are within the bars, and no plan went over its budget."""
     within = all(
         max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) <= bar
         for what, bar in (("saved", SAVED_BAR), ("peak", PEAK_BAR))
@@ -250,7 +253,17 @@ def holds(entry: Mapping[str, Any]) -> bool:
 def table(models: Mapping[str, Mapping[str, Any]]) -> Table:
     """The errors of each model, in percent."""
     shown = Table(title="Predicted over measured bytes (measured)", box=box.SIMPLE_HEAD)
-    for heading in ("model", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "holds"):
+    for heading in (
+        "model",
+        "plans",
+        "saved: median",
+        "95th",
+        "worst",
+        "peak: median",
+        "95th",
+        "worst",
+        "holds",
+    ):
         shown.add_column(heading, justify="left" if heading == "model" else "right")
     for cells in cells_of(models):
         shown.add_row(*cells)

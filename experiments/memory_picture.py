@@ -1,4 +1,4 @@
-"""The picture of experiments/memory_error.py: predicted against measured bytes, and one step's memory by part."""
+"""The picture of experiments/memory_error.py: predicted against measured, and one step's memory by part."""
 
 from __future__ import annotations
 

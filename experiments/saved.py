@@ -124,8 +124,8 @@ def saved_bytes(
 ) -> int:
     """Bytes of the storages that autograd keeps for backward once `forward` has run, each counted once.
 
-    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are those
-    at the addresses that `leave_out` holds once `forward` has run.
+    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are
+    those at the addresses that `leave_out` holds once `forward` has run.
 
     >>> saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
     """

@@ -25,7 +25,6 @@ from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_b
 from qsync.predictor.orders import orders
 from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
 
-
 # Kinds whose result's gradient is that of their first so many inputs.
 PASSES_GRADIENT = {"add": 2, "sub": 1}
 
@@ -35,9 +34,9 @@ class Memory:
     """Bytes on one rank at the moment of the step when most are in use; the parts sum to `peak_bytes`.
 
     `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what
-    waits for backward, `transient` the rest; `margin` is what the prediction may be wrong by (`stated_error`).
-    `saved_by` says for each operator what it keeps for backward and
-    no operator before it does already.
+    waits for backward, `transient` the rest; `margin` is by how much the prediction may be too small
+    (`stated_error`). `saved_by` says for each operator what it keeps for backward and no operator before it
+    does already.
     """
 
     parameters: int
@@ -139,12 +138,12 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any time of the step, margin included, DDP's buckets being the gradients."""
+        """The most bytes in use at any time, margin included, DDP's buckets being the gradients."""
         most = max(0, int(self._change.cumsum().max()))
         return self._persistent + most + self._margin(most)
 
     def curve(self) -> dict[str, list[int]]:
-        """Bytes in use at each of `times` of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
+        """Bytes in use at each time of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
         change = {part: np.zeros(self.end + 2, dtype=np.int64) for part in ("casts", "saved", "transient")}
         for span in self.spans():
             change[span.part][span.birth] += span.num_bytes
@@ -260,7 +259,9 @@ class StepMemory:
             for value, taken in zip(op.inputs, run.operands, strict=True):
                 if self._grad[value]:
                     copy += FP32_BYTES * self._elements[value]
-                    if self.carried(value) != taken:  # its gradient, brought back to the type it is carried in
+                    if (
+                        self.carried(value) != taken
+                    ):  # its gradient, brought back to the type it is carried in
                         copy += type_bytes(self.carried(value), self._elements[value])
             yield Span(copy, len(self.graph.ops), len(self.graph.ops))
         if not op.requires_grad:
@@ -302,7 +303,11 @@ class StepMemory:
         """Whether the gradient of operator `i`'s result is, as it is, that of its `j`-th input."""
         op, run = self.graph.ops[i], self._runs[i]
         same = op.kind in PASSES_GRADIENT and self._shape[op.inputs[j]] == op.shape
-        return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output == self.carried(op.inputs[j])
+        return (
+            same
+            and j < PASSES_GRADIENT[op.kind]
+            and run.operands[j] == run.output == self.carried(op.inputs[j])
+        )
 
     def goes_on(self, root: str, i: int) -> bool:
         """Whether it is this operand of a sum, operator `i`, whose gradient outlives that of the sum.
@@ -458,8 +463,8 @@ class _Family:
 
 # torch's caching allocator on GPUs (c10/cuda/CUDACachingAllocator.cpp): blocks of 512 bytes; below 1 MiB they
 # come out of segments of 2 MiB, below 10 MiB out of segments of 20 MiB, and larger ones are segments of their
-# own, rounded to 2 MiB. One segment of either kind may be nearly empty. A model of those rules: not verified on
-# a GPU.
+# own, rounded to 2 MiB. One segment of either kind may be nearly empty. A model of those rules: not verified
+# on a GPU.
 BLOCK, LARGE, ROUNDED = 512, 10 * 2**20, 2 * 2**20
 SEGMENTS = (2 + 20) * 2**20
 
@@ -478,8 +483,8 @@ def block_bytes(num_bytes: int) -> int:
 def stated_error(device: str) -> float:
     """The part by which what comes and goes in a step was ever predicted too small, as measured.
 
-    From `memory_error.json` beside this file, which `python -m qsync.experiments.memory_error` writes. What was
-    never measured (GPUs) is taken to be as wrong as what was.
+    From `memory_error.json` beside this file, which `python -m qsync.experiments.memory_error` writes. What
+    was never measured (GPUs) is taken to be as wrong as what was.
     """
     stated = json.loads(Path(__file__).with_name("memory_error.json").read_text(encoding="utf-8"))
     return float(stated["worst_underprediction"].get(device, max(stated["worst_underprediction"].values())))

@@ -18,7 +18,7 @@ _AS_INPUT = ("relu", "batch_norm", "group_norm", "max_pool2d", "avg_pool2d", "ad
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """By operator, whether channels are last: of its result, of its first input, and of its result's gradient."""
+    """By operator, whether channels are last: of its result, its first input, and its result's gradient."""
 
     result: tuple[bool, ...]
     taken: tuple[bool, ...]
@@ -26,7 +26,7 @@ class Orders:
 
 
 def orders(graph: OpGraph, runs: Sequence[Run]) -> Orders:
-    """The orders under these runs; "last" is said of images only, so of nothing in a graph without convolutions.
+    """The orders under these runs; "last" is said of images only.
 
     A convolution in BF16 or INT8 makes images with channels last, one in FP32 leaves them as they come, and
     what follows keeps to its first operand. With one channel the two orders are the same, and torch says
@@ -35,7 +35,7 @@ def orders(graph: OpGraph, runs: Sequence[Run]) -> Orders:
     if not any(op.kind == "conv2d" for op in graph.ops):
         nothing = (False,) * len(graph.ops)
         return Orders(nothing, nothing, nothing)
-    shape = {value.name: value.shape for value in (*graph.inputs, *graph.ops)}
+    shape = {value.name: value.shape for value in graph.inputs} | {op.name: op.shape for op in graph.ops}
     last: dict[str, bool] = {}
     taken = []
     for op, run in zip(graph.ops, runs, strict=True):

@@ -7,7 +7,6 @@ gradient of its result and the gradients of its inputs in the types in which tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from qsync.backend.windows import windows_bytes
@@ -20,6 +19,7 @@ _FP32, _BF16 = 4, 2
 _SLOPE_BLOCK = _SCORES_AT_A_TIME = 1 << 17
 # What oneDNN works in to make a product of BF16 operands forward, at most (as `_scratch`).
 _FORWARD_SCRATCH = 197_632
+_CONVOLVED = (Precision.FP32, Precision.BF16, Precision.INT8)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
 
 
@@ -76,7 +76,11 @@ def in_backward(op: Op, run: Run, around: Surroundings) -> int:
         return _attention_int8(op, around, backward=True)
     if run.mode == Precision.BF16 and op.kind in ("linear", "addmm"):
         return _product_bf16(op, around)
-    if op.kind == "conv2d" and around.device == "cpu" and run.mode in ("fp32", Precision.BF16, Precision.INT8):
+    if (
+        op.kind == "conv2d"
+        and around.device == "cpu"
+        and run.mode in ("fp32", Precision.BF16, Precision.INT8)
+    ):
         return _convolution_backward(op, run, around)
     moment = sum(_gradient_of(j, taken, around) for j, taken in enumerate(run.operands))
     if op.kind == "attention" and around.device == "cpu" and op.dropout:
@@ -106,7 +110,9 @@ def _saving_less_backward(op: Op, run: Run) -> int:
         blocks = 3 * _FP32 * min(n, _SLOPE_BLOCK)
         if run.form == "codes":
             return blocks // 3 * (1 if width == _FP32 else 2)
-        return (2 * _FP32 - width) * n + blocks  # the bits as numbers, and the slope, which becomes the gradient
+        return (
+            2 * _FP32 - width
+        ) * n + blocks  # the bits as numbers, and the slope, which becomes the gradient
     if run.form == "bits":
         return n if op.kind == "dropout" else width * n
     return _FP32 * n if width == _FP32 or op.kind != "layer_norm" else (_FP32 + _BF16) * n
@@ -171,7 +177,8 @@ def _scratch(op: Op, around: Surroundings) -> int:
 def _scratch_of(rows: int, outputs: int, inner: int) -> int:
     """dW = g' x of g (rows, outputs) and x (rows, inner), by blocks of at most 256 outputs and 1024 inputs.
 
-    Exact for 20 shapes of at least 512 rows, at most 100 KB too much for 8 with fewer (bytes found, torch 2.13).
+    Exact for 20 shapes of at least 512 rows, at most 100 KB too much for 8 with fewer (bytes found, torch
+    2.13).
     """
     outputs, inner = min(outputs, 256), min(inner, 1024)
     at_once = (2 * min(rows, 512) + 320) * outputs + 66_688
@@ -180,16 +187,16 @@ def _scratch_of(rows: int, outputs: int, inner: int) -> int:
 
 
 def _convolution_forward(op: Op, run: Run, around: Surroundings) -> int:
-    """conv2d on a CPU: see qsync.backend.convolution; in FP32 torch's, which brings what it takes in order."""
+    """conv2d on a CPU: see qsync.backend.convolution; in FP32 torch's, which brings operands in order."""
     x, w, y = num_elements(around.shapes[0]), num_elements(around.shapes[1]), op.num_elements
     if run.mode == Precision.INT8:
-        windows = windows_bytes("int8", *around.shapes[:2], op.shape)[0]
+        windows = windows_bytes("int8", around.shapes[0], around.shapes[1], op.shape)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     width = _BF16 if run.mode == Precision.BF16 else _FP32
     if around.shapes[1][1] == 1:  # the result comes with channels last, and is put in order
         return width * y
     if run.mode == Precision.BF16:
-        windows = windows_bytes("bf16", *around.shapes[:2], op.shape)[0]
+        windows = windows_bytes("bf16", around.shapes[0], around.shapes[1], op.shape)[0]
         in_order = 0 if around.input_last else _BF16 * x
         return windows + max(in_order - _BF16 * y, _FORWARD_SCRATCH) if windows else in_order + 2 * _BF16 * w
     return 2 * _FP32 * w if around.input_last else _FP32 * (x + w)
@@ -208,20 +215,19 @@ def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
         else:
             moment = max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w) + _FP32 * y * around.gradient_last
         return max(made + moment + bucket, made + widened * (around.carried[0] != "fp32")) - handed_on
-    windows = windows_bytes(run.mode, *around.shapes[:2], op.shape)[1]
+    windows = windows_bytes(run.mode, around.shapes[0], around.shapes[1], op.shape)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(around.shapes[1][1:]))
     made = _BF16 * x if wanted else 0
     if run.mode == Precision.BF16:
-        in_order = (0 if around.gradient_last else _BF16 * y) + (0 if around.input_last or windows else _BF16 * x)
+        in_order = (0 if around.gradient_last else _BF16 * y) + (
+            0 if around.input_last or windows else _BF16 * x
+        )
         products = windows + scratch + made if windows else 4 * _BF16 * w
         total = made + _BF16 * w + max(in_order + products, bucket, widened)
         return total - handed_on
     # The gradient in 16 bits, x and W decoded; dx of windows is summed in FP32.
     base = _BF16 * (x + y + w * wanted)
-    if windows:
-        first = windows + scratch + (_FP32 * x if wanted else 0) + _BF16 * w
-    else:
-        first = made + _BF16 * w
+    first = _BF16 * w + (windows + scratch + _FP32 * x * wanted if windows else made)
     then = (handed_on if windows and widened else made + widened) + _BF16 * w
     last = handed_on + _BF16 * w + bucket
     return base + max(first, then, last) - handed_on
@@ -253,7 +259,7 @@ def _written_out(op: Op, mode: str, backward: bool) -> int:
 
 
 def _attention_int8(op: Op, around: Surroundings, backward: bool) -> int:
-    """See qsync.backend.attention: operands as matrices of their own per head, scores of some heads at a time."""
+    """See qsync.backend.attention: operands as one matrix per head, scores of some heads at a time."""
     queries, keys = op.shape[-2], around.shapes[1][-2]
     heads = num_elements(op.shape[:-2])
     q, k = heads * queries * around.shapes[0][-1], heads * keys * around.shapes[0][-1]
@@ -265,14 +271,20 @@ def _attention_int8(op: Op, around: Surroundings, backward: bool) -> int:
     if not backward:
         passes = 3 if op.dropout else 2
         base += _BF16 * (v + y)
-        return base + max(passes * _FP32 * chunk - type_bytes(around.gradient, y), _FP32 * y * (around.gradient == "fp32"))
+        return base + max(
+            passes * _FP32 * chunk - type_bytes(around.gradient, y), _FP32 * y * (around.gradient == "fp32")
+        )
     base += 2 * _BF16 * (q + k + v) + _BF16 * y  # decoded, their gradients, and the result's in 16 bits
     handed_on = sum(
         type_bytes(carried, num_elements(shape))
-        for carried, shape, wanted in zip(around.carried[:3], around.shapes[:3], around.has_gradient[:3], strict=True)
+        for carried, shape, wanted in zip(
+            around.carried[:3], around.shapes[:3], around.has_gradient[:3], strict=True
+        )
         if wanted
     )
     left = 14 * chunk  # probabilities, their gradient, that of the scores, and it in 16 bits
-    again = chunk * ((26 if op.dropout else 22) if heads * queries * keys > chunk else 16 if op.dropout else 14)
+    again = chunk * (
+        (26 if op.dropout else 22) if heads * queries * keys > chunk else 16 if op.dropout else 14
+    )
     widened = handed_on if around.carried[0] != "bf16" else 0
     return base + max(again, left + widened) - handed_on

@@ -1,4 +1,4 @@
-"""The memory model against what runs: small models under random plans, a tight budget, and the stated error."""
+"""The memory model against what runs: small models, random plans, a tight budget, the stated error."""
 
 from __future__ import annotations
 
@@ -32,14 +32,18 @@ def alone():
 def gpt() -> memory_error.Trained:
     tokens = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(0))
     model = Gpt(num_layers=2, width=64, num_heads=2, context=64)
-    return memory_error.Trained(model, (tokens, tokens), lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten()))
+    return memory_error.Trained(
+        model, (tokens, tokens), lambda y, t: nn.functional.cross_entropy(y.flatten(0, 1), t.flatten())
+    )
 
 
 def convolutional() -> memory_error.Trained:
     def block(inner: int, outer: int) -> list[nn.Module]:
         return [nn.Conv2d(inner, outer, 3, padding=1, bias=False), nn.BatchNorm2d(outer), nn.ReLU()]
 
-    model = nn.Sequential(*block(8, 32), *block(32, 32), nn.MaxPool2d(2), *block(32, 64), nn.Flatten(), nn.Linear(4096, 10))
+    model = nn.Sequential(
+        *block(8, 32), *block(32, 32), nn.MaxPool2d(2), *block(32, 64), nn.Flatten(), nn.Linear(4096, 10)
+    )
     images = torch.randn(16, 8, 16, 16, generator=torch.Generator().manual_seed(0))
     return memory_error.Trained(model, (images, torch.arange(16) % 10), nn.functional.cross_entropy)
 
