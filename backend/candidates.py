@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qsync.backend import cutlass
 from qsync.backend.attention import attention_int8
-from qsync.backend.attention_bf16 import attention_bf16
+from qsync.backend.attention_bf16 import attention_bf16, attention_of_torch
 from qsync.backend.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
@@ -70,7 +70,8 @@ def _torch_candidates(
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
-        return (_candidate("products in pieces", attention_bf16, None), _candidate("torch", direct, None))
+        pieces = _candidate("products in pieces", attention_bf16, None)
+        return (pieces, _candidate("torch, unless it drops", attention_of_torch, None))
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, lacking),)
     if precision is Precision.FP16:

@@ -1,9 +1,10 @@
 """How wrong the memory model is: `python -m qsync.experiments.memory_error --out FOLDER` measures it.
 
 Random plans of every model (precisions and operators that save less drawn at random) run as training runs
-them: in DDP, gradients in its buckets, AdamW. What autograd keeps is counted with its own hooks, the peak with
-the allocator's own events; beside them stands what was predicted from the graph alone. The most by which the
-prediction was ever too small becomes the margin of every plan (`--state` writes it beside the model).
+them: in DDP, gradients in its buckets, AdamW. What autograd keeps is counted with its own hooks, the peak
+with the allocator's own events; beside them stands what was predicted from the graph alone. The most by
+which the prediction was ever too small becomes the margin of every plan (`--state` writes it beside the
+model, and the table into the README).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from qsync.experiments.saved import saved_bytes
 from qsync.experiments.subjects import NAMES, subject
 from qsync.experiments.training import make_optimizer
 from qsync.experiments.workloads import Batch, seeded
-from qsync.files import write_json
+from qsync.files import write_json, write_text
 from qsync.graph import OpGraph
 from qsync.hybrids import in_ddp
 from qsync.lowering import Cast, Run, can_save_less
@@ -45,6 +46,7 @@ SEED = 0
 DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attention as elsewhere
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
 PREDICTED = Path(memory.__file__).with_name("memory_error.json")
+README = Path(__file__).parent.parent / "README.md"
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
 HEADINGS = ("model", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "holds")
 
@@ -163,6 +165,7 @@ def main(
     memory_picture.draw(rows, example, out / "memory_error.png")
     if state:
         write_json(PREDICTED, {key: value for key, value in content.items() if key != "plans"})
+        write_text(README, between_markers(README.read_text(encoding="utf-8"), markdown(content)))
     Console().print(table(content["models"]))
 
 
@@ -279,6 +282,29 @@ def cells_of(models: Mapping[str, Mapping[str, Any]]) -> Iterator[list[str]]:
             worst = max(errors["lowest"], errors["highest"], key=abs)
             cells += [f"{errors['median']:+.2%}", f"{errors['p95']:.2%}", f"{worst:+.2%}"]
         yield [*cells, "yes" if holds(entry) else "NO"]
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """The table as the README has it."""
+    machine_name, made = content["machine"]["processor"], content["commit"]
+    lines = [
+        f"Predicted over measured bytes - 1; random plans, one thread of an {machine_name}, torch "
+        f"{content['torch']}; measured, commit {made}.",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "|" + "---|" * len(HEADINGS),
+        *("| " + " | ".join(cells) + " |" for cells in cells_of(content["models"])),
+        "",
+        "![Predicted against measured bytes of every plan, and one step's memory by part](docs/memory_error.png)",
+    ]
+    return "\n".join(lines)
+
+
+def between_markers(text: str, table: str) -> str:
+    """A README with this table in the place of its last one."""
+    begin, end = (f"<!-- memory:{word} -->" for word in ("begin", "end"))
+    head, _, rest = text.partition(begin)
+    return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
 
 
 @contextmanager

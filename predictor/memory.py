@@ -22,7 +22,6 @@ from qsync.graph import Input, Op, OpGraph, num_elements
 from qsync.lowering import Cast, LoweredGraph, Lowering, Run
 from qsync.precision import is_encoded, type_bytes
 from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
-from qsync.predictor.orders import orders
 from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
 
 # Kinds whose result's gradient is that of their first so many inputs.
@@ -128,8 +127,6 @@ class StepMemory:
         self._loss_inside = any(op.kind in ("cross_entropy", "loss") for op in self.graph.ops)
         self._persistent = optimizer_bytes + _throughout(self.graph)
         self._read(lowered)
-        self._convolves = device == "cpu" and any(op.kind == "conv2d" for op in self.graph.ops)
-        self._orders = orders(self.graph, self._runs)
         self._change = np.zeros(
             self.end + 2, dtype=np.int64
         )  # bytes by which each time differs from the one before
@@ -176,21 +173,7 @@ class StepMemory:
                 if self.graph.ops[j].kind in PASSES_GRADIENT
                 for name in self.graph.ops[j].inputs
             )
-        if self._convolves and positions:
-            stale |= dict.fromkeys(self._reorder())
         self._look(stale)
-
-    def _reorder(self) -> Iterator[str | int]:
-        """What finds its images in another order than before."""
-        before, self._orders = self._orders, orders(self.graph, self._runs)
-        found = zip(
-            zip(before.result, before.taken, before.gradient, strict=True),
-            zip(self._orders.result, self._orders.taken, self._orders.gradient, strict=True),
-            strict=True,
-        )
-        for i, (old, new) in enumerate(found):
-            if old != new:
-                yield from (i, self._root[self.graph.ops[i].name])
 
     def at_peak(self, gradient_as_bucket_view: bool = True) -> Memory:
         """What the memory is used for at the time when most of it is."""
@@ -288,8 +271,6 @@ class StepMemory:
                 for value in (*op.inputs[3:], *op.kept)
                 if op.kind == "attention"
             ),
-            input_last=self._convolves and self._orders.taken[i],
-            gradient_last=self._convolves and self._orders.gradient[i],
         )
 
     def kept(self, i: int) -> Kept:
@@ -328,20 +309,14 @@ class StepMemory:
     def copies(self, i: int) -> bool:
         """Whether operator `i`, a view, has to copy: rows of an image whose channels are last."""
         op = self.graph.ops[i]
-        if op.kind != "view" or not self._convolves or not self._orders.taken[i]:
-            return False
-        shape = self._shape[op.inputs[0]]
-        return len(shape) == 4 != len(op.shape) and shape[1] > 1 and shape[2] * shape[3] > 1
+        shape = self._shape[op.inputs[0]] if op.inputs else ()
+        flattened = op.kind == "view" and self._runs[i].turned and len(shape) == 4 != len(op.shape)
+        return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
 
     def picks(self, i: int) -> bool:
         """Whether operator `i` is a view of a part: its backward makes the gradient of the whole."""
         op = self.graph.ops[i]
         return op.kind == "view" and op.requires_grad and op.num_elements < self._elements[op.inputs[0]]
-
-    def channels_last(self, value: str) -> bool:
-        """Whether this value lies with its channels last."""
-        i = self._position.get(value)
-        return i is not None and self._orders.result[i]
 
     def carried(self, value: str) -> str:
         """The type in which a value is carried."""
@@ -406,7 +381,7 @@ class _Family:
         for time, cast in self.memory._casts[value]:
             storage = self._make((value, cast.target), time)
             # A view is brought in order before it is rounded, and so are images.
-            if value != self.root or (cast.target == "int8_image" and not self.memory.channels_last(value)):
+            if value != self.root or (cast.target == "int8_image" and not cast.turned):
                 self.moments.append(Span(_bytes(cast.source, self.memory._shape[value]), time, time))
             if cast.of_parameter:
                 storage.part = "casts"

@@ -44,9 +44,6 @@ class Surroundings:
     in_buckets: bool
     device: str
     masks: tuple[Mask, ...] = ()
-    # Whether channels are last: of the first operand, and of the result's gradient.
-    input_last: bool = False
-    gradient_last: bool = False
 
 
 def in_forward(op: Op, run: Run, around: Surroundings) -> int:
@@ -56,9 +53,11 @@ def in_forward(op: Op, run: Run, around: Surroundings) -> int:
         return _saving_less_forward(op, run)
     if op.kind == "attention" and run.mode == Precision.INT8:
         return _attention_int8(op, around, backward=False)
+    if op.kind == "attention" and run.mode == Precision.BF16 and around.device == "cpu":
+        return _attention_bf16(op, around, backward=False)
     if op.kind == "attention" and around.device == "cpu" and op.dropout:
         mask = sum(type_bytes(run.mode, num_elements(mask.shape)) for mask in around.masks)
-        return mask + _written_out(op, run.mode, backward=False)
+        return mask + _written_out(op, backward=False)
     if run.mode in _INT8 and op.kind in ("linear", "addmm"):
         return 0 if run.output == "fp32" else _FP32 * elements  # sums; FP32 takes their place
     if op.kind == "conv2d" and around.device == "cpu":
@@ -69,7 +68,7 @@ def in_forward(op: Op, run: Run, around: Surroundings) -> int:
 def in_backward(op: Op, run: Run, around: Surroundings) -> int:
     """Bytes that backward needs for a moment."""
     if run.form != "plain":
-        return _saving_less_backward(op, run) + _brought_in_order(op, around)
+        return _saving_less_backward(op, run)
     if run.mode in _INT8 and op.kind in ("linear", "addmm"):
         return _product_int8(op, run, around)
     if op.kind == "attention" and run.mode == Precision.INT8:
@@ -83,9 +82,13 @@ def in_backward(op: Op, run: Run, around: Surroundings) -> int:
     ):
         return _convolution_backward(op, run, around)
     moment = sum(_gradient_of(j, taken, around) for j, taken in enumerate(run.operands))
+    if op.kind == "attention" and run.mode == Precision.BF16 and around.device == "cpu":
+        return moment + _attention_bf16(op, around, backward=True)
     if op.kind == "attention" and around.device == "cpu" and op.dropout:
-        return moment + _written_out(op, run.mode, backward=True)
-    return moment + _brought_in_order(op, around)
+        return moment + _written_out(op, backward=True)
+    if op.kind == "batch_norm" and around.device == "cpu":  # torch makes room for dx twice
+        moment += type_bytes(around.gradient, op.num_elements)
+    return moment
 
 
 def _saving_less_forward(op: Op, run: Run) -> int:
@@ -115,6 +118,8 @@ def _saving_less_backward(op: Op, run: Run) -> int:
         ) * n + blocks  # the bits as numbers, and the slope, which becomes the gradient
     if run.form == "bits":
         return n if op.kind == "dropout" else width * n
+    if op.kind == "batch_norm":  # torch makes room for dx twice
+        return (_FP32 + width) * n
     return _FP32 * n if width == _FP32 or op.kind != "layer_norm" else (_FP32 + _BF16) * n
 
 
@@ -189,17 +194,17 @@ def _scratch_of(rows: int, outputs: int, inner: int) -> int:
 def _convolution_forward(op: Op, run: Run, around: Surroundings) -> int:
     """conv2d on a CPU: see qsync.backend.convolution; in FP32 torch's, which brings operands in order."""
     x, w, y = num_elements(around.shapes[0]), num_elements(around.shapes[1]), op.num_elements
+    one_channel = around.shapes[1][1] == 1
     if run.mode == Precision.INT8:
         windows = windows_bytes("int8", around.shapes[0], around.shapes[1], op.shape)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
-    width = _BF16 if run.mode == Precision.BF16 else _FP32
-    if around.shapes[1][1] == 1:  # the result comes with channels last, and is put in order
-        return width * y
     if run.mode == Precision.BF16:
         windows = windows_bytes("bf16", around.shapes[0], around.shapes[1], op.shape)[0]
-        in_order = 0 if around.input_last else _BF16 * x
+        in_order = 0 if run.turned or one_channel else _BF16 * x
         return windows + max(in_order - _BF16 * y, _FORWARD_SCRATCH) if windows else in_order + 2 * _BF16 * w
-    return 2 * _FP32 * w if around.input_last else _FP32 * (x + w)
+    if one_channel:  # the result comes with channels last, and is put in order
+        return _FP32 * y
+    return 2 * _FP32 * w if run.turned else _FP32 * (x + w)
 
 
 def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
@@ -208,54 +213,53 @@ def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
     handed_on = type_bytes(around.carried[0], x) if wanted else 0
     bucket = _FP32 * w if around.in_buckets else 0  # the weight's gradient, before it is copied
     widened = handed_on if around.carried[0] != "bf16" else 0
-    if run.mode == "fp32":
+    if run.mode == Precision.FP32:
         made = _FP32 * x if wanted else 0
-        if around.input_last:
-            moment = 3 * _FP32 * w + (0 if around.gradient_last else _FP32 * y)
-        else:
-            moment = max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w) + _FP32 * y * around.gradient_last
+        moment = 3 * _FP32 * w if run.turned else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)
         return max(made + moment + bucket, made + widened * (around.carried[0] != "fp32")) - handed_on
     windows = windows_bytes(run.mode, around.shapes[0], around.shapes[1], op.shape)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(around.shapes[1][1:]))
     made = _BF16 * x if wanted else 0
     if run.mode == Precision.BF16:
-        in_order = (0 if around.gradient_last else _BF16 * y) + (
-            0 if around.input_last or windows else _BF16 * x
-        )
-        products = windows + scratch + made if windows else 4 * _BF16 * w
-        total = made + _BF16 * w + max(in_order + products, bucket, widened)
-        return total - handed_on
+        in_order = 0 if run.turned or windows else _BF16 * x
+        products = in_order + (windows + scratch + made if windows else 4 * _BF16 * w)
+        turned_back = 0 if run.turned else made  # dx goes back in the order in which x came
+        return made + _BF16 * w + max(products, bucket, widened, turned_back) - handed_on
     # The gradient in 16 bits, x and W decoded; dx of windows is summed in FP32.
     base = _BF16 * (x + y + w * wanted)
     first = _BF16 * w + (windows + scratch + _FP32 * x * wanted if windows else made)
     then = (handed_on if windows and widened else made + widened) + _BF16 * w
-    last = handed_on + _BF16 * w + bucket
+    turned_back = 0 if run.turned else handed_on
+    last = handed_on + _BF16 * w + max(bucket, turned_back)
     return base + max(first, then, last) - handed_on
 
 
-def _brought_in_order(op: Op, around: Surroundings) -> int:
-    """What following kinds make of images in backward, by the orders in which these come."""
-    if around.device != "cpu":
-        return 0
-    width, differs = type_bytes(around.gradient, 1), around.input_last != around.gradient_last
-    if op.kind == "batch_norm" and not differs:  # torch makes room for dx twice
-        return width * op.num_elements
-    if op.kind == "batch_norm" and width == _BF16 and around.input_last:
-        return _FP32 * op.num_elements
-    if op.kind == "max_pool2d" and differs:
-        return width * num_elements(around.shapes[0]) + type_bytes("int64", op.num_elements)
-    return 0
-
-
-def _written_out(op: Op, mode: str, backward: bool) -> int:
-    """torch's plain attention, in FP32 whatever it is given; backward lets go of what was kept on its way.
+def _written_out(op: Op, backward: bool) -> int:
+    """torch's plain attention in FP32; backward lets go of what was kept on its way.
 
     Fitted to 5 shapes (bytes found, torch 2.13).
     """
     n, scores = op.num_elements, num_elements(op.shape[:-1]) * op.shape[-2]
-    if mode == "fp32":
-        return max(0, 8 * scores - 20 * n) if backward else 4 * n
-    return max(4 * n, 8 * scores - 8 * n) if backward else 20 * n + 2 * scores
+    return max(0, 8 * scores - 20 * n) if backward else 4 * n
+
+
+def _attention_bf16(op: Op, around: Surroundings, backward: bool) -> int:
+    """See qsync.backend.attention_bf16: operands as one matrix per head, some scores at a time.
+
+    torch's own kernel, where that is the faster one, needs less.
+    """
+    queries, keys = op.shape[-2], around.shapes[1][-2]
+    heads = num_elements(op.shape[:-2])
+    q, k = heads * queries * around.shapes[0][-1], heads * keys * around.shapes[0][-1]
+    v, y = heads * keys * op.shape[-1], op.num_elements
+    rows = max(min(queries, _SCORES_AT_A_TIME // max(keys, 1)), 1)
+    chunk = min(max(_SCORES_AT_A_TIME // (rows * max(keys, 1)), 1), heads) * rows * keys
+    matrices = _BF16 * (q + k + v)
+    beside = _BF16 * chunk * (len(around.masks) + (op.dropout > 0))  # the mask, and what dropout keeps
+    if not backward:  # scores as two numbers, probabilities, and those of the piece before
+        return matrices + _BF16 * y + max(0, 4 * _BF16 * chunk + beside - type_bytes(around.gradient, y))
+    sums = (_FP32 - _BF16) * (k + v) if rows < queries else 0  # gradients to which pieces add up
+    return max(3 * _FP32 * y, matrices + _BF16 * y + 6 * _BF16 * chunk + beside + sums)
 
 
 def _attention_int8(op: Op, around: Surroundings, backward: bool) -> int:

@@ -154,5 +154,5 @@ def test_the_result_lies_as_models_ask_for_it():
 
 def test_a_cpu_may_choose_it():
     names = [c.name for c in candidates("attention", Precision.BF16, torch.device("cpu"))]
-    assert names == ["products in pieces", "torch"]
+    assert names == ["products in pieces", "torch, unless it drops"]
     assert_parity("attention", "bf16", ATTENTION, [t.detach().float() for t in leaves(HEADS)], BOUNDS)

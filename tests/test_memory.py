@@ -182,6 +182,50 @@ def test_a_loss_outside_the_graph_keeps_as_much_as_it_reads():
     assert memory.transient == 3 * VALUE  # the output, its gradient, and the loss's own
 
 
+def test_a_sum_hands_its_gradient_on():
+    """One tensor for the sum and both of its operands; the third is what the product makes, for a moment."""
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    y = builder.linear("b", x, WIDTH)
+    builder.loss("loss", builder.follow("sum", "add", x, y))
+    memory = StepMemory(lower(builder.build(), {}), num_ranks=2)
+    end, (a, b, total) = memory.end, range(3)
+    gradients = {
+        value: [
+            (s.birth, s.death) for s in memory._spans[value] if s.num_bytes == VALUE and s.birth >= end // 2
+        ]
+        for value in ("a", "b", "sum")
+    }
+    assert gradients["sum"] == [(end - 3, end - total)]
+    assert gradients["b"] == []  # it is that of the sum, which a goes on with
+    assert sorted(gradients["a"]) == [(end - b, end - b), (end - total + 1, end - a)]
+
+
+def test_a_part_of_a_value_brings_the_gradient_of_the_whole():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), 2 * WIDTH)
+    part = builder.op("part", "view", Role.FOLLOWING, [x], (ROWS, WIDTH))
+    builder.loss("loss", part)
+    memory = StepMemory(lower(builder.build(), {}))
+    assert [s.num_bytes for s in memory._spans["a"] if s.birth == s.death == memory.end - 1] == [2 * VALUE]
+
+
+def test_an_8_bit_product_is_handed_the_value_beside_its_codes():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+    for precision, death in ((BF16, 0), (INT8, 1)):
+        memory = StepMemory(lower(builder.build(), {"b": precision}))
+        (value,) = (s for s in memory._spans["a"] if s.num_bytes == VALUE and s.birth == 0)
+        assert value.death == death
+
+
+def test_the_curve_s_parts_sum_to_what_is_in_use():
+    memory = StepMemory(lower(encoder(2), {}), optimizer_bytes=1000)
+    totals = [sum(parts) for parts in zip(*memory.curve().values(), strict=True)]
+    assert max(totals) == memory.at_peak().estimate_bytes and len(totals) == memory.end + 1
+
+
 def test_inference_keeps_nothing():
     builder = Builder()
     x = builder.enter("x", (ROWS, WIDTH))

@@ -101,12 +101,17 @@ def test_the_experiment_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
     monkeypatch.setattr(memory_error, "_alone", memory_error.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
+    monkeypatch.setattr(memory_error, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text("a <!-- memory:begin -->old<!-- memory:end --> b")
     memory_error.main(tmp_path, plans=2, state=True)
     content = json.loads((tmp_path / "memory_error.json").read_text())
     assert content["measured"] is True and {"machine", "torch", "commit", "seed"} <= content.keys()
     assert len(content["plans"]) == 4 and content["models"]["small"]["plans"] == 2
     stated = json.loads((tmp_path / "stated.json").read_text())
     assert stated["worst_underprediction"] == content["worst_underprediction"]
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("a <!--") and readme.endswith("--> b") and "old" not in readme
+    assert "| small | 2 |" in readme
     assert (tmp_path / "memory_error.png").stat().st_size > 5000
 
 
@@ -127,3 +132,30 @@ def test_a_model_holds_only_within_the_bars_and_the_budget():
     assert memory_error.holds(memory_error.summary(rows((1000, 1000), (1040, 1000)))["m"])
     assert not memory_error.holds(memory_error.summary(rows((1000, 1000), (1060, 1000)))["m"])
     assert not memory_error.holds(memory_error.summary(rows((999, 1000)))["m"])  # over its budget
+
+
+def test_the_readme_shows_what_is_stated_beside_the_model():
+    stated = json.loads(memory_error.PREDICTED.read_text())
+    assert memory_error.markdown(stated) in memory_error.README.read_text(encoding="utf-8")
+
+
+def test_the_margin_is_in_every_peak(monkeypatch):
+    graph = gpt_graph()
+    monkeypatch.setattr(memory, "stated_error", lambda device: 0.1)
+    found = memory.peak_memory(lower(graph, {}), optimizer_bytes=1000)
+    comes_and_goes = found.casts + found.saved + found.transient
+    assert found.peak_bytes == found.estimate_bytes + -(-comes_and_goes // 10)
+
+
+def test_a_gpu_s_blocks_are_rounded():
+    assert [memory.block_bytes(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert memory.block_bytes(11 * 2**20) == 12 * 2**20
+    graph = gpt_graph()
+    on_cpu, on_gpu = (memory.peak_memory(lower(graph, {}), device=device) for device in ("cpu", "cuda"))
+    assert on_gpu.peak_bytes >= on_gpu.estimate_bytes + memory.SEGMENTS > on_cpu.estimate_bytes
+
+
+def gpt_graph():
+    from graphs import encoder
+
+    return encoder(1)
