@@ -295,7 +295,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "|" + "---|" * len(HEADINGS),
         *("| " + " | ".join(cells) + " |" for cells in cells_of(content["models"])),
         "",
-        "![Predicted against measured bytes of every plan, and one step's memory by part](docs/memory_error.png)",
+        "![Every plan, predicted against measured; one step's memory by part](docs/memory_error.png)",
     ]
     return "\n".join(lines)
 
