@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 
 import pytest
@@ -99,7 +100,7 @@ def test_the_experiment_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_error, "NAMES", ("small",))
     monkeypatch.setattr(memory_error, "DROPPING", "dropping")
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
-    monkeypatch.setattr(memory_error, "_alone", memory_error.nullcontext)
+    monkeypatch.setattr(memory_error, "_alone", contextlib.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
     monkeypatch.setattr(memory_error, "README", tmp_path / "README.md")
     (tmp_path / "README.md").write_text("a <!-- memory:begin -->old<!-- memory:end --> b")
