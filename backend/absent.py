@@ -15,6 +15,7 @@ _REASONS = {
     ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
 }
 _ATTENTION = "not written; torch's fused attention takes 16-bit floats at the least"
+_EMBEDDING = "not written; it multiplies nothing"
 
 
 def why_absent(kind: str, precision: Precision) -> str:
@@ -25,4 +26,6 @@ def why_absent(kind: str, precision: Precision) -> str:
     """
     if kind == "attention":
         return _ATTENTION
+    if kind == "embedding":
+        return _EMBEDDING
     return _REASONS.get((kind, precision), "not written")

@@ -13,6 +13,7 @@ from qsync.backend import cutlass
 from qsync.backend.attention import attention_int8
 from qsync.backend.attention_bf16 import attention_bf16, attention_of_torch
 from qsync.backend.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
+from qsync.backend.embedding import embedding_bf16, embedding_int8
 from qsync.backend.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.matmul import matmul_int8
@@ -45,6 +46,7 @@ _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
     ("attention", Precision.INT8): attention_int8,
 }
 _CONVOLUTIONS: dict[str, Kernel] = {"conv2d": conv2d_int8, "conv1d": conv1d_int8}
+_EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
@@ -67,6 +69,8 @@ def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[C
 def _torch_candidates(
     kind: str, precision: Precision, device: torch.device, lacking: str | None
 ) -> tuple[Candidate, ...]:
+    if kind == "embedding" and precision is not Precision.FP32:
+        return (_candidate("rows rounded", _EMBEDDINGS[precision], lacking),)
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
@@ -75,14 +79,18 @@ def _torch_candidates(
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, lacking),)
     if precision is Precision.FP16:
-        return (_candidate("torch, scaled gradient", product_fp16, lacking),)
+        return (_candidate("torch, scaled", product_fp16, lacking),)
     if precision is Precision.TF32:
         return (_candidate("torch, TF32 allowed", product_tf32, lacking),)
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], lacking),)
     if kind in _CONVOLUTIONS:
         return (_candidate("windows or oneDNN", _CONVOLUTIONS[kind], lacking or _no_convolution(device)),)
-    return (_candidate("int_mm", _INTEGER_KERNELS[kind, precision], lacking),)
+    # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are exact all
+    # the same.
+    batched = device.type == "cuda" and kind in ("matmul", "attention")
+    name = "int_mm, batches in 16 bits" if batched else "int_mm"
+    return (_candidate(name, _INTEGER_KERNELS[kind, precision], lacking),)
 
 
 def _cutlass_candidate(

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
 from qsync.backend.casts import LARGEST_CODE, scales
-from qsync.backend.encoding import Operand, decode
+from qsync.backend.encoding import Operand, decode, encode
 from qsync.backend.linear import DTYPES
 from qsync.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 
@@ -53,6 +53,11 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
             is_leaf=lambda leaf: isinstance(leaf, Operand),
         )
         y = target(*args, **kwargs)
+        if (kind, precision) == (
+            "embedding",
+            Precision.INT8,
+        ):  # of a table the rows are encoded, once looked up
+            y = _StraightThrough.apply(y, decode(encode(y, "int8_row")))
         return _RoundGradient.apply(y, _GRADIENT_BITS[precision]).to(DTYPES[out_type])
 
     return kernel

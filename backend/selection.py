@@ -121,6 +121,14 @@ class Kernels:
             return plain
         return self._choose(kind, precision)[0]
 
+    def refusal(self, kind: str, precision: Precision | str) -> str | None:
+        """Why `kernel` has none, in the words of who was tried; None if it has one."""
+        try:
+            self._choose(kind, Precision(precision))
+        except UnsupportedError as error:
+            return str(error)
+        return None
+
     def choice(self, kind: str, precision: Precision | str) -> Choice:
         """Which kernel `kernel` returns, and why. Raises UnsupportedError if there is none."""
         return self._choose(kind, Precision(precision))[1]
@@ -282,7 +290,14 @@ def _representative(
         ),
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
+        "embedding": (_look_up, [(n, n)], {}),
     }[kind]
+
+
+def _look_up(table: Tensor) -> Tensor:
+    """As many rows as the table has, some of them twice."""
+    places = torch.arange(len(table), device=table.device) // 2
+    return torch.nn.functional.embedding(places, table)
 
 
 def _seconds(run: Callable[[], Any]) -> float:

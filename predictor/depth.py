@@ -16,6 +16,14 @@ depth weights, made commensurate; the conversion is ours):
 A relative error of y is taken to change the gradient of everything downstream by the same relative amount,
 and a relative error of gW' everything upstream: true of a chain, not of a residual stream or behind a norm.
 |gW'|^2 is taken as |g|^2 |W|^2 / N, its value for directions in general position.
+
+An embedding, y = S W with S the lookups (M rows, each with a single 1), multiplies nothing and has nothing
+upstream:
+
+    forward   E|dy|^2      = v_y M K
+    wgrad     E|d(S'g)|^2  = v_g M K                                                               (ours)
+
+v_y is of the rows that were looked up; the rounding errors of gradients that go to one row add up there.
 """
 
 from __future__ import annotations
@@ -24,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qsync.graph import Op, OpGraph, num_elements
-from qsync.precision import PRECISIONS_BY_KIND, Precision, operand_type
+from qsync.precision import PRECISIONS_BY_KIND, Precision, operand_type, rounded_type
 from qsync.predictor.calibration import Calibration
 from qsync.predictor.profiler import check_finite
 from qsync.predictor.statistics import Gatherer, OpStatistics
@@ -94,6 +102,8 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """The three terms of the module's equation for one operator at one precision. Pure."""
     if op.kind in ("matmul", "attention"):
         return _activation_terms(op, precision, found)
+    if op.kind == "embedding":
+        return _lookup_terms(op, precision, found)
     x, w = (1, 2) if op.kind == "addmm" else (0, 1)
     v_x = found.rounding[x][operand_type(op.kind, x, precision)]
     v_w = found.rounding[w][operand_type(op.kind, w, precision)]
@@ -121,6 +131,14 @@ def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Term
     g2, size = found.gradient_square, num_elements(op.shape)
     backward = found.gradient_rounding[gradient_type(precision)] * size / g2 if g2 else 0.0
     return Terms(relative, 0.0, relative + backward)
+
+
+def _lookup_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
+    """An embedding's: its rows are rounded, and so is the gradient that it adds up."""
+    size = num_elements(op.shape)
+    v_y = found.rounding[0][rounded_type(op.kind, 0, precision)]
+    v_g = found.gradient_rounding[gradient_type(precision)] if found.weight_trains else 0.0
+    return Terms(v_y * size / found.output_square if found.output_square else 0.0, v_g * size, 0.0)
 
 
 def gradient_type(precision: Precision) -> str:

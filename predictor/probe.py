@@ -34,7 +34,7 @@ import torch
 from qsync.errors import CalibrationError
 from qsync.graph import Op, OpGraph
 from qsync.lowering import Cast, Lowering, Run
-from qsync.precision import PRECISIONS_BY_KIND, Precision
+from qsync.precision import PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS, Precision
 from qsync.predictor.calibration import Calibration
 from qsync.predictor.edges import MOST_OPERANDS, is_felt, on_gradient, own_edge
 from qsync.predictor.rounding import rounded_to, rounding_error, stochastic_errors
@@ -246,10 +246,15 @@ def carried_narrow(graph: OpGraph) -> dict[str, tuple[str, ...]]:
         found[op.name] = tuple(
             run.op
             for run in carried
-            if run.output == "bf16" and (run.op == op.name or kinds[run.op] not in _EXACT)
+            if run.output == "bf16" and not _is_exact(kinds[run.op], run.op == op.name)
         )
         lowering.undo(change)
     return found
+
+
+def _is_exact(kind: str, lowered: bool) -> bool:
+    """Whether a result in BF16 needs no rounding: an embedding's rows already are rounded."""
+    return kind in ROUNDS_WHAT_IT_READS or (kind in _EXACT and not lowered)
 
 
 def _value_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str]:
@@ -263,7 +268,12 @@ def _value_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str
 
 
 def _gradient_types(op: Op, index: int, precisions: Sequence[Precision]) -> set[str]:
-    """The types to which some precision rounds the gradient of this operand or result."""
+    """The types to which some precision rounds the gradient of this operand or result.
+
+    Not that of an embedding's table, which is added up in FP32.
+    """
+    if op.kind in ROUNDS_WHAT_IT_READS and index != RESULT:
+        return set()
     found = {"bf16", *(str(p) for p in precisions if p is Precision.FP16)}
     if index == RESULT and op.kind in PRECISIONS_BY_KIND:
         found |= {"tf32" for p in precisions if p is Precision.TF32}

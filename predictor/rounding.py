@@ -6,15 +6,18 @@ import torch
 
 from qsync.backend.encoding import decode, encode
 from qsync.backend.reference import round_mantissa
-from qsync.precision import MANTISSA_BITS, Precision, operand_type
+from qsync.precision import MANTISSA_BITS, Precision, rounded_type
 
 _BITS = {"e5m2": 2, **MANTISSA_BITS}
 
 
 def rounded_to(kind: str, index: int, precision: Precision) -> str:
     """The type to which a precision rounds this operand, "fp32" if it does not: TF32 rounds inside the
-    product."""
-    return "tf32" if precision is Precision.TF32 else operand_type(kind, index, precision)
+    product.
+
+    An embedding rounds the rows that it looks up, which is to look up rounded rows: its table counts.
+    """
+    return "tf32" if precision is Precision.TF32 else rounded_type(kind, index, precision)
 
 
 def rounding_error(tensor: torch.Tensor, type_name: str) -> torch.Tensor:

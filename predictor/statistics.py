@@ -14,16 +14,22 @@ import torch
 from qsync.errors import CalibrationError
 from qsync.graph import Op, OpGraph, Role
 from qsync.lowering import Cast, Run
-from qsync.precision import MANTISSA_BITS, PRECISIONS_BY_KIND, Precision, operand_type
+from qsync.precision import (
+    MANTISSA_BITS,
+    PRECISIONS_BY_KIND,
+    ROUNDS_WHAT_IT_READS,
+    Precision,
+    rounded_type,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class OpStatistics:
-    """What one batch showed of one product: squared Frobenius norms, and per-element rounding variances by
+    """What one batch showed of one operator: squared Frobenius norms, and per-element rounding variances by
     type.
 
-    Lists run over Op.inputs. `rounding` of a type is the mean over elements of the variance that rounding to
-    it adds.
+    Lists run over what is rounded: Op.inputs, but of an embedding its result (the rows that it looked up).
+    `rounding` of a type is the mean over elements of the variance that rounding to it adds.
     """
 
     shapes: list[tuple[int, ...]]
@@ -79,21 +85,22 @@ class Gatherer:
 
     def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _Raw:
         usable = [p for p in self._precisions if p in PRECISIONS_BY_KIND[op.kind]]
+        weight = operands[2 if op.kind == "addmm" else 1] if len(operands) > 1 else None
+        trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+        rounded = (result,) if op.kind in ROUNDS_WHAT_IT_READS else operands
         rounding = [
             {
                 t: rounding_variance(tensor, t)
-                for t in {operand_type(op.kind, j, p) for p in usable}
+                for t in {rounded_type(op.kind, j, p) for p in usable}
                 if t != "fp32"
             }
-            for j, tensor in enumerate(operands)
+            for j, tensor in enumerate(rounded)
         ]
         for entry in rounding:
             entry["fp32"] = torch.zeros(())
-        weight = operands[2 if op.kind == "addmm" else 1] if len(operands) > 1 else None
-        trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
-        squares = [tensor.float().square().sum() for tensor in operands]
+        squares = [tensor.float().square().sum() for tensor in rounded]
         return _Raw(
-            [tuple(t.shape) for t in operands], squares, rounding, result.float().square().sum(), trains
+            [tuple(t.shape) for t in rounded], squares, rounding, result.float().square().sum(), trains
         )
 
     def _take_gradient(self, name: str, gradient: torch.Tensor) -> None:

@@ -62,6 +62,8 @@ def in_forward(op: Op, run: Run, around: Surroundings) -> int:
         return 0 if run.output == "fp32" else _FP32 * elements  # sums; FP32 takes their place
     if op.kind == "conv2d" and around.device == "cpu":
         return _convolution_forward(op, run, around)
+    if op.kind == "embedding" and run.mode != Precision.FP32:  # the rows in FP32 before they are rounded
+        return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
     return 0
 
 
@@ -86,6 +88,8 @@ def in_backward(op: Op, run: Run, around: Surroundings) -> int:
         return moment + _attention_bf16(op, around, backward=True)
     if op.kind == "attention" and around.device == "cpu" and op.dropout:
         return moment + _written_out(op, backward=True)
+    if op.kind == "embedding" and run.mode != Precision.FP32 and run.output != "fp32":
+        moment += type_bytes("fp32", op.num_elements)  # the gradient of the rows once it is widened
     if op.kind == "batch_norm" and around.device == "cpu":  # torch makes room for dx twice
         moment += type_bytes(around.gradient, op.num_elements)
     return moment

@@ -54,8 +54,9 @@ class Op:
 
     `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result
     may hold by construction (masks); a type whose range ends below it is not used. `depth` counts the
-    adjustable operators on the longest path up to and including this one. `dropout` is the part of its
-    weights that attention drops.
+    products on the longest path up to and including this one, of those that are adjustable (an embedding
+    multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
+    fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
     """
 
     name: str
@@ -70,6 +71,8 @@ class Op:
     magnitude: float = 0.0
     depth: int = 0
     dropout: float = 0.0
+    dilated: bool = False
+    fixed_because: str = ""
 
     @property
     def num_elements(self) -> int:

@@ -11,7 +11,8 @@ The rule, in full:
 - a value that is not carried in a type some consumer takes is cast to it once, however many consumers there
   are;
 - a cast of an operator's result stands right after the operator; a cast of what enters the graph (a weight)
-  stands right before its first adjustable consumer, so that its gradient is ready as early as the operator's;
+  stands right before the first adjustable consumer that may take it so (an embedding takes its table in FP32
+  and rounds the rows it looks up), so that its gradient is ready as early as the operator's;
 - an 8-bit operator hands on the device's 16-bit float if every consumer would narrow the value anyway, else
   FP32;
 - images that a lowered convolution made are in channels-last order, and stay so through every operator that
@@ -33,7 +34,15 @@ from typing import Any
 
 from qsync.errors import FormatError, MismatchError
 from qsync.graph import Op, OpGraph, Role
-from qsync.precision import CARRIED_FLOATS, LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+from qsync.precision import (
+    CARRIED_FLOATS,
+    LARGEST,
+    PRECISIONS_BY_KIND,
+    ROUNDS_WHAT_IT_READS,
+    Precision,
+    is_encoded,
+    operand_type,
+)
 
 _WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
 _EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
@@ -56,7 +65,14 @@ TURNED = " channels_last"
 NARROWING = " narrowing"
 _NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
 # The operands that a product keeps.
-_KEPT_OPERANDS = {"linear": (0,), "conv2d": (0,), "conv1d": (0,), "addmm": (1,), "matmul": (0, 1)}
+_KEPT_OPERANDS = {
+    "linear": (0,),
+    "conv2d": (0,),
+    "conv1d": (0,),
+    "addmm": (1,),
+    "matmul": (0, 1),
+    "embedding": (),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +156,11 @@ def can_save_less(op: Op) -> bool:
     return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
 
 
+def _casts(op: Op) -> bool:
+    """Whether an operator may need a cast of what it reads: an embedding never does, of a table it shares."""
+    return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
+
+
 def matching(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
     """The operators that can save less and whose names match one of these patterns, in order.
 
@@ -187,7 +208,7 @@ class Lowering:
         self.anchored: list[list[int]] = [[] for _ in graph.ops]
         self._anchor: list[int | None] = []
         for value in range(self._offset):
-            users = [i for i in self._consumers[value] if graph.ops[i].role is Role.ADJUSTABLE]
+            users = [i for i in self._consumers[value] if _casts(graph.ops[i])]
             anchor = next(iter(users or self._consumers[value]), None)
             self._anchor.append(anchor)
             if anchor is not None:

@@ -22,6 +22,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "matmul": ("matmul", ("input", "other")),
     "bmm": ("matmul", ("input", "mat2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
+    "embedding": ("embedding", ("input", "weight")),
 }
 
 # Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
@@ -42,11 +43,7 @@ FOLLOWING: dict[str, str] = {
 }  # fmt: skip
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
-# An embedding is one of them because there is nothing to gain: of 237 ms of a step in INT8 (BERT, 4 layers of
-# 512, 8x128 tokens, one thread of a Zen 5) the lookup takes 0.15 ms, 0.19 with its rows narrowed to BF16, and
-# its gradient 2.2, of which 1.8 are zeros of the whole table, in FP32 whatever the lookup is in.
 FIXED: dict[str, str] = {
-    **{name: "embedding" for name in ("embedding",)},
     **{
         name: "loss"
         for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
@@ -132,6 +129,26 @@ def dropped(node: torch.fx.Node, kind: str) -> float:
         return 0.0
     training = _argument(node, 2, "training", True) and node.kwargs.get("train", True)
     return float(_argument(node, 1, "p", 0.5)) if training else 0.0
+
+
+def is_dilated(node: torch.fx.Node) -> bool:
+    """Whether a call of a convolution leaves gaps between the elements of its filter."""
+    dilation = _argument(node, 5, "dilation", 1)
+    return any(size != 1 for size in (dilation if isinstance(dilation, (tuple, list)) else (dilation,)))
+
+
+def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
+    """Why a product or an embedding that is called like this runs as it was traced; empty if it need not."""
+    if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
+        return "it scales its operands (alpha, beta)"
+    if kind == "embedding":
+        if node.target is not torch.nn.functional.embedding:
+            return "it is called as torch.embedding, not as torch.nn.functional.embedding"
+        if _argument(node, 3, "max_norm", None) is not None:
+            return "max_norm writes to its table"
+        if _argument(node, 6, "sparse", False):
+            return "its gradient is sparse"
+    return ""
 
 
 def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:

@@ -59,6 +59,7 @@ ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
     "conv1d": ("image", "channel", None),
     "matmul": ("row", "inner"),
     "attention": ("row", "row", "row", None),
+    "embedding": (None, None),
 }
 
 # The precisions that qsync has kernels for, by kind of operator. A device class may have fewer.
@@ -69,19 +70,34 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "conv1d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
     "matmul": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
     "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
+    "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
 }
+
+# Kinds that take their operands in FP32 at every precision and round what they read of them: an embedding
+# rounds the rows that it looks up, and a cast of its table would round all of it.
+ROUNDS_WHAT_IT_READS = ("embedding",)
 
 _ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_ALL: "int8"}
 
 
 def operand_type(kind: str, index: int, precision: Precision) -> str:
     """The type in which an operator of this kind takes its `index`-th input at this precision."""
-    if precision in (Precision.FP32, Precision.TF32):
+    if precision in (Precision.FP32, Precision.TF32) or kind in ROUNDS_WHAT_IT_READS:
         return "fp32"
     if precision in (Precision.BF16, Precision.FP16):
         return str(precision)
     layout = ENCODED_OPERANDS[kind][index]
     return "fp32" if layout is None else f"{_ENCODED_PREFIX[precision]}_{layout}"
+
+
+def rounded_type(kind: str, index: int, precision: Precision) -> str:
+    """The type to which an operator of this kind rounds what it computes with: its `index`-th input's type.
+
+    Of an embedding, which takes its table in FP32, the type of the rows that it looks up.
+    """
+    if kind not in ROUNDS_WHAT_IT_READS:
+        return operand_type(kind, index, precision)
+    return {Precision.BF16: "bf16", Precision.INT8: "int8_row"}.get(precision, "fp32")
 
 
 def is_encoded(type_name: str) -> bool:

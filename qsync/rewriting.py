@@ -1,9 +1,9 @@
 """The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
 The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
-(but for convolutions and attention in BF16); every other precision calls the backend's kernel for it, and so
-does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered graph
-becomes one call, each Run node one call, in the lowered graph's order.
+(but for convolutions, attention and embeddings in BF16); every other precision calls the backend's kernel for
+it, and so does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered
+graph becomes one call, each Run node one call, in the lowered graph's order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.encoding import Operand
 from qsync.backend.saving import saving
-from qsync.graph import Op, OpGraph
+from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run
 from qsync.operators import names_a_type
 from qsync.precision import Precision, is_encoded
@@ -115,13 +115,13 @@ class Taken(torch.nn.Module):
         return self._observer.taken(self._op, self._index, operand)
 
 
-def _is_native(op: Op, mode: str) -> bool:
-    """Whether the traced call itself runs: convolutions and attention in BF16 have kernels of their own."""
-    return (
-        op.role != "adjustable"
-        or mode == "fp32"
-        or (mode == "bf16" and op.kind not in ("conv2d", "attention"))
-    )
+# Kinds whose BF16 is more than the traced call on BF16 operands.
+_OWN_BF16 = ("conv2d", "attention", "embedding")
+
+
+def needs_kernel(kind: str, mode: str) -> bool:
+    """Whether an adjustable operator runs through a kernel of the backend; else the traced call runs."""
+    return mode != "fp32" and (mode != "bf16" or kind in _OWN_BF16)
 
 
 class _Rewriter:
@@ -222,7 +222,7 @@ class _Rewriter:
         new: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
         op = self._ops[run.op]
-        native = _is_native(op, run.mode)
+        native = op.role != "adjustable" or not needs_kernel(op.kind, run.mode)
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)

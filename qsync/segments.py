@@ -26,8 +26,10 @@ from qsync.operators import (
     constants,
     dropped,
     flops,
+    is_dilated,
     names_a_type,
     operands,
+    why_traced_as_is,
 )
 from qsync.precision import LARGEST
 
@@ -77,9 +79,13 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
         for value in segment.inputs:
             inputs.setdefault(named(value.name), replace(value, name=named(value.name)))
         for op in segment.ops:
-            role = Role.FIXED if runs[id(segment)] > 1 and op.role is Role.ADJUSTABLE else op.role
+            role, because = op.role, op.fixed_because
+            if runs[id(segment)] > 1 and role is Role.ADJUSTABLE:
+                role, because = Role.FIXED, "its traced graph runs more than once in a step"
             reads, kept = tuple(map(named, op.inputs)), tuple(map(named, op.kept))
-            ops.append(replace(op, name=named(op.name), role=role, inputs=reads, kept=kept))
+            ops.append(
+                replace(op, name=named(op.name), role=role, inputs=reads, kept=kept, fixed_because=because)
+            )
     return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
 
 
@@ -196,25 +202,24 @@ class _Reader:
             magnitude = max(
                 [magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])]
             )
-        masked = kind == "attention" and any(
-            name in self._given and self._is_float(name) for name in read[3:]
-        )
-        if (
-            masked  # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax
-            or node in pinned
-            or names_a_type(node)
-            or not self._may_change(read, value, kind, role, magnitude, node)
-        ):
-            role = Role.FIXED
+        because = ""
+        if role is not Role.FIXED:
+            if node in pinned:
+                because = "it is written to in place, or reads what is"
+            elif names_a_type(node):
+                because = "its author asked for a type"
+            else:
+                because = self._why_fixed(read, value, kind, role, magnitude, node)
+            role = Role.FIXED if because else role
         name = self._name(node, kind)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
-        self._add(segment, node, name, kind, role, read, kept, value, magnitude, drops)
+        self._add(segment, node, name, kind, role, read, kept, value, magnitude, drops, because)
 
     def _is_float(self, name: str) -> bool:
         return self._dtype[name] in LARGEST
 
-    def _may_change(
+    def _why_fixed(
         self,
         read: list[str],
         value: torch.Tensor,
@@ -222,32 +227,40 @@ class _Reader:
         role: Role,
         magnitude: float,
         node: torch.fx.Node,
-    ) -> bool:
-        """Whether an operator's tensors let it leave FP32: those traced in another type are their author's
-        choice."""
-        floats = [self._dtype[name] for name in read if self._dtype[name] in (*LARGEST, "complex64")]
-        if any(dtype != "fp32" for dtype in [*floats, _dtype(value)] if dtype in (*LARGEST, "complex64")):
-            return False
+    ) -> str:
+        """Why an operator's tensors keep it in the type it was traced in; empty if they do not."""
+        types = [
+            dtype
+            for dtype in [*(self._dtype[name] for name in read), _dtype(value)]
+            if dtype in (*LARGEST, "complex64")
+        ]
+        other = next((dtype for dtype in types if dtype != "fp32"), None)
+        if other is not None:  # their author's choice
+            return f"the model has it in {other}"
         if is_functorch_wrapped_tensor(value):  # kernels know nothing of torch.vmap's hidden dimension
-            return False
-        if role is Role.ADJUSTABLE:
-            unbatched = {"conv2d": 3, "conv1d": 2}
-            if value.dim() == unbatched.get(kind):  # scales are per image, and this one has no batch
-                return False
-            if kind == "matmul" and len(read) != len(set(read)):
-                return False  # its two places would want two encodings of one value
-            scaled = kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1)
-            return bool(floats) and _dtype(value) == "fp32" and not magnitude and not scaled
-        return True
+            return "it runs under torch.vmap"
+        if role is not Role.ADJUSTABLE:
+            return ""
+        # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax.
+        if kind == "attention" and any(name in self._given and self._is_float(name) for name in read[3:]):
+            return "its mask is data in floats, which may be out of the range of 16 bits: give one of bools"
+        if magnitude:
+            return f"it reads constants of up to {magnitude:.3g}, which 16 bits may not hold"
+        if not any(self._is_float(name) for name in read) or _dtype(value) != "fp32":
+            return "it computes on no floats"
+        if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
+            return "its input has no batch dimension, and scales are per image"
+        if kind == "matmul" and len(read) != len(set(read)):  # its two places would want two encodings of it
+            return "it multiplies a value by itself"
+        return why_traced_as_is(node, kind)
 
     def _add(
         self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str],
-        kept: list[str], value: torch.Tensor, magnitude: float = 0.0, drops: float = 0.0,
+        kept: list[str], value: torch.Tensor, magnitude: float = 0.0, drops: float = 0.0, because: str = "",
     ) -> None:  # fmt: skip
         shape = _shape(value)
-        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + (
-            role is Role.ADJUSTABLE
-        )
+        product = role is Role.ADJUSTABLE and kind != "embedding"
+        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
         op = Op(
             name,
@@ -262,6 +275,8 @@ class _Reader:
             magnitude,
             depth,
             drops if kind == "attention" else 0.0,
+            is_dilated(node) if kind == "conv2d" else False,
+            because,
         )
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth

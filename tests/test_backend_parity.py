@@ -16,13 +16,18 @@ from kernel_calls import agreement_db, arguments_of, outcome, sample
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from qsync.backend import Operand, reference_kernel
+from qsync.backend import Operand, encode, reference_kernel
 from qsync.backend.candidates import candidates
 from qsync.errors import UnsupportedError
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 
 CPU = torch.device("cpu")
 cuda = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+def look_up(table, places, **options):
+    return F.embedding(places.to(table.device), table, **options)
+
 
 TARGETS = {
     "linear": F.linear,
@@ -31,6 +36,7 @@ TARGETS = {
     "conv1d": torch.conv1d,
     "matmul": torch.matmul,
     "attention": F.scaled_dot_product_attention,
+    "embedding": look_up,
 }
 # Of the operands, as the target takes them, and its options.
 SHAPES = {
@@ -100,6 +106,19 @@ SHAPES = {
         "one row": ([(1, 1, 1, 8), (1, 1, 5, 8), (1, 1, 5, 8)], {}),
         "scaled": ([(2, 2, 5, 8)] * 3, {"scale": 0.5}),
     },
+    "embedding": {
+        "a batch": ([(11, 16)], {"places": torch.arange(24).view(2, 3, 4) % 11}),
+        "primes": ([(13, 37)], {"places": torch.arange(7) * 5 % 13}),
+        "of 32 bits": ([(5, 8)], {"places": torch.tensor([[4, 0, 4]], dtype=torch.int32)}),
+        "one place": ([(5, 8)], {"places": torch.tensor(2)}),
+        "no places": ([(5, 8)], {"places": torch.zeros(3, 0, dtype=torch.int64)}),
+        "one column": ([(6, 1)], {"places": torch.arange(6)}),
+        "padded": ([(6, 8)], {"places": torch.tensor([0, 2, 2, 5]), "padding_idx": 2}),
+        "weighed by frequency": (
+            [(6, 8)],
+            {"places": torch.tensor([[0, 2], [2, 5]]), "scale_grad_by_freq": True},
+        ),
+    },
 }
 LAYOUTS = {
     "contiguous": lambda t: t.contiguous(),
@@ -115,6 +134,7 @@ SCALED = {
     "conv1d": (0, 2),
     "matmul": (0,),
     "attention": (2,),
+    "embedding": (0,),
 }
 # FP16 ends at 65504 and at 6e-8: operands beyond are 0 and Inf there, gradients are scaled.
 TINY, HUGE = 1e-30, 1e30
@@ -180,7 +200,7 @@ def operands(kind, shapes, values, half):
         tensors = [torch.zeros_like(t) for t in tensors]
     bad = values.partition(" ")[0]
     if bad in ("nan", "inf", "-inf") and "gradient" not in values:
-        place = tensors[second if "second" in values else first].view(-1)
+        place = tensors[min(second, len(tensors) - 1) if "second" in values else first].view(-1)
         place[place.numel() // 2 : place.numel() // 2 + 1] = float(bad)
     return tensors
 
@@ -195,7 +215,10 @@ def gradient_of(shape, values):
 
 
 def exact_int8(kind, precision, target, tensors, options):
-    """The result of an INT8 product in float64, and the size of what was added up to it."""
+    """The result of an INT8 operator in float64, and the size of what was added up to it."""
+    if kind == "embedding":
+        rows = decode_exactly(encode(target(*tensors, **options), "int8_row"))
+        return rows, rows.abs()
     arguments = arguments_of(kind, precision, tensors)
     codes = [
         decode_exactly(a.encoded) if isinstance(a, Operand) else torch.zeros_like(a, dtype=torch.double)

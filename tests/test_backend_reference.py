@@ -17,6 +17,7 @@ CALLS = {
     "conv1d": (torch.conv1d, [(2, 3, 9), (4, 3, 3), (4,)], {"padding": 1}),
     "matmul": (torch.matmul, [(2, 5, 7), (2, 7, 3)], {}),
     "attention": (F.scaled_dot_product_attention, [(1, 2, 5, 4)] * 3, {}),
+    "embedding": (lambda table: F.embedding(torch.arange(12).view(3, 4) % 5, table), [(7, 9)], {}),
 }
 # Relative error, root mean square, of result and gradients against FP32 for operands of normal distribution.
 LARGEST_ERROR = {
@@ -88,6 +89,8 @@ def test_the_gradient_is_that_of_fp32_at_the_decoded_operands(kind):
         decode(o.encoded).requires_grad_() if isinstance(o, Operand) else o.detach().requires_grad_()
         for o in operands
     ]
+    if kind == "embedding":  # what is decoded are the rows that it looks up
+        decoded = [decode(encode(leaves[0], "int8_row")).requires_grad_()]
     plain = target(*decoded, **options)
     expected = torch.autograd.grad(plain, decoded, torch.full_like(plain, 0.5))
     assert torch.equal(y, plain)

@@ -269,6 +269,29 @@ def test_what_backward_of_a_product_needs_for_a_while(precision, num_ranks, more
     assert backward == [more]
 
 
+@pytest.mark.parametrize(
+    ("precision", "forward", "backward"),
+    [
+        (Precision.FP32, [], []),
+        (BF16, [VALUE], [VALUE]),  # the rows before they are rounded; their gradient once it is widened
+        (INT8, [VALUE + VALUE // 4], []),  # beside the codes; what is handed on is FP32 here
+    ],
+)
+def test_what_an_embedding_needs_for_a_while(precision, forward, backward):
+    builder = Builder()
+    places = builder.enter("places", (ROWS,), dtype="int64")
+    table = builder.enter("table", (100, WIDTH), "parameter")
+    builder.output(
+        builder.op("embedding", "embedding", Role.ADJUSTABLE, [table], (ROWS, WIDTH), kept=[places])
+    )
+    graph = builder.build()
+    memory = StepMemory(lower(graph, {"embedding": precision}))
+    spans = [span for span in memory._spans[0] if span.birth == span.death]
+    assert [span.num_bytes for span in spans if span.birth == 0] == forward
+    assert [span.num_bytes for span in spans if span.birth == 2 * len(graph.ops)] == backward
+    assert not memory.at_peak().saved_by and not memory.at_peak().casts
+
+
 def test_int8_keeps_a_quarter_of_an_encoder_s_products():
     graph = encoder(2, rows=2048)
     products = {op.name: INT8 for op in graph.adjustable if op.kind == "linear"}

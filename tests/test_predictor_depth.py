@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import qsync
-from qsync import backend
+from qsync import backend, runtime
 from qsync.backend.encoding import decode, encode
 from qsync.graph import Op, Role
 from qsync.precision import Precision, is_encoded, operand_type
 from qsync.predictor.depth import indicator, product_terms
-from qsync.predictor.statistics import OpStatistics, rounding_variance
+from qsync.predictor.statistics import Gatherer, OpStatistics, rounding_variance
 
 
 def spread(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -121,3 +122,41 @@ def test_an_operator_that_never_ran_adds_nothing():
 
 def test_encoded_and_carried_types_are_told_apart():
     assert is_encoded("int8_row") and is_encoded("fp16") and not is_encoded("bf16")
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.INT8])
+def test_the_terms_of_an_embedding_are_the_measured_errors(precision):
+    """Its rows are rounded, and so is the gradient that it adds up."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.last = nn.Embedding(64, 96), nn.Linear(96, 8)
+            with torch.no_grad():
+                self.embedding.weight.copy_(spread(64, 96))
+
+        def forward(self, places: torch.Tensor) -> torch.Tensor:
+            return self.last(self.embedding(places)).square().mean()
+
+    model, places = Model(), torch.arange(512) * 7 % 61
+    runner, gatherer = runtime.attach(model, lambda graph: {}), Gatherer([precision])
+    runner.choose(lambda graph: {}, gatherer)
+    loss = model(places)
+    gatherer.describe(runner.graph)
+    loss.backward()
+    runtime.detach(model)
+    op = next(op for op in runner.graph.ops if op.kind == "embedding")
+    found = gatherer.statistics()[op.name]
+    terms = product_terms(op, precision, found)
+
+    weight = model.embedding.weight.detach().requires_grad_()
+    kernel = backend.select("cpu").kernel("embedding", precision)
+    exact = F.embedding(places, weight)
+    wide, low = (kernel(F.embedding, out_type, places, weight) for out_type in ("fp32", "bf16"))
+    forward = (wide - exact).square().sum() / exact.square().sum()
+    assert terms.forward == pytest.approx(forward.item(), rel=0.1) and terms.dgrad == 0.0
+    g = spread(512, 96, seed=3)
+    (dw,), (low_dw,) = (torch.autograd.grad(y, weight, g.to(y.dtype)) for y in (exact, low))
+    added = float(rounding_variance(g, "bf16")) * g.numel()
+    assert added == pytest.approx(float((low_dw - dw).square().sum()), rel=0.1)
+    assert terms.wgrad == found.gradient_rounding["bf16"] * exact.numel() > 0

@@ -165,6 +165,35 @@ def test_it_says_how_large_the_true_error_is(precision):
     assert 1 - 6 * distance / (len(order) ** 3 - len(order)) >= 0.7  # six layers, some nearly alike
 
 
+def test_an_embedding_s_error_is_felt_where_its_rows_are_looked_up():
+    """A third of the rows, four times each; its table's gradient is added up in FP32."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(96, 64)
+            self.hidden, self.head = nn.Linear(64, 64), nn.Linear(64, 10)
+
+        def forward(self, places: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.tanh(self.hidden(self.embedding(places))))
+
+    targets = torch.arange(128) % 10
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(batch), targets)
+
+    places = [torch.arange(128) * 5 % 32 + 3 * batch for batch in range(4)]
+    omega, truth = (
+        qsync.sensitivity(Model(), places, loss, indicator=name, precisions=["bf16", "int8"]).omega
+        for name in ("variance", "empirical")
+    )
+    for precision in ("bf16", "int8"):
+        found = omega["embedding"][precision]
+        assert found == pytest.approx(truth["embedding"][precision], rel=0.5), precision
+    assert carried_narrow(qsync.capture(Model(), places[0]))["embedding"] == ()
+
+
 def test_errors_that_rows_share_add_up():
     """Every row is the same: so is its rounding error, and the weight's gradient takes it that many times."""
     torch.manual_seed(0)
