@@ -4,5 +4,8 @@ from qsync.allocator.baselines import uniform
 from qsync.allocator.certificate import Certificate, check_plan
 from qsync.allocator.greedy import allocate
 from qsync.allocator.reasons import Reason, explain
+from qsync.allocator.refused import Refusal, refusals
 
-__all__ = ["Certificate", "Reason", "allocate", "check_plan", "explain", "uniform"]
+__all__ = [
+    "Certificate", "Reason", "Refusal", "allocate", "check_plan", "explain", "refusals", "uniform",
+]  # fmt: skip

@@ -14,6 +14,7 @@ from qsync.plans import ClassPlan, Plan
 from qsync.precision import Precision
 from qsync.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline, replay
+from qsync.serving import unserved
 
 # A prediction stored in a file may differ from the one derived here by rounding, not by more.
 RELATIVE = 1e-6
@@ -91,8 +92,11 @@ def _illegal(
         if name not in profiles:
             found.append(f"there is no profile of device class {name!r}; measure it with qsync.profile")
             continue
+        without = unserved(graph, device_class.device)
         for op, precision in plan[name].assignment.items():
-            if precision not in device_class.precisions:
+            if reason := without.get(op, {}).get(precision):
+                found.append(f"{op} runs in {precision} on {name}, which does not serve it: {reason}")
+            elif precision not in device_class.precisions:
                 known = ", ".join(device_class.precisions)
                 found.append(f"{op} runs in {precision} on {name}, which has only {known}")
             elif precision not in profiles[name].precisions_of(op):

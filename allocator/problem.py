@@ -15,6 +15,7 @@ from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Profile, Sensitivity
 from qsync.replayer import Exchange
 from qsync.replayer.simulate import check_profiles
+from qsync.serving import unserved
 
 # From lowest to highest; decides only between precisions that add the same variance.
 RANK = {
@@ -71,9 +72,9 @@ def pose(
 ) -> Problem:
     """Check that everything belongs together, and list what may be chosen.
 
-    A precision may be chosen where the operator's kind, the class and its profile all have it. Raises
-    MismatchError, UnsupportedError, FormatError or CalibrationError naming the class or operator that is
-    wrong.
+    A precision may be chosen where the operator's kind, the class and its profile all have it, and a kernel
+    of such a device serves the operator's shapes. Raises MismatchError, UnsupportedError, FormatError or
+    CalibrationError naming the class or operator that is wrong.
     """
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
@@ -84,8 +85,10 @@ def pose(
     for device_class in cluster.classes:
         name, weight = device_class.name, device_class.count / cluster.num_ranks**2
         choices, variance = {}, {}
+        without = unserved(graph, device_class.device)
         for op in graph.adjustable:
-            options = _choices(op, device_class, profiles[name], pinned.get(op.name))
+            refused = {**profiles[name].refused.get(op.name, {}), **without.get(op.name, {})}
+            options = _choices(op, device_class, profiles[name], pinned.get(op.name), refused)
             variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
             choices[op.name] = _from_lowest(options, variance[op.name])
         budget = (budgets or {}).get(name, device_class.memory_bytes)
@@ -127,7 +130,11 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
 
 
 def _choices(
-    op: Op, device_class: DeviceClass, profile: Profile, pinned: Precision | None
+    op: Op,
+    device_class: DeviceClass,
+    profile: Profile,
+    pinned: Precision | None,
+    refused: Mapping[str, str],
 ) -> tuple[Precision, ...]:
     measured = profile.precisions_of(op.name)
     for wanted in (Precision.FP32,) if pinned is None else (pinned,):
@@ -135,6 +142,11 @@ def _choices(
             known = ", ".join(device_class.precisions)
             raise UnsupportedError(
                 f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}"
+            )
+        if wanted in refused:
+            raise UnsupportedError(
+                f"{op.name} is pinned to {wanted}, in which {device_class.name} does not serve it: "
+                f"{refused[wanted]}; pin it to another precision"
             )
         if wanted not in measured:
             known = ", ".join(measured) or "nothing"
@@ -148,7 +160,10 @@ def _choices(
     return tuple(
         p
         for p in PRECISIONS_BY_KIND[op.kind]
-        if p in device_class.precisions and p in measured and op.magnitude <= LARGEST.get(p, math.inf)
+        if p in device_class.precisions
+        and p in measured
+        and p not in refused
+        and op.magnitude <= LARGEST.get(p, math.inf)
     )
 
 

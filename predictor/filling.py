@@ -217,7 +217,7 @@ class _Filled:
         names = [other.name for other in self.graph.adjustable]
         seen = {mode.partition(" ")[0] for name in names for mode in self.profile.ops.get(name, {})}
         lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
-        return own + sorted(lacking)
+        return own + sorted(lacking - set(self.profile.refused.get(op.name, {})))
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:

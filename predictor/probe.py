@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.graph import Op, OpGraph
+from qsync.graph import Op, OpGraph, Role
 from qsync.lowering import Cast, Lowering, Run
 from qsync.precision import PRECISIONS_BY_KIND, ROUNDS_WHAT_IT_READS, Precision
 from qsync.predictor.calibration import Calibration
@@ -148,6 +148,8 @@ class Probe:
         for place in self._places:
             op, tensor = self._ops[place.op], place.tensor
             place.tensor = None
+            if op.role is Role.FIXED and op.kind in ROUNDS_WHAT_IT_READS:
+                continue  # its gradient may be sparse
             if op.kind in PRECISIONS_BY_KIND or place.op in self._narrow:
                 on_gradient(tensor, partial(_receive, place))
                 places.append(place)

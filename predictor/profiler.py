@@ -44,6 +44,8 @@ class Runner(Protocol):
         self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
     ) -> None: ...
 
+    def refused(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]: ...
+
     @property
     def graph(self) -> OpGraph: ...
 
@@ -79,7 +81,8 @@ class Profiler:
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
         self._clock, self._progress = clock, progress
         self._recorder = Recorder(clock, look_s(clock))
-        self._choices = _choices(precisions, save_less)
+        self._precisions = tuple(precisions)
+        self._choices = _choices(precisions, save_less, runner.refused)
         self._samples: list[tuple[str, StepTimes]] = []
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
@@ -148,6 +151,7 @@ class Profiler:
             error=_unseen_error(self._samples, pace),
             num_steps=self._num_steps,
             seconds=time.perf_counter() - self._began_s,
+            refused=self._refused(),
         )
 
     def fill(self, seconds: float, least: int = 2, most: int = 12) -> None:
@@ -189,6 +193,14 @@ class Profiler:
             statistics.median(totals[k][r] / usual[k] for k in range(per_round)) for r in range(self._rounds)
         ]
 
+    def _refused(self) -> dict[str, dict[str, str]]:
+        """What was left out because the device does not serve it: operator -> precision -> why."""
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        for precision in self._precisions:
+            for op, reason in self._runner.refused(self.graph, precision).items():
+                found[op][str(precision)] = reason
+        return dict(found)
+
     def _step(self, choose: Choose, less: bool) -> StepTimes:
         """A whole step; it changes the weights."""
         self._num_steps += 1
@@ -228,14 +240,29 @@ def _everything(graph: OpGraph) -> tuple[str, ...]:
     return matching(graph, ["*"])
 
 
-def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str, Choose, bool]]:
-    """Uniform assignments, and more mixtures than these; whether operators save less."""
+def _choices(
+    precisions: Sequence[Precision],
+    save_less: bool,
+    refused: Callable[[OpGraph, Precision], Mapping[str, str]],
+) -> list[tuple[str, Choose, bool]]:
+    """Uniform assignments, and more mixtures than these; whether operators save less.
+
+    An operator runs in FP32 where its kind does not have its precision, or the device refuses it.
+    """
     num = MIXTURES_PER_PRECISION * len(precisions)
 
-    def uniform(precision: Precision) -> Choose:
-        return lambda graph: {
-            op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
+    def served(graph: OpGraph, wanted: Mapping[str, Precision]) -> dict[str, Precision]:
+        without = {precision: refused(graph, precision) for precision in set(wanted.values())}
+        return {
+            op.name: wanted[op.name]
+            for op in graph.adjustable
+            if op.name in wanted
+            and wanted[op.name] in PRECISIONS_BY_KIND[op.kind]
+            and op.name not in without[wanted[op.name]]
         }
+
+    def uniform(precision: Precision) -> Choose:
+        return lambda graph: served(graph, {op.name: precision for op in graph.adjustable})
 
     made: dict[str, list[dict[str, Precision]]] = {}
 
@@ -243,7 +270,7 @@ def _choices(precisions: Sequence[Precision], save_less: bool) -> list[tuple[str
         def choose(graph: OpGraph) -> Mapping[str, Precision]:
             if graph.shapes_hash not in made:
                 made[graph.shapes_hash] = mixtures(graph, precisions, num)
-            return made[graph.shapes_hash][k]
+            return served(graph, made[graph.shapes_hash][k])
 
         return choose
 

@@ -152,8 +152,9 @@ def wrap(
     In place: the same object, class and state_dict keys. The graph is traced at the first call and compared
     with the plan's. With `save_less` every operator that can saves less for backward, at the price of some
     time and, where it keeps eight bits, of some gradient error (see qsync.backend.saving); without it those
-    that the plan names (`Plan.save_less`). Raises MismatchError for a plan of another model or class,
-    UnsupportedError for a precision that the device does not have.
+    that the plan names (`Plan.save_less`). An operator that no kernel serves in the one precision runs in the
+    next one up, with a warning. Raises MismatchError for a plan of another model or class, UnsupportedError
+    for a precision that the device does not have.
 
     >>> model = qsync.wrap(model, plan, device_class="infer")
     >>> model = qsync.wrap(model, "bf16", save_less=True)
@@ -165,7 +166,7 @@ def wrap(
         if precision not in kernels.precisions():
             known = ", ".join(kernels.precisions())
             raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
-        runtime.attach(model, runtime.uniform(precision), saving_less=everywhere)
+        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=everywhere)
         return model
     if device_class is None:
         if len(plan.classes) > 1:

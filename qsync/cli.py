@@ -235,21 +235,34 @@ def plan(
 def explain(
     plan_file: PlanFile, basis: BasisFolder = None, cluster: ClusterFile = None, as_json: Json = False
 ) -> None:
-    """Why each lowered operator is lowered: time saved, variance added, what raising it would do."""
+    """Why each lowered operator is lowered, and why others cannot be, or not so far."""
     from qsync.allocator import explain as reasons_for
-    from qsync.profiles import shown
+    from qsync.allocator import refusals
 
     chosen, found = _load(plan_file, basis, cluster)
+    refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
         bucket_cap_bytes=chosen.bucket_cap_bytes,
     )  # fmt: skip
     if as_json:
-        _print_json({"simulated": True, "reasons": [reason.to_json() for reason in reasons]})
+        _print_json({
+            "simulated": True,
+            "reasons": [reason.to_json() for reason in reasons],
+            "refused": [refusal.to_json() for refusal in refused],
+        })  # fmt: skip
         return
-    if not reasons:
+    if reasons:
+        console.print(_reasons_table(reasons))
+    else:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
-        return
+    if refused:
+        console.print(_refusals_table(refused))
+
+
+def _reasons_table(reasons: list[Any]) -> Table:
+    from qsync.profiles import shown
+
     table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
     for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
         table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
@@ -259,7 +272,24 @@ def explain(
             f"{reason.time_saved_s * 1e3:.2f} ms", f"{reason.added_variance:.2e}",
             reason.verdict.partition("; ")[2],
         )  # fmt: skip
-    console.print(table)
+    return table
+
+
+def _refusals_table(refused: list[Any]) -> Table:
+    """A row for operators that are refused the same precision on the same class for the same reason."""
+    alike: dict[tuple[str, str, str], list[Any]] = {}
+    for refusal in refused:
+        key = (refusal.device_class or "all", str(refusal.precision or "all lower"), refusal.why)
+        alike.setdefault(key, []).append(refusal)
+    table = Table(title="What no kernel serves, and what it runs in instead")
+    for heading in ("class", "precision", "operators", "run in", "why"):
+        table.add_column(heading)
+    for (device_class, precision, why), those in alike.items():
+        some = ", ".join(refusal.op for refusal in those[:2])
+        more = f" and {len(those) - 2} more" if len(those) > 2 else ""
+        instead = ", ".join(dict.fromkeys(refusal.runs_in for refusal in those))
+        table.add_row(device_class, precision, some + more, instead, why)
+    return table
 
 
 @app.command()

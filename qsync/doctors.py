@@ -20,6 +20,7 @@ from qsync.backend.cutlass.products import architecture as architecture_of
 from qsync.backend.peaks import measured_peaks, peak_of
 from qsync.devices import detect_class, machine
 from qsync.precision import PRECISIONS_BY_KIND, Precision
+from qsync.serving import LIMITS
 
 # The versions of torch that qsync is tested with, both ends included.
 _WANTED_TORCH = ((2, 11), (2, 13))
@@ -62,6 +63,10 @@ def describe(device: torch.device) -> dict[str, Any]:
         "measured_threads": 1,
         "peak_flops_per_s": peaks,
         "build": build_state(device),
+        "limits": [
+            {"kind": kind, "precision": str(precision), "why": why}
+            for kind, precision, why in LIMITS[device.type]
+        ],
         "kernels": [
             _rated(chosen[kind, str(p)], peak_of(kind, p, narrow, peaks), device)
             if (kind, str(p)) in chosen
@@ -144,6 +149,9 @@ def remarks(device: dict[str, Any]) -> list[str]:
         f"Peaks, GFLOP/s of a large product of each type (measured{threads}): {peaks}; of int8, which "
         f"multiplies backward in {narrow}: 3 / (1 / int8 + 2 / {narrow.lower()}), of attention, where "
         f"the scores alone are in INT8: 6 / (1 / int8 + 5 / {narrow.lower()}).",
+        "Stays in FP32 whatever is asked, and `qsync explain` names it: what the model has in another type, "
+        "writes in place or asks a type for; attention under data as a float mask; a convolution without a "
+        "batch; a value times itself; addmm with alpha or beta; an embedding with max_norm or sparse.",
         *device["build"],
     ]
 
@@ -161,6 +169,9 @@ def reasons(device: dict[str, Any]) -> Table:
     for row in device["kernels"]:
         for reason in [row["note"]] if row["kernel"] is None else _passed_over(row):
             kinds.setdefault((row["precision"], reason), []).append(row["kind"])
+    for limit in device["limits"]:
+        reason = f"not all of them: {limit['why']}; those stay in the next precision up"
+        kinds.setdefault((limit["precision"], reason), []).append(limit["kind"])
     num_kinds = len({row["kind"] for row in device["kernels"]})
     for precision in Precision:
         for (lacking, reason), products in kinds.items():

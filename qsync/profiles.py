@@ -65,6 +65,8 @@ class Profile:
     `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
     the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device
     (`predictor.filling`).
+
+    `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
     """
 
     device_class: str
@@ -90,6 +92,7 @@ class Profile:
     seconds: float = 0.0
     origin: str = MEASURED
     filled: Mapping[str, float] = record_field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, str]] = record_field(default_factory=dict)
 
     @property
     def uncertainty(self) -> float:
@@ -132,6 +135,8 @@ class Profile:
             op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
         }
         body["outside"] = _numbers(self.outside)
+        if not self.refused:  # as in files written before there was such a field, whose hash plans bear
+            del body["refused"]
         return {"kind": "profile", "version": PROFILE_VERSION, **body}
 
     @classmethod

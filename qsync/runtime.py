@@ -8,9 +8,11 @@ the segments without tracing again.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -24,8 +26,9 @@ from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedErr
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Run, lower, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
-from qsync.rewriting import Observer, rewrite
+from qsync.rewriting import Observer, needs_kernel, rewrite
 from qsync.segments import Segment, join, read_segment, repeat_prefix
+from qsync.serving import next_up, unserved
 from qsync.tracing import dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
 from qsync.weights import forget_copies
 
@@ -97,6 +100,10 @@ class Program:
     def lowered(self) -> tuple[LoweredGraph, ...]:
         """What the last call ran: the lowered graph of each segment, in order."""
         return tuple(entry.lowered for entry in self._ran)
+
+    def refused(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
+        """Operator -> why the device does not serve it in a precision that its kind has otherwise."""
+        return refused(graph, precision, self.kernels)
 
     def choose(
         self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
@@ -222,11 +229,62 @@ def program_of(model: torch.nn.Module) -> Program:
     return programs[model]
 
 
-def uniform(precision: Precision) -> Chooser:
-    """One precision wherever the operator's kind has it, FP32 elsewhere."""
-    return lambda graph: {
-        op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]
-    }
+def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
+    """One precision wherever the operator's kind has it, FP32 elsewhere.
+
+    With `kernels` (of the device) an operator that none of them serves in it runs in the next precision up,
+    and a warning says so, once for each reason.
+    """
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+        if kernels is None:
+            return chosen
+        moved: dict[tuple[str, Precision, str], list[str]] = {}
+        kinds = {op.name: op.kind for op in graph.adjustable}
+        for name, reason in refused(graph, precision, kernels).items():
+            tried, chosen[name] = [precision], next_up(kinds[name], precision, [precision], kernels.narrow)
+            while chosen[name] is not Precision.FP32 and name in refused(graph, chosen[name], kernels):
+                tried.append(chosen[name])
+                chosen[name] = next_up(kinds[name], chosen[name], tried, kernels.narrow)
+            moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
+        for (kind, instead, reason), names in moved.items():
+            _say_once(f"{kind} in {precision}: {reason}; {_listed(names)} in {instead}")
+        return chosen
+
+    return choose
+
+
+def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
+    """Operator -> why this device does not serve it in a precision that its kind has otherwise.
+
+    By its shapes (see qsync.serving), or because there is no kernel: what that needs is not here, or what it
+    computes here is wrong.
+    """
+    by_shape = unserved(graph, kernels.device.type)
+    found = {}
+    for op in graph.adjustable:
+        if precision not in PRECISIONS_BY_KIND[op.kind]:
+            continue
+        reason = by_shape.get(op.name, {}).get(precision)
+        if reason is None and needs_kernel(op.kind, precision):
+            reason = kernels.refusal(op.kind, precision)
+        if reason is not None:
+            found[op.name] = reason
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    """Who runs in the next precision up: all if they are few."""
+    if len(names) == 1:
+        return f"{names[0]} runs"
+    some = ", ".join(names[:3])
+    return f"{some} run" if len(names) <= 3 else f"{some} and {len(names) - 3} more run"
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
 
 
 def following(assignment: Mapping[str, Precision]) -> Chooser:

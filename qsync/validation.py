@@ -34,6 +34,7 @@ from qsync.predictor.recorder import Recorder, look_s
 from qsync.profiles import Sensitivity
 from qsync.replayer import replay
 from qsync.replayer.comparison import Measured, Validation, compare, kind_of
+from qsync.serving import unserved
 
 Assignment = Mapping[str, Precision]
 # Steps of a plan in one turn that do not count: the first after another assignment.
@@ -123,8 +124,10 @@ def random_plans(
         for device_class in cluster.classes:
             weights = {p: draw.random() for p in usable[device_class.name]}
             plan[device_class.name] = {}
+            without = unserved(graph, device_class.device)
             for op in graph.adjustable:
-                able = [p for p in weights if p in PRECISIONS_BY_KIND[op.kind]]
+                refused = without.get(op.name, {})
+                able = [p for p in weights if p in PRECISIONS_BY_KIND[op.kind] and p not in refused]
                 if able:
                     plan[device_class.name][op.name] = draw.choices(able, [weights[p] for p in able])[0]
         plans.append(plan)

@@ -27,6 +27,7 @@ RECORDS = (
     "files",
     "lowering",
     "folders",
+    "serving",
 )
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = ("records", "backend", "predictor", "replayer", "allocator", "qsync", "experiments", "cli")

@@ -18,9 +18,7 @@ from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.linear import DTYPES
 from qsync.backend.nested import product_fp16
 from qsync.precision import Precision
-
-# CUTLASS keeps one bit for each row and column of a filter.
-_LARGEST_FILTER = 32
+from qsync.serving import unserved_filter
 
 
 def unsupported(
@@ -33,13 +31,7 @@ def unsupported(
     """
     if len(input) != 4:
         return "CUTLASS needs a batch dimension"
-    if groups != 1:
-        return "CUTLASS has no grouped convolutions"
-    if any(d != 1 for d in _pair(dilation)):
-        return "CUTLASS has no input gradient of dilated convolutions"
-    if max(weight[2:]) > _LARGEST_FILTER:
-        return f"CUTLASS has no filters of {weight[2]} x {weight[3]}"
-    return None
+    return unserved_filter(groups, any(d != 1 for d in _pair(dilation)), weight[2:])
 
 
 def conv2d(precision: Precision) -> Callable[..., Tensor]:
