@@ -30,6 +30,7 @@ Shape = tuple[int, ...]
 
 # Kinds that only look at their input in another way: no bytes move.
 _MOVE_NOTHING = ("view", "input", "output")
+_PRECISIONS = frozenset(map(str, Precision))
 # Six products against two: attention computes its probabilities once more in backward (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
@@ -174,4 +175,5 @@ def least_s(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> fl
 
 def _operand(call: Call, index: int, mode: str) -> str:
     """The type of an input: what a product takes in this precision, else the type it runs in."""
-    return operand_type(call.kind, index, Precision(mode)) if call.is_product else mode
+    known = call.is_product and mode in _PRECISIONS  # a product that is fixed may run in another type
+    return operand_type(call.kind, index, Precision(mode)) if known else mode
