@@ -76,11 +76,14 @@ def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
     move = state.move(name, {op: Precision.FP32})
     saved = one.costs.total_s - now_s
     state.back(move)
+    computed = one.lowering.computed_by(one.lowering.position[op])
+    head = f"{op} runs in {precision} on {name}"
+    head += f" with {computed} in its epilogue" if computed else ""
     raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
     move = state.move(name, {op: raised})
     step_s, late_s, memory = state.step_s(), state.late_step_s(), one.peak_bytes
     state.back(move)
-    verdict = _verdict(state.problem, name, op, precision, raised, saved, step_s, late_s, memory, target_s)
+    verdict = _verdict(state.problem, name, head, raised, saved, step_s, late_s, memory, target_s)
     regained = variance[precision] - variance[raised]
     return Reason(
         op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict,
@@ -91,8 +94,7 @@ def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
 def _verdict(
     problem: Problem,
     name: str,
-    op: str,
-    precision: Precision,
+    runs: str,
     raised: Precision,
     saved_s: float,
     step_s: float,
@@ -103,7 +105,7 @@ def _verdict(
     gain = (
         f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
     )
-    head = f"{op} runs in {precision} on {name}, which {gain}"
+    head = f"{runs}, which {gain}"
     over_s, over_bytes = step_s - target_s, memory - problem.classes[name].budget_bytes
     if over_s > target_s * TOLERANCE:
         step = f"{step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"

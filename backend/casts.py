@@ -26,7 +26,7 @@ CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": to
 _SMALLEST_AMAX = 1e-35
 # A conversion to BF16 of fewer elements is torch's.
 _LEAST_NARROWED = 2**19
-_COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
         torch.empty_like(values, dtype=torch.int8),
         _bits(len(values), values.device),
     )
-    library[f"quantize_rows_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
+    library[f"quantize_rows_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
 
 
@@ -55,7 +55,7 @@ def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
     columns = values.shape[1]
     codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(columns, values.device)
     inverse = scale.new_empty(library.partial_shape(len(values), columns))
-    library[f"quantize_columns_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale, inverse)
+    library[f"quantize_columns_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale, inverse)
     return codes, scale.view(torch.float32)
 
 
@@ -67,7 +67,7 @@ def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
         return codes.view(torch.uint8).bitwise_xor(128), scale.reshape(-1)
     codes = torch.empty_like(values, dtype=torch.uint8)
     scale = _bits(len(values), values.device)
-    library[f"quantize_rows_unsigned_{_COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
+    library[f"quantize_rows_unsigned_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
 
 
@@ -172,7 +172,7 @@ def sum_columns(g: Tensor) -> Tensor:
         return g.float().sum(0)
     sums = g.new_empty(g.shape[1], dtype=torch.float32)
     partial = sums.new_empty(library.partial_shape(len(g), g.shape[1]))
-    library[f"sum_columns_{_COMPILED_DTYPES[g.dtype]}"](g, sums, partial)
+    library[f"sum_columns_{COMPILED_DTYPES[g.dtype]}"](g, sums, partial)
     return sums
 
 
@@ -186,7 +186,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors, (1,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g), g.device)
-    library[f"round_rows_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale)
+    library[f"round_rows_{COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale)
     return codes, scale.view(torch.float32)
 
 
@@ -197,7 +197,7 @@ def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1], g.device)
     inverse = scale.new_empty(library.partial_shape(len(g), g.shape[1]))
-    library[f"round_columns_{_COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale, inverse)
+    library[f"round_columns_{COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale, inverse)
     return codes, scale.view(torch.float32)
 
 
@@ -208,7 +208,7 @@ def dequantize(
 
     INT32 sums are overwritten.
     """
-    library = compiled_for("dequantize", sums, (torch.int32,)) if dtype in _COMPILED_DTYPES else None
+    library = compiled_for("dequantize", sums, (torch.int32,)) if dtype in COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
         # 5, one thread).
@@ -248,7 +248,7 @@ def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
     narrow = torch.empty_like(g, dtype=torch.bfloat16)
     sums = g.new_empty(g.shape[1], dtype=torch.float32)
     partial = sums.new_empty(library.partial_shape(len(g), g.shape[1]))
-    library[f"narrow_and_sum_{_COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, partial)
+    library[f"narrow_and_sum_{COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, partial)
     return narrow, sums
 
 
@@ -259,7 +259,7 @@ def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtyp
     """
     images, channels = y.shape[:2]
     flat = y.permute(0, 2, 3, 1).reshape(images, math.prod(y.shape[2:]), channels)
-    library = compiled_for("scale_images", flat, (torch.float32,)) if dtype in _COMPILED_DTYPES else None
+    library = compiled_for("scale_images", flat, (torch.float32,)) if dtype in COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
         out = y.mul_(rows.view(-1, 1, 1, 1))
         return (out if bias is None else out.add_(bias.view(-1, 1, 1))).to(dtype)
@@ -318,7 +318,7 @@ def _seed() -> int:
 
 
 def compiled_for(
-    name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(_COMPILED_DTYPES)
+    name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(COMPILED_DTYPES)
 ) -> compiled.Library | None:
     """The compiled casts, if they can take this matrix and the one of that name pays here."""
     if not (matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()):

@@ -17,7 +17,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from qsync.backend import fused_attention, fused_columns
+from qsync.backend import fused_activations, fused_attention, fused_columns
 from qsync.backend.fused_expressions import (
     SMALLEST_AMAX_BITS,
     bf16,
@@ -53,6 +53,7 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
     programs["decode_columns"] = _decode(loops, "int8", 0, by_row=False)
     programs["decode_rows_unsigned"] = _decode(loops, "uint8", 128, by_row=True)
     programs |= fused_columns.programs(loops)
+    programs |= fused_activations.programs(loops)
     if loops is Serial:
         programs |= fused_attention.programs()
     return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})

@@ -20,7 +20,7 @@ from qsync.backend.fused_expressions import (
     scale,
     stochastic,
 )
-from qsync.backend.fused_loops import ROWS, THREADS, Threads
+from qsync.backend.fused_loops import ROWS, THREADS, Threads, column
 
 
 def programs(loops: Any) -> dict[str, Any]:
@@ -150,10 +150,6 @@ def _sum_columns(dtype: str) -> Any:
     return sum_columns
 
 
-def _column(tile: Any, thread: Any) -> Any:
-    return tile * THREADS + T.Cast("int64", thread)
-
-
 def _quantize_columns_in_parts(dtype: str) -> Any:
     @T.prim_func
     def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
@@ -166,20 +162,20 @@ def _quantize_columns_in_parts(dtype: str) -> Any:
         for c in Threads.planes((n + (THREADS - 1)) // THREADS):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
-                    if _column(c, t) < n:
-                        R[b, _column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
+                    if column(c, t) < n:
+                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
                         for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
-                            R[b, _column(c, t)] = T.max(
-                                R[b, _column(c, t)],
-                                magnitude(T.Cast("float32", X[b * ROWS + r, _column(c, t)])),
+                            R[b, column(c, t)] = T.max(
+                                R[b, column(c, t)],
+                                magnitude(T.Cast("float32", X[b * ROWS + r, column(c, t)])),
                             )
         for c in Threads.rows((n + (THREADS - 1)) // THREADS):
             for t in Threads.threads():
-                if _column(c, t) < n:
+                if column(c, t) < n:
                     for b in T.serial(1, parts):
-                        R[0, _column(c, t)] = T.max(R[0, _column(c, t)], R[b, _column(c, t)])
-                    S[_column(c, t)] = scale(R[0, _column(c, t)])
-                    R[0, _column(c, t)] = T.reinterpret("int32", inverse(R[0, _column(c, t)]))
+                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
+                    S[column(c, t)] = scale(R[0, column(c, t)])
+                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
         for i in Threads.rows(m):
             for t in Threads.threads():
                 for j in Threads.columns(t, n):
@@ -205,22 +201,20 @@ def _round_columns_in_parts(dtype: str) -> Any:
         for c in Threads.planes((n + (THREADS - 1)) // THREADS):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
-                    if _column(c, t) < n:
-                        R[b, _column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
+                    if column(c, t) < n:
+                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
                         for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
-                            R[b, _column(c, t)] = T.max(
-                                R[b, _column(c, t)],
-                                magnitude(
-                                    T.Cast("float32", G[b * ROWS + r, _column(c, t)]) * F[b * ROWS + r]
-                                ),
+                            R[b, column(c, t)] = T.max(
+                                R[b, column(c, t)],
+                                magnitude(T.Cast("float32", G[b * ROWS + r, column(c, t)]) * F[b * ROWS + r]),
                             )
         for c in Threads.rows((n + (THREADS - 1)) // THREADS):
             for t in Threads.threads():
-                if _column(c, t) < n:
+                if column(c, t) < n:
                     for b in T.serial(1, parts):
-                        R[0, _column(c, t)] = T.max(R[0, _column(c, t)], R[b, _column(c, t)])
-                    S[_column(c, t)] = scale(R[0, _column(c, t)])
-                    R[0, _column(c, t)] = T.reinterpret("int32", inverse(R[0, _column(c, t)]))
+                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
+                    S[column(c, t)] = scale(R[0, column(c, t)])
+                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
         for i in Threads.rows(m):
             for t in Threads.threads():
                 for j in Threads.columns(t, n):
@@ -253,19 +247,19 @@ def _narrow_and_sum_in_parts(dtype: str) -> Any:
         for c in Threads.planes((n + (THREADS - 1)) // THREADS):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
-                    if _column(c, t) < n:
-                        P[b, _column(c, t)] = T.float32(0)
+                    if column(c, t) < n:
+                        P[b, column(c, t)] = T.float32(0)
                         for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
-                            P[b, _column(c, t)] = P[b, _column(c, t)] + T.Cast(
-                                "float32", G[b * ROWS + r, _column(c, t)]
+                            P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
+                                "float32", G[b * ROWS + r, column(c, t)]
                             )
-                            H[b * ROWS + r, _column(c, t)] = narrowed(G[b * ROWS + r, _column(c, t)])
+                            H[b * ROWS + r, column(c, t)] = narrowed(G[b * ROWS + r, column(c, t)])
         for c in Threads.rows((n + (THREADS - 1)) // THREADS):
             for t in Threads.threads():
-                if _column(c, t) < n:
-                    S[_column(c, t)] = T.float32(0)
+                if column(c, t) < n:
+                    S[column(c, t)] = T.float32(0)
                     for b in T.serial(parts):
-                        S[_column(c, t)] = S[_column(c, t)] + P[b, _column(c, t)]
+                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
 
     return narrow_and_sum
 
@@ -281,17 +275,17 @@ def _sum_columns_in_parts(dtype: str) -> Any:
         for c in Threads.planes((n + (THREADS - 1)) // THREADS):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
-                    if _column(c, t) < n:
-                        P[b, _column(c, t)] = T.float32(0)
+                    if column(c, t) < n:
+                        P[b, column(c, t)] = T.float32(0)
                         for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
-                            P[b, _column(c, t)] = P[b, _column(c, t)] + T.Cast(
-                                "float32", G[b * ROWS + r, _column(c, t)]
+                            P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
+                                "float32", G[b * ROWS + r, column(c, t)]
                             )
         for c in Threads.rows((n + (THREADS - 1)) // THREADS):
             for t in Threads.threads():
-                if _column(c, t) < n:
-                    S[_column(c, t)] = T.float32(0)
+                if column(c, t) < n:
+                    S[column(c, t)] = T.float32(0)
                     for b in T.serial(parts):
-                        S[_column(c, t)] = S[_column(c, t)] + P[b, _column(c, t)]
+                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
 
     return sum_columns

@@ -6,6 +6,7 @@ largest.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from tvm.script import tirx as T
@@ -14,6 +15,22 @@ from tvm.script import tirx as T
 SMALLEST_AMAX_BITS = 0x0554AD2E
 INFINITY_BITS, NAN_BITS = 0x7F800000, 0x7FC00000
 _ONE_127TH = float.fromhex("0x1.020408p-7")  # as FP32 rounds it
+# log 2 in two parts: a multiple of the first by a whole number below 2^15 is exact.
+_LOG_2 = (0.693359375, math.log(2) - 0.693359375)
+# exp(r) for |r| <= log(2) / 2, within 2e-9 and 3e-6 (ours: weighted least squares, reweighted until the
+# largest relative error was least).
+EXP = (1.0, 1.0, 0.49999991059303284, 0.16666419804096222, 0.04166822507977486, 0.008374826982617378,
+       0.0013836848083883524)  # fmt: skip
+EXP_BF16 = (
+    0.9999992847442627,
+    0.9999634027481079,
+    0.5000436305999756,
+    0.16790930926799774,
+    0.041458118706941605,
+)
+# 1.5 * 2^23 + 127: added to a small number it leaves the nearest whole number, plus an exponent's bias, in
+# the last bits.
+_ROUNDING = 12583039.0
 
 
 def magnitude(value: Any) -> Any:
@@ -52,6 +69,37 @@ def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
     h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16)))
     uniform = T.Cast("float32", T.Cast("int32", T.shift_right(h, T.uint32(8)))) * T.float32(2**-24)
     return T.max(T.min(T.Cast("int32", T.floor(value + uniform)), T.int32(127)), T.int32(-127))
+
+
+def exp_negative(x: Any, y: Any, powers: tuple[float, ...], multiply_add: Any) -> Any:
+    """exp(-x y) for 0 <= x y <= 87.3, where it is a normal number.
+
+    2^n p(r), n a whole number: Cody and Waite, Software Manual for the Elementary Functions, chapter 6. x y
+    itself is never rounded if `multiply_add` rounds once.
+    """
+    shifted = multiply_add(x * y, T.float32(-1 / math.log(2)), T.float32(_ROUNDING))
+    n = shifted - T.float32(_ROUNDING)
+    first = multiply_add(-x, y, n * T.float32(-_LOG_2[0]))
+    power = polynomial(multiply_add(n, T.float32(-_LOG_2[1]), first), powers, multiply_add)
+    return power * T.reinterpret("float32", T.shift_left(T.reinterpret("int32", shifted), T.int32(23)))
+
+
+def polynomial(x: Any, coefficients: tuple[float, ...], multiply_add: Any) -> Any:
+    """c0 + c1 x + c2 x^2 + ..., by pairs (Estrin): few operations wait for each other."""
+    terms: list[Any] = [T.float32(coefficient) for coefficient in coefficients]
+    while len(terms) > 1:
+        pairs = [multiply_add(high, x, low) for low, high in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[len(pairs) * 2 :]
+        x = x * x
+    return terms[0]
+
+
+def widened(value: Any, dtype: str) -> Any:
+    """FP32 of what a buffer holds, BF16 by its bits: in a binding TVM would take them for a whole number."""
+    if dtype == "float32":
+        return value
+    bits = T.Cast("uint32", T.reinterpret("uint16", value))
+    return T.reinterpret("float32", T.shift_left(bits, T.uint32(16)))
 
 
 def bf16(value: Any) -> Any:

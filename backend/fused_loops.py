@@ -17,6 +17,11 @@ THREADS = 256  # of a block: a power of two
 ROWS = 64  # that one thread reduces, in programs over columns
 
 
+def column(tile: Any, thread: Any) -> Any:
+    """The column of a thread where every block has as many as threads."""
+    return tile * THREADS + T.Cast("int64", thread)
+
+
 class Serial:
     """A CPU: rows in order, and columns as one loop that vectorizes."""
 
@@ -35,6 +40,14 @@ class Serial:
     @staticmethod
     def columns(thread: Any, size: Any) -> Any:
         return T.serial(size)
+
+    @staticmethod
+    def multiply_add(x: Any, y: Any, z: Any) -> Any:
+        """x y + z, rounded once where the processor can, under a name.
+
+        A call of unknown effect: TVM writes out again, wherever it is used, what it knows to be pure.
+        """
+        return T.bind(T.call_llvm_intrin("float32", "llvm.fmuladd", x, y, z))
 
     @staticmethod
     def room(results: Any) -> Any:
@@ -74,6 +87,10 @@ class Threads:
     @staticmethod
     def columns(thread: Any, size: Any) -> Any:
         return T.serial(T.Cast("int64", thread), size, step=T.int64(THREADS))
+
+    @staticmethod
+    def multiply_add(x: Any, y: Any, z: Any) -> Any:
+        return T.bind(T.call_extern("float32", "fmaf", x, y, z))
 
     @staticmethod
     def room(results: Any) -> Any:

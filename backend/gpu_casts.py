@@ -66,9 +66,7 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
 
 def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple[float, float, float]:
     """How far the fused cast is from the plain one, and the seconds that each takes."""
-    from qsync.backend import casts
-
-    function, trial = getattr(casts, name), TRIALS[name]
+    function, trial = cast(name), TRIALS[name]
     results, times = [], []
     try:
         for choice in (fused, None):
@@ -78,6 +76,13 @@ def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple
     finally:
         del _found[name, device]
     return _difference(*results), times[0], times[1]
+
+
+def cast(name: str) -> Callable[..., Any]:
+    """The cast of that name."""
+    from qsync.backend import activations, casts
+
+    return getattr(casts if hasattr(casts, name) else activations, name)
 
 
 def _least_s(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
@@ -117,6 +122,12 @@ def _images(device: torch.device) -> Tensor:
     return _values(device, 32, 64, 28, 28).contiguous(memory_format=torch.channels_last)
 
 
+def _activation() -> Any:
+    from qsync.backend.activations import Activation
+
+    return Activation("gelu")
+
+
 _WINDOWS: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1])  # stride, padding, dilation
 
 # Arguments like a model's of ordinary size, for every cast by name.
@@ -136,6 +147,13 @@ TRIALS: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
         _positive(d, 4096),
         _positive(d, 1024),
         _positive(d, 1024),
+        torch.bfloat16,
+    ),
+    "dequantize_activated": lambda d: (*TRIALS["dequantize"](d), _activation()),
+    "changed_and_summed": lambda d: (
+        _values(d, 4096, 1024),
+        _values(d, 4096, 1024),
+        _activation(),
         torch.bfloat16,
     ),
     "decode_rows": lambda d: (_codes(d, 4096, 1024), _positive(d, 4096)),

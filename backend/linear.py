@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.activations import Activation, changed_and_summed, dequantize_activated
 from qsync.backend.casts import (
     decode_rows,
     dequantize,
@@ -25,7 +26,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def linear_int8(
-    target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Operand,
+    weight: Operand,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
 ) -> Tensor:
     """y = x W' + b with x and W in INT8, gradients through 16-bit products.
 
@@ -34,15 +41,22 @@ def linear_int8(
 
     x (..., K) encoded "row", W (N, K) encoded "row", b (N) in FP32; the result (..., N) is in `out_type`.
     Saves the codes and scales only. Where there is FP16 and no BF16 the scales go to g instead, because
-    decoded values may leave its range.
+    decoded values may leave its range. With an `activation` f the result is f(y), and g its gradient times
+    f'(y): gelu saves y in `out_type`, relu its result, as torch would.
 
     >>> linear_int8(F.linear, "fp32", Operand(x, x8), Operand(w, w8), b)
     """
-    return _apply(input, weight, bias, out_type, False)
+    return _apply(input, weight, bias, out_type, False, activation)
 
 
 def linear_int8_all(
-    target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Operand,
+    weight: Operand,
+    bias: Tensor | None = None,
+    *,
+    activation: Activation | None = None,
 ) -> Tensor:
     """`linear_int8` with INT8 gradient products as well, their gradient rounded stochastically.
 
@@ -51,7 +65,7 @@ def linear_int8_all(
 
     >>> linear_int8_all(F.linear, "fp32", Operand(x, x8), Operand(w, w8))
     """
-    return _apply(input, weight, bias, out_type, True)
+    return _apply(input, weight, bias, out_type, True, activation)
 
 
 def addmm_int8(
@@ -63,6 +77,7 @@ def addmm_int8(
     *,
     beta: float = 1,
     alpha: float = 1,
+    activation: Activation | None = None,
 ) -> Tensor:
     """`linear_int8` for addmm(b, x, W) with W stored (K, N) and encoded "col".
 
@@ -70,7 +85,7 @@ def addmm_int8(
 
     >>> addmm_int8(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
-    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, False)
+    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, False, activation)
 
 
 def addmm_int8_all(
@@ -82,12 +97,13 @@ def addmm_int8_all(
     *,
     beta: float = 1,
     alpha: float = 1,
+    activation: Activation | None = None,
 ) -> Tensor:
     """`linear_int8_all` for addmm(b, x, W) with W stored (K, N) and encoded "col".
 
     >>> addmm_int8_all(torch.addmm, "fp32", b, Operand(x, x8), Operand(w, encode(w, "int8_col")))
     """
-    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, True)
+    return _apply(mat1, mat2, _addmm_bias(input, beta, alpha), out_type, True, activation)
 
 
 def _addmm_bias(bias: Tensor, beta: float, alpha: float) -> Tensor | None:
@@ -99,10 +115,22 @@ def _addmm_bias(bias: Tensor, beta: float, alpha: float) -> Tensor | None:
 
 
 def _apply(
-    x: Operand, weight: Operand, bias: Tensor | None, out_type: str, integer_gradients: bool
+    x: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    out_type: str,
+    integer_gradients: bool,
+    activation: Activation | None,
 ) -> Tensor:
     return _Int8Product.apply(
-        x.value, weight.value, bias, x.encoded, weight.encoded, DTYPES[out_type], integer_gradients
+        x.value,
+        weight.value,
+        bias,
+        x.encoded,
+        weight.encoded,
+        DTYPES[out_type],
+        integer_gradients,
+        activation,
     )
 
 
@@ -117,35 +145,51 @@ class _Int8Product(torch.autograd.Function):
         w_encoded: Encoded,
         dtype: torch.dtype,
         integer_gradients: bool,
+        activation: Activation | None,
     ) -> Tensor:
         x_codes = x_encoded.data.reshape(-1, x_encoded.data.shape[-1])
         x_scale, w_scale = x_encoded.scale.reshape(-1), w_encoded.scale.reshape(-1)
         offsets, rest = (bias, None) if bias is None or bias.shape == w_scale.shape else (None, bias)
         sums = int8_sums(x_codes, w_encoded.data.t())
-        out = dequantize(sums, x_scale, w_scale, offsets, dtype if rest is None else torch.float32)
-        if rest is not None:  # addmm broadcasts any shape
-            out = out.add_(rest).to(dtype)
+        kept = None
+        if activation is not None and rest is None:
+            kept, out = dequantize_activated(sums, x_scale, w_scale, offsets, dtype, activation)
+        else:
+            out = dequantize(sums, x_scale, w_scale, offsets, dtype if rest is None else torch.float32)
+            if rest is not None:  # addmm broadcasts any shape
+                out = out.add_(rest).to(dtype)
+            if activation is not None:
+                kept, out = out, activation(out)
+                kept = out if activation.kind == "relu" else kept
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_codes, x_scale) if need_w else (None, None)),
             *((w_encoded.data, w_scale) if need_x else (None, None)),
+            kept,
         )
         ctx.x = (x.shape, x.dtype)
         ctx.weight_dtype, ctx.weight_is_transposed = weight.dtype, w_encoded.layout == "col"
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        ctx.integer_gradients = integer_gradients
+        ctx.integer_gradients, ctx.activation = integer_gradients, activation
         return out.view(*x_encoded.data.shape[:-1], out.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = _Saved(*ctx.saved_tensors, ctx.weight_is_transposed)
+        *operands, kept = ctx.saved_tensors
+        saved = _Saved(*operands, ctx.weight_is_transposed)
         g = gradient.reshape(-1, gradient.shape[-1]).contiguous()
         sums = None
+        decoding = not ctx.integer_gradients and narrow_dtype(g.device) is torch.bfloat16
+        if ctx.activation is not None:
+            # A bias that was broadcast sums what has not been rounded.
+            narrowed = decoding and (ctx.bias is None or ctx.bias[0] == g.shape[1:])
+            dtype = torch.bfloat16 if narrowed else g.dtype
+            g, sums = changed_and_summed(g, kept.view(g.shape), ctx.activation, dtype)
         if ctx.integer_gradients:
             dx, dw = _integer_gradients(g, saved, ctx.x[1])
-        elif narrow_dtype(g.device) is torch.bfloat16:
-            h, sums = narrow_and_sum(g) if g.dtype is torch.float32 else (g, None)
+        elif decoding:
+            h, sums = narrow_and_sum(g) if g.dtype is torch.float32 else (g, sums)
             dx, dw = _decoded_gradients(h, saved)
         else:
             dx, dw = _folded_gradients(g.float(), saved)
@@ -159,7 +203,7 @@ class _Int8Product(torch.autograd.Function):
             if shape != g.shape[1:]:
                 sums = g.float().sum_to_size(shape)
             db = (sum_columns(g) if sums is None else sums).to(dtype)
-        return dx, dw, db, None, None, None, None
+        return dx, dw, db, None, None, None, None, None
 
 
 class _Saved(NamedTuple):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
+from qsync.backend.activations import Activation
 from qsync.backend.casts import LARGEST_CODE, scales
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.backend.linear import DTYPES
@@ -37,7 +38,7 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
     """The plain kernel of this kind of product in this precision; None if the combination does not exist.
 
     It is called like every kernel: kernel(target, out_type, *args, **kwargs) with `Operand`s for encoded
-    operands.
+    operands, and for linear layers an `activation` if wanted: what is done to the result, in its type.
 
     >>> reference_kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -46,7 +47,9 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
     if precision in (Precision.FP8, Precision.INT8_ALL):
         return _eight_bit_gradients(kind, precision)
 
-    def kernel(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+    def kernel(
+        target: Kernel, out_type: str, *args: Any, activation: Activation | None = None, **kwargs: Any
+    ) -> Tensor:
         args, kwargs = tree_map(
             lambda leaf: _differentiable(leaf, precision),
             (args, kwargs),
@@ -58,7 +61,8 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
             Precision.INT8,
         ):  # of a table the rows are encoded, once looked up
             y = _StraightThrough.apply(y, decode(encode(y, "int8_row")))
-        return _RoundGradient.apply(y, _GRADIENT_BITS[precision]).to(DTYPES[out_type])
+        y = _RoundGradient.apply(y, _GRADIENT_BITS[precision]).to(DTYPES[out_type])
+        return y if activation is None else activation(y)
 
     return kernel
 
@@ -119,7 +123,9 @@ def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
     """A linear layer whose gradient products take 8-bit gradients, with one scale per row of the product."""
     first = ENCODED_OPERANDS[kind].index("row")
 
-    def kernel(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+    def kernel(
+        target: Kernel, out_type: str, *args: Any, activation: Activation | None = None, **kwargs: Any
+    ) -> Tensor:
         x, weight = args[first], args[first + 1]
         rest = args[:first] + args[first + 2 :]
         bias = rest[0] if rest else kwargs.get("bias")
@@ -134,7 +140,8 @@ def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
             weight.encoded.scale,
             precision,
         )
-        return (product if bias is None else product + bias).to(DTYPES[out_type])
+        y = (product if bias is None else product + bias).to(DTYPES[out_type])
+        return y if activation is None else activation(y)
 
     return kernel
 

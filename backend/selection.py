@@ -108,8 +108,10 @@ class Kernels:
         """The fastest kernel that this device has: kernel(target, out_type, *args, **kwargs) -> Tensor.
 
         `target` and the arguments are those of the original call, except that encoded operands come as
-        `Operand`s; `out_type` is "fp32" or "bf16". With `reference` the plain kernel of `reference_kernel`,
-        which is never chosen otherwise. Raises UnsupportedError, with the reason, if there is none.
+        `Operand`s; `out_type` is "fp32" or "bf16". Linear layers in INT8 take an `activation` as well, which
+        is computed in the epilogue (`qsync.backend.activations`). With `reference` the plain kernel of
+        `reference_kernel`, which is never chosen otherwise. Raises UnsupportedError, with the reason, if
+        there is none.
 
         >>> select("cpu").kernel("conv2d", "int8")
         """

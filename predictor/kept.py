@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qsync.graph import Op, OpGraph, num_elements
+from qsync.lowering import EPILOGUES, FUSED
 from qsync.precision import LARGEST, type_bytes
 
 # A kind that no table names keeps its inputs: too much rather than too little.
@@ -22,6 +23,9 @@ FACTORS = {
 }  # fmt: skip
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4
+# Forms in which an operator and the one in its epilogue keep what they would apart: a product its operands,
+# gelu its input, relu its result.
+AS_TORCH_KEEPS = ("plain", FUSED, *EPILOGUES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ def kept_by(
     """
     if not op.requires_grad:
         return Kept()
-    if form != "plain":
+    if form not in AS_TORCH_KEEPS:
         return Kept(output=form == "output")
     everything = tuple(range(len(op.inputs)))
     indices: tuple[str, ...] = ()
@@ -84,7 +88,7 @@ def made_for_backward(
 
     `shapes` and `dtypes` are those of every value, as traced.
     """
-    if form != "plain":
+    if form not in AS_TORCH_KEEPS:
         yield from _made_saving_less(op, form)
     elif op.kind == "dropout":
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from qsync.graph import Input, Op, OpGraph, num_elements
-from qsync.lowering import Cast, LoweredGraph, Lowering, Run
+from qsync.lowering import FUSED, Cast, LoweredGraph, Lowering, Run
 from qsync.precision import is_encoded, type_bytes
 from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
 from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
@@ -101,7 +101,8 @@ class Span:
 
 
 class StepMemory:
-    """Everything that is alive during one step. Operator i of n runs at time i, and backward at 2n - i.
+    """Everything that is alive during one step. Operator i of n runs at time i, and backward at 2n - i; one
+    that a product computes in its epilogue runs with the product.
 
     The spans are held by value (its storages in every type, with those of its views, and its gradient) and by
     operator (what it needs besides), so that `update` looks again only at what a changed operator can have
@@ -273,6 +274,10 @@ class StepMemory:
             ),
         )
 
+    def time(self, i: int) -> int:
+        """When operator `i` runs."""
+        return self._position[self.graph.ops[i].inputs[0]] if self._runs[i].form == FUSED else i
+
     def kept(self, i: int) -> Kept:
         """What operator `i` keeps for backward, as it runs now."""
         key = (i, self._runs[i].form, self._runs[i].mode)
@@ -339,13 +344,12 @@ class _Family:
         if root not in memory._position:
             self._enter(root, (root, memory._dtype[root]))
         for i in memory._involved[root]:
-            self._visit(i, memory.graph.ops[i], memory._runs[i])
+            self._visit(i, memory.graph.ops[i], memory._runs[i], memory.kept(i))
         self.spans = [*self.storages.values(), *self.moments, *self._gradient()]
 
-    def _visit(self, i: int, op: Op, run: Run) -> None:
-        memory = self.memory
-        kept = memory.kept(i)
-        last = len(memory.graph.ops) if op.kind == "output" else i
+    def _visit(self, i: int, op: Op, run: Run, kept: Kept) -> None:
+        memory, time = self.memory, self.memory.time(i)
+        last = len(memory.graph.ops) if op.kind == "output" else time
         for j, (value, taken) in enumerate(zip(op.inputs, run.operands, strict=True)):
             if value in self.key:
                 key = self.key[value] if taken == memory.carried(value) else (value, taken)
@@ -353,7 +357,7 @@ class _Family:
                 if is_encoded(taken):  # its kernel is handed the value beside the codes
                     self._use(self.key[value], last)
                 if j in kept.inputs or value in kept.indices:
-                    self._save(key, i, op)
+                    self._save(key, time, op)
                 apart = memory._root[op.name] != self.root  # a view brings what is brought to it
                 if apart and memory._grad[value] and (op.requires_grad or op.kind == "output"):
                     passed = memory.passes_gradient(i, j)
@@ -361,19 +365,19 @@ class _Family:
                 if memory._root[op.name] == self.root:
                     if memory.copies(i):
                         key = (op.name, run.output)
-                        self._make(key, i)
+                        self._make(key, time)
                     self._enter(op.name, key)
         for value in op.kept:
             if value in self.key:
-                self._use(self.key[value], i)
+                self._use(self.key[value], time)
                 if value in kept.indices:
-                    self._save(self.key[value], i, op)
+                    self._save(self.key[value], time, op)
         if op.name == self.root:
-            if op.kind != "output":
-                self._make((op.name, run.output), i)
+            if op.kind != "output" and run.form != "relu":  # whose result takes the place of the product's
+                self._make((op.name, run.output), time)
             self._enter(op.name, (op.name, run.output))
         if kept.output and op.name in self.key:
-            self._save(self.key[op.name], i, op)
+            self._save(self.key[op.name], time, op)
 
     def _enter(self, value: str, key: tuple[str, str]) -> None:
         """A value of this family, the storage it has, and its casts."""
@@ -414,7 +418,7 @@ class _Family:
         if position is None or not memory._grad[self.root] or not self.contributions:
             return
         carried, elements = memory.carried(self.root), memory._elements
-        death = memory.end - position
+        death = memory.end - memory.time(position)
         found = sorted(self.contributions, key=lambda entry: entry[0])
         begun: set[str] = set()
         birth: int | None = None

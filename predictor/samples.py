@@ -17,7 +17,7 @@ import numpy as np
 from qsync.datasheets import DataSheet
 from qsync.errors import MismatchError
 from qsync.graph import OpGraph
-from qsync.lowering import FORMS
+from qsync.lowering import FORMS, FUSED
 from qsync.predictor.calls import Call, Direction, calls, has_direction, moved_bytes, operations, value_call
 from qsync.predictor.features import family, features
 from qsync.profiles import Profile
@@ -45,7 +45,8 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
     median.
 
     Without a `sheet` the device is taken to be as fast as its fastest operators were (`sheet_of`). What was
-    filled in, and what runs so that it saves less, is left out. Raises MismatchError for a profile of another
+    filled in, and what runs so that it saves less or in another's epilogue, is left out; an 8-bit product
+    stands with the activation in its own. Raises MismatchError for a profile of another
     graph.
 
     >>> samples_of(graph, profile)
@@ -59,7 +60,7 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
         if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
             continue  # products of parameters alone are the company of measured calls, not of models
         for mode, cost in profile.ops.get(op.name, {}).items():
-            if saves_plainly(mode):
+            if saves_plainly(mode) and FUSED not in mode.split():
                 _note(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
     values = value_call(graph)
     for (value, source, target), cost in profile.casts.items():
@@ -95,9 +96,9 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
     bandwidth, idle = 0.0, []
     for op, call in calls(graph):
         for mode, cost in profile.ops.get(op.name, {}).items():
-            mode = mode.partition(" ")[0]
-            if not cost.forward_s > LEAST_S:
+            if not cost.forward_s > LEAST_S or FUSED in mode.split():
                 continue
+            mode = mode.partition(" ")[0]
             done = operations(call, mode, "forward", "bf16")
             for type_name, count in done.items():
                 rates[type_name] = max(rates.get(type_name, 0.0), count / cost.forward_s)

@@ -21,6 +21,7 @@ _SLOPE_BLOCK = _SCORES_AT_A_TIME = 1 << 17
 _FORWARD_SCRATCH = 197_632
 _CONVOLVED = (Precision.FP32, Precision.BF16, Precision.INT8)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
+_SAVING_LESS = ("output", "bits", "codes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Surroundings:
 def in_forward(op: Op, run: Run, around: Surroundings) -> int:
     """Bytes that forward needs for a moment."""
     elements = op.num_elements
-    if run.form != "plain":
+    if run.form in _SAVING_LESS:
         return _saving_less_forward(op, run)
     if op.kind == "attention" and run.mode == Precision.INT8:
         return _attention_int8(op, around, backward=False)
@@ -69,7 +70,7 @@ def in_forward(op: Op, run: Run, around: Surroundings) -> int:
 
 def in_backward(op: Op, run: Run, around: Surroundings) -> int:
     """Bytes that backward needs for a moment."""
-    if run.form != "plain":
+    if run.form in _SAVING_LESS:
         return _saving_less_backward(op, run)
     if run.mode in _INT8 and op.kind in ("linear", "addmm"):
         return _product_int8(op, run, around)

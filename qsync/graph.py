@@ -57,6 +57,8 @@ class Op:
     products on the longest path up to and including this one, of those that are adjustable (an embedding
     multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
     fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
+    `exposed`: something that is no operator reads the result too, so that it must be made whatever its
+    consumers need.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Op:
     dropout: float = 0.0
     dilated: bool = False
     fixed_because: str = ""
+    exposed: bool = False
 
     @property
     def num_elements(self) -> int:

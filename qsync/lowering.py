@@ -17,6 +17,8 @@ The rule, in full:
   FP32;
 - images that a lowered convolution made are in channels-last order, and stay so through every operator that
   computes images from images: what such a node costs is another number (`turned`), what it computes is not;
+- an 8-bit linear layer computes in its epilogue the GELU or ReLU that is its result's only reader, unless
+  that one is to save less; the latter's node then runs nothing;
 - a following operator that is to save less keeps its result for backward if an adjustable consumer keeps that
   very tensor anyway, else bits or 8-bit codes (`FORMS`).
 
@@ -64,6 +66,13 @@ TURNED = " channels_last"
 # The same of an 8-bit operator that hands on 16 bits.
 NARROWING = " narrowing"
 _NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
+# What an 8-bit product of these kinds computes in its epilogue, and the form of the operator that was.
+EPILOGUES = ("gelu", "relu")
+FUSED = "fused"
+_WITH_EPILOGUE = {
+    "linear": (Precision.INT8, Precision.INT8_ALL),
+    "addmm": (Precision.INT8, Precision.INT8_ALL),
+}
 # The operands that a product keeps.
 _KEPT_OPERANDS = {
     "linear": (0,),
@@ -96,8 +105,9 @@ class Cast:
 class Run:
     """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in.
 
-    `form` is what it keeps for backward: "plain" as torch does, or one of `FORMS`. `turned` says that it
-    reads images which a lowered convolution has brought to channels-last order.
+    `form` is what it keeps for backward, "plain" as torch does or one of `FORMS`; or the kind of the
+    following operator that it computes as well (`EPILOGUES`), whose own form is "fused". `turned` says that
+    it reads images which a lowered convolution has brought to channels-last order.
     """
 
     op: str
@@ -222,6 +232,12 @@ class Lowering:
             self._saves_less[self.position[name]] = True
         self._form = ["plain"] * len(graph.ops)
         self._turned = [False] * len(names)
+        # The operator that may be computed in each one's epilogue, and the one in whose epilogue each may be.
+        self._epilogue = [self._epilogue_of(i) for i in range(len(graph.ops))]
+        self._product: list[int | None] = [None] * len(graph.ops)
+        for i, follower in enumerate(self._epilogue):
+            if follower is not None:
+                self._product[follower] = i
         self._lower_everything()
 
     def mode(self, i: int) -> str:
@@ -229,7 +245,7 @@ class Lowering:
         return self._mode[i]
 
     def form(self, i: int) -> str:
-        """What operator `i` keeps for backward: "plain", "output", "bits" or "codes"."""
+        """What operator `i` keeps for backward, or where it is computed: see `Run`."""
         return self._form[i]
 
     def turned(self, i: int) -> bool:
@@ -239,6 +255,11 @@ class Lowering:
     def output(self, i: int) -> str:
         """The type in which the result of operator `i` is handed on."""
         return self._carried[self._offset + i]
+
+    def computed_by(self, i: int) -> str | None:
+        """The operator that operator `i` computes in its epilogue, as it is now."""
+        follower = self._epilogue[i]
+        return self.graph.ops[follower].name if follower is not None and self._computes(i) else None
 
     def output_casts(self, i: int) -> list[Cast]:
         """The casts that stand right after operator `i`."""
@@ -292,7 +313,8 @@ class Lowering:
                 if owner is not None:
                     touched.add(owner)
         makers = {self._maker(value) for j in touched for value in self._operands[j]}
-        for j in sorted(touched | makers):
+        computed = {follower for j in touched if (follower := self._epilogue[j]) is not None}
+        for j in sorted(touched | makers | computed):
             if j >= 0 and self._write(self._form, j, self._form_of(j), journal):
                 touched.add(j)
         return Change(tuple(sorted(touched)), tuple(journal))
@@ -303,8 +325,11 @@ class Lowering:
         i = self.position[name]
         journal: list[tuple[list[Any], int, Any]] = []
         self._write(self._saves_less, i, less, journal)
-        self._write(self._form, i, self._form_of(i), journal)
-        return Change((i,), tuple(journal))
+        product = self._product[i]
+        touched = (i,) if product is None else (product, i)
+        for j in touched:
+            self._write(self._form, j, self._form_of(j), journal)
+        return Change(touched, tuple(journal))
 
     def undo(self, change: Change) -> None:
         """Restore the state before `change` (of `assign` or `save_less`): the last one not yet undone."""
@@ -388,7 +413,33 @@ class Lowering:
             return True
         return bool(self._operands[i]) and self._turned[self._operands[i][0]]
 
+    def _epilogue_of(self, i: int) -> int | None:
+        """The operator that `i` computes in its epilogue where its precision has one; None: there is none."""
+        op, readers = self.graph.ops[i], self._consumers[self._offset + i]
+        if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
+            return None
+        follower = self.graph.ops[readers[0]]
+        # It takes and makes the very type that the product makes, whatever that is.
+        same = follower.dtype == op.dtype == "fp32" and follower.magnitude <= LARGEST["bf16"]
+        # Where gradients were switched off between the two only one of them has a backward.
+        same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
+        alone = follower.inputs == (op.name,) and not follower.kept
+        fits = follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
+        return readers[0] if fits else None
+
+    def _computes(self, i: int) -> bool:
+        """Whether operator `i` computes its follower in its epilogue."""
+        follower = self._epilogue[i]
+        if follower is None or self._saves_less[follower]:
+            return False
+        return self.precision[i] in _WITH_EPILOGUE[self.graph.ops[i].kind]
+
     def _form_of(self, i: int) -> str:
+        follower, product = self._epilogue[i], self._product[i]
+        if follower is not None and self._computes(i):
+            return self.graph.ops[follower].kind
+        if product is not None and self._computes(product):
+            return FUSED
         if not self._saves_less[i]:
             return "plain"
         beside_kept, alone = FORMS[self.graph.ops[i].kind]

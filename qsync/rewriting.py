@@ -3,7 +3,8 @@
 The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
 (but for convolutions, attention and embeddings in BF16); every other precision calls the backend's kernel for
 it, and so does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered
-graph becomes one call, each Run node one call, in the lowered graph's order.
+graph becomes one call, each Run node one call, in the lowered graph's order, but for those that run in the epilogue
+of another.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 import torch.fx
 from torch.utils.checkpoint import checkpoint
 
+from qsync.backend.activations import activation
 from qsync.backend.encoding import Operand
 from qsync.backend.saving import saving
-from qsync.graph import OpGraph
-from qsync.lowering import Cast, LoweredGraph, Run
+from qsync.graph import Op, OpGraph
+from qsync.lowering import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.operators import names_a_type
 from qsync.precision import Precision, is_encoded
 from qsync.segments import Segment
@@ -79,6 +81,24 @@ class KernelCall(torch.nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self._kernel(self._traced, self._output, *args, **kwargs)
+
+
+class EpilogueCall(torch.nn.Module):
+    """One Run node that computes a following operator in its epilogue, with that call's own arguments."""
+
+    def __init__(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        target: Callable[..., Any],
+        run: Run,
+        arguments: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self._kernel, self._traced, self._output = kernel, target, run.output
+        self._activation = activation(run.form, **arguments)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._kernel(self._traced, self._output, *args, activation=self._activation, **kwargs)
 
 
 class SavingCall(torch.nn.Module):
@@ -222,6 +242,8 @@ class _Rewriter:
         new: dict[Any, torch.fx.Node],
     ) -> torch.fx.Node:
         op = self._ops[run.op]
+        if run.form == FUSED:  # the product has computed it
+            return self._node_of[op.inputs[0], run.operands[0]]
         native = op.role != "adjustable" or not needs_kernel(op.kind, run.mode)
 
         def operand(source: torch.fx.Node) -> Any:
@@ -239,6 +261,10 @@ class _Rewriter:
         args = torch.fx.map_arg(node.args, operand)
         kwargs = torch.fx.map_arg(node.kwargs, operand)
         target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        if run.form in EPILOGUES:
+            kernel = self._kernels.kernel(op.kind, Precision(run.mode))
+            both = EpilogueCall(kernel, target, run, self._arguments(segment, node))
+            return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
         if run.form != "plain":
             call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", call, args, kwargs)
@@ -250,6 +276,14 @@ class _Rewriter:
             return call
         kernel = self._kernels.kernel(op.kind, Precision(run.mode))
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
+
+    def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
+        """The arguments, beside the value, of the call that is computed in the epilogue of this one."""
+        ran = {user: self._runs[segment.op_of[user]] for user in node.users if user in segment.op_of}
+        follower = next(user for user, run in ran.items() if run.form == FUSED)
+        positional = zip(("inplace",), follower.args[1:], strict=False)  # relu's; gelu has none
+        named = [(name, value) for name, value in follower.kwargs.items() if value is not node]
+        return dict([*positional, *named])
 
     def _operand(
         self,

@@ -22,6 +22,7 @@ from qsync.inplace import make_out_of_place
 from qsync.operators import (
     NORMS,
     PASSES_MAGNITUDE,
+    call_name,
     classify,
     constants,
     dropped,
@@ -167,7 +168,22 @@ class _Reader:
                     self._read_call(segment, node, value, pinned)
             elif node.op == "output":
                 self._read_output(segment, node, nested)
+        self._expose(segment)
         segment.module.recompile()
+
+    def _expose(self, segment: Segment) -> None:
+        """Mark the operators whose results are read by what is no operator: `setitem`, an RNN, `item`."""
+        exposed = {
+            name
+            for node, name in segment.op_of.items()
+            if any(self._is_unseen(segment, user) for user in node.users)
+        }
+        self.ops = [replace(op, exposed=True) if op.name in exposed else op for op in self.ops]
+
+    @staticmethod
+    def _is_unseen(segment: Segment, node: torch.fx.Node) -> bool:
+        known = node in segment.op_of or node in segment.nested or node.op == "output"
+        return not known and call_name(node) not in ("size", "dim", "numel")
 
     def _declare(self, value: Input) -> None:
         self.inputs.setdefault(value.name, value)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from qsync.errors import MismatchError
 from qsync.graph import Op, Role
-from qsync.lowering import NARROWING, TURNED, Cast, Lowering, Run
+from qsync.lowering import EPILOGUES, FUSED, NARROWING, TURNED, Cast, Lowering, Run
 from qsync.precision import TYPE_BYTES
 from qsync.profiles import Cost, Profile
 
@@ -56,8 +56,9 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     results in the other type. A following or fixed one that was not takes its
     nearest measured mode, scaled by the bytes of the types (ours): these operators are bound by memory, not
     by arithmetic. One that saves less must have been measured doing so, in whichever form and type is
-    nearest. What moves no data (views, the graph's output) is free where it was not measured. Raises
-    MismatchError naming the operator if the profile cannot price it.
+    nearest. A product with an activation in its epilogue was measured so, or is priced as the two apart. What
+    moves no data (views, the graph's output) is free where it was not measured. Raises MismatchError naming
+    the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -67,13 +68,21 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     if not measured and op.kind in _FREE:
         return Cost(0.0)
     alike = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
+    if run.form == FUSED or run.form in EPILOGUES:
+        # Both, or neither: they were measured in one step. Apart they take no less.
+        alike = [m for m in measured if _form(m) == run.form] or [m for m in measured if _form(m) == "plain"]
+    elif run.form != "plain":
+        alike = [mode for mode in alike if _form(mode) != FUSED]
     if op.role is Role.ADJUSTABLE:
-        alike = [mode for mode in alike if (_mode(mode), _form(mode)) == (run.mode, run.form)]
+        alike = [mode for mode in alike if _mode(mode) == run.mode]
     if not alike:
         known = ", ".join(measured) or "nothing"
+        # Saving less needs its own measurements, also of a product that then computes no activation.
+        computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
+        saves = computes if run.form == "plain" else run.form not in EPILOGUES
         raise MismatchError(
             f"the profile of {profile.device_class} has no time of {run.op} in {run.timed_as} (it has "
-            f"{known}); profile this class again{' with save_less=True' if run.form != 'plain' else ''}"
+            f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
     wanted = _width(run.mode)
     # Nearest by form and width, then by what is said beside them; of two equally near the wider, then by

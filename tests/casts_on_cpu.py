@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -26,6 +28,13 @@ class OnCpu(compiled.Library):
         function = self._module[name]
         self[name] = lambda *arguments: function(*map(_as_if_on_a_gpu, arguments))
         return self[name]
+
+
+@cache
+def shared() -> OnCpu:
+    """The casts of GPUs, compiled once for all tests of a process."""
+    with tempfile.TemporaryDirectory(prefix="qsync-casts-") as folder:  # what is loaded needs no file
+        return library(Path(folder))
 
 
 def library(folder: Path, source: str | None = None) -> OnCpu:

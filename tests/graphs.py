@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.lowering import EPILOGUES, FUSED
 from qsync.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Cost, Profile, Sensitivity
 
@@ -50,7 +51,7 @@ class Builder:
     def op(
         self, name: str, kind: str, role: Role, inputs: Sequence[str], shape: tuple[int, ...] | None = None,
         kept: Sequence[str] = (), dtype: str = "fp32", flops: int = 0, requires_grad: bool = True,
-        magnitude: float = 0.0,
+        magnitude: float = 0.0, exposed: bool = False,
     ) -> str:  # fmt: skip
         out = self.shape[inputs[0]] if shape is None else shape
         depth = 1 + sum(op.role is Role.ADJUSTABLE for op in self.ops)
@@ -67,6 +68,7 @@ class Builder:
                 requires_grad,
                 magnitude,
                 depth,
+                exposed,
             )
         )
         self.shape[name], self.dtype[name] = out, dtype
@@ -177,11 +179,17 @@ def profile_of(
         if op.role is Role.ADJUSTABLE:
             modes = [p for p in PRECISIONS_BY_KIND[op.kind] if p in precisions]
             times = {str(p): slow * SPEED[p] * max(op.flops, 1) * 1e-10 for p in modes}
+            fused = [p for p in modes if p in (Precision.INT8, Precision.INT8_ALL)]
+            times |= {
+                f"{p} {kind}": times[p] + slow * op.num_elements * 1e-10 for p in fused for kind in EPILOGUES
+            }
         else:
             times = {
                 mode: slow * max(op.num_elements, 1) * 1e-9 * (0.5 if mode == "bf16" else 1.0)
                 for mode in dict.fromkeys([op.dtype, *CARRIED_FLOATS])
             }
+            if op.kind in EPILOGUES:
+                times |= dict.fromkeys([f"{mode} {FUSED}" for mode in CARRIED_FLOATS], 0.0)
         ops[op.name] = {mode: Cost(t, 2 * t if op.requires_grad else 0.0) for mode, t in times.items()}
     sources = ("fp64", "fp32", "bf16", "fp16")
     layouts = ("row", "col", "inner", "image", "channel")
@@ -250,7 +258,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
         name = f"op{number}"
         kind = draw(
             st.sampled_from(
-                ["linear", "addmm", "matmul", "conv2d", "gelu", "add", "masked_fill", "loss", "norm"]
+                ["linear", "addmm", "matmul", "conv2d", "gelu", "relu", "add", "masked_fill", "loss", "norm"]
             )
         )
         x, y = draw(st.sampled_from(values)), draw(st.sampled_from(values))
@@ -260,7 +268,8 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
             y = "x"
         weight = draw(st.sampled_from(weights))
         if kind in ("linear", "conv2d"):
-            builder.op(name, kind, Role.ADJUSTABLE, [x, weight], shape, flops=128)
+            exposed = draw(st.sampled_from([False, False, True]))
+            builder.op(name, kind, Role.ADJUSTABLE, [x, weight], shape, flops=128, exposed=exposed)
         elif kind == "addmm":
             builder.op(name, kind, Role.ADJUSTABLE, [weights[0], x, weight], shape, flops=128)
         elif kind == "matmul":
@@ -272,7 +281,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
             builder.op(name, kind, Role.FOLLOWING, [x, "mask"], magnitude=magnitude)
         elif kind == "norm":
             builder.follow(name, "layer_norm", x, kept=[weight])
-        elif kind == "gelu":
+        elif kind in ("gelu", "relu"):
             builder.follow(name, kind, x)
         else:
             builder.op(name, kind, Role.FIXED, [x], dtype=builder.dtype[x])

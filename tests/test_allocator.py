@@ -28,7 +28,7 @@ from qsync.allocator.state import State
 from qsync.cluster import Link
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.graph import Role
-from qsync.lowering import lower
+from qsync.lowering import Run, lower
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.memory import peak_memory
@@ -149,7 +149,7 @@ def test_operators_that_share_a_cast_are_lowered_together():
     one = base.ops["layer.0.query"]
     quantize = Cost(2 * (one["fp32"].total_s - one["int8"].total_s))
     losing = {
-        op.name: {"fp32": base.ops[op.name]["fp32"], "int8": Cost(1.0)}
+        op.name: {"fp32": base.ops[op.name]["fp32"], "int8": Cost(1.0), "int8 gelu": Cost(1.0)}
         for op in graph.adjustable
         if op.name.rpartition(".")[2] not in ("query", "key", "value")
     }
@@ -469,6 +469,9 @@ def test_every_lowered_operator_has_a_reason_that_replay_confirms():
         assert reason.step_if_raised_s > PLAN.target_s
         assert "over the target" in reason.verdict and reason.verdict.startswith(f"{reason.op} runs in")
         assert reason.variance_regained > 0
+        computes = lower(GRAPH, PLAN["infer"].assignment).nodes
+        forms = {node.op: node.form for node in computes if isinstance(node, Run)}
+        assert ("in its epilogue, which" in reason.verdict) == (forms[reason.op] == "gelu")
     assert sum(reason.added_variance for reason in reasons) == pytest.approx(
         PLAN["infer"].predicted.added_variance
     )

@@ -40,12 +40,12 @@ def back(result):
 
 
 @pytest.fixture(scope="module")
-def cuda_on_cpu(tmp_path_factory):
+def cuda_on_cpu():
     if shutil.which("g++") is None:
         pytest.skip("no g++ to execute the programs for GPUs with")
     import casts_on_cpu
 
-    return casts_on_cpu.library(tmp_path_factory.mktemp("casts"))
+    return casts_on_cpu.shared()
 
 
 @pytest.fixture(params=["cpu", "cuda on cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

@@ -190,6 +190,55 @@ def test_names_and_precisions_that_do_not_exist_are_refused():
         lower(encoder(1), {"layer.0.attention": Precision.INT8_ALL})
 
 
+# --- What a product computes in its epilogue ---
+
+
+@pytest.mark.parametrize("precision", Precision)
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+def test_an_8_bit_layer_computes_the_activation_that_reads_it(kind, precision):
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (4, 4)), 4)
+    builder.loss("loss", builder.follow("act", kind, x))
+    lowering = Lowering(builder.build(), {"fc": precision})
+    found = runs(lowering.lowered())
+    if precision in (INT8, Precision.INT8_ALL):
+        assert (found["fc"].form, found["fc"].timed_as) == (kind, f"{precision} {kind}")
+        assert (found["act"].form, lowering.computed_by(0)) == ("fused", "act")
+        assert found["act"].operands == (found["fc"].output,) == (found["act"].output,)
+    else:
+        assert found["fc"].form == found["act"].form == "plain" and lowering.computed_by(0) is None
+
+
+def test_only_activations_of_one_value_that_nobody_else_reads_are_computed_with_it():
+    def form(kind: str = "linear", then: str = "gelu", again: bool = False, **options: object) -> str:
+        builder = Builder()
+        taken = [builder.enter("x", (4, 4)), builder.enter("w", (4, 4), "parameter")]
+        exposed = bool(options.pop("exposed", False))
+        y = builder.op("fc", kind, Role.ADJUSTABLE, taken, exposed=exposed)
+        builder.op("act", then, Role.FOLLOWING, [y], **options)
+        builder.output("act", *(["fc"] if again else []))
+        return runs(lower(builder.build(), {"fc": INT8}))["fc"].form
+
+    assert form() == "gelu"
+    assert {form("conv2d"), form("matmul"), form(then="silu"), form(then="view"), form(again=True)} == {
+        "plain"
+    }
+    assert form(exposed=True) == "plain"  # setitem, or an RNN, reads it
+    assert form(requires_grad=False) == "plain"  # under no_grad, after a product that is trained
+    assert form(dtype="fp64") == form(shape=(16,)) == form(magnitude=3.4028234663852886e38) == "plain"
+    assert form(kept=["w"]) == "plain"
+
+
+def test_what_saves_less_is_not_computed_with_its_product():
+    lowering = Lowering(mlp(2), {"fc0": INT8, "fc1": INT8}, saving_less=["act0"])
+    assert forms(lowering.lowered()) == {"act0": "codes", "fc1": "gelu", "act1": "fused"}
+    made = lowering.save_less("act1")
+    assert set(made.touched) == {2, 3}
+    assert forms(lowering.lowered()) == {"act0": "codes", "act1": "codes"}
+    lowering.save_less("act0", False)
+    assert forms(lowering.lowered()) == {"fc0": "gelu", "act0": "fused", "act1": "codes"}
+
+
 # --- Saving less ---
 
 

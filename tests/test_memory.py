@@ -292,6 +292,21 @@ def test_what_an_embedding_needs_for_a_while(precision, forward, backward):
     assert not memory.at_peak().saved_by and not memory.at_peak().casts
 
 
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+def test_a_product_keeps_for_the_activation_in_its_epilogue_what_torch_would(kind):
+    """gelu's input or relu's result, both from the product's time (0) to its backward's (6)."""
+    memory = StepMemory(lower(chain(kind).build(), {"fc": INT8}))
+    lives = {
+        name: [(span.part, span.birth, span.death) for span in memory._spans[name]]
+        for name in ("fc", f"{kind}0")
+    }
+    before = [("saved", 0, 6)] if kind == "gelu" else []  # relu's result takes the place of the product's
+    assert lives["fc"] == [*before, ("transient", 6, 6)]
+    loss_or_relu = 4 if kind == "gelu" else 6
+    assert lives[f"{kind}0"] == [("saved", 0, loss_or_relu), ("transient", 4, 6)]
+    assert memory.at_peak().saved_by[f"{kind}0" if kind == "relu" else "gelu0"] == VALUE
+
+
 def test_int8_keeps_a_quarter_of_an_encoder_s_products():
     graph = encoder(2, rows=2048)
     products = {op.name: INT8 for op in graph.adjustable if op.kind == "linear"}

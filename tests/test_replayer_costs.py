@@ -88,6 +88,32 @@ def test_one_way_of_saving_does_not_stand_for_the_other(form, measured):
         run_cost(profile, Run("act0", "fp32", (), "", form), GRAPH.ops[1])
 
 
+def test_what_is_computed_in_an_epilogue_is_priced_with_the_product():
+    fc, act = GRAPH.ops[:2]
+    product, follower = Run("fc0", "int8", (), "", "gelu"), Run("act0", "bf16", (), "", "fused")
+    modes = {"int8": Cost(9.0), "int8 gelu narrowing": Cost(2.0, 4.0)}
+    gelu = {"fp32": Cost(7.0), "bf16 fused": Cost(0.5)}
+    together = replace(PROFILE, ops={"fc0": modes, "act0": gelu})
+    assert run_cost(together, product, fc) == Cost(2.0, 4.0)
+    assert run_cost(together, follower, act) == Cost(0.5)
+    assert run_cost(together, replace(follower, mode="fp32"), act) == Cost(1.0)
+    assert run_cost(together, replace(follower, form="plain"), act) == Cost(3.5)  # never from the fused time
+    assert together.precisions_of("fc0") == (Precision.INT8,)
+    apart = replace(PROFILE, ops={"fc0": {"int8": Cost(9.0)}, "act0": {"fp32": Cost(7.0)}})
+    assert (run_cost(apart, product, fc), run_cost(apart, follower, act)) == (Cost(9.0), Cost(3.5))
+
+
+def test_a_product_apart_from_its_activation_must_have_been_measured_so():
+    fused = replace(PROFILE, ops={"fc0": {"int8 gelu": Cost(1.0)}, "act0": {"bf16 fused": Cost(0.0)}})
+    with pytest.raises(MismatchError, match=r"no time of fc0 in int8 .*again with save_less=True"):
+        run_cost(fused, Run("fc0", "int8", (), ""), GRAPH.ops[0])
+    for form in ("plain", "codes"):
+        with pytest.raises(MismatchError, match=r"no time of act0 in bf16.*profile this class again"):
+            run_cost(fused, Run("act0", "bf16", (), "", form), GRAPH.ops[1])
+    with pytest.raises(MismatchError, match=r"no time of fc0 in int8_all gelu .*profile this class again$"):
+        run_cost(fused, Run("fc0", "int8_all", (), "", "gelu"), GRAPH.ops[0])
+
+
 def test_a_lowering_that_saves_less_is_priced_and_unpriced_again():
     both = {
         mode: cost

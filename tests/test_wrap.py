@@ -592,7 +592,7 @@ def test_only_wrapped_models_have_a_program():
 
 
 def forms_of(model: nn.Module) -> dict[str, str]:
-    """What the operators of the last call that save less keep."""
+    """How the operators of the last call run that run otherwise than as torch does."""
     lowered = runtime.program_of(model).lowered
     return {n.op: n.form for part in lowered for n in part.nodes if getattr(n, "form", "plain") != "plain"}
 
@@ -606,11 +606,14 @@ def test_a_plan_says_which_operators_save_less():
     other = copy.deepcopy(model)
     expected, _ = step(qsync.wrap(other, plan, device_class="train"), batch)
     loss, gradients = step(qsync.wrap(model, plan, device_class="infer"), batch)
-    assert torch.equal(loss, expected)
-    assert not forms_of(other)
+    # Codes of gelu beside a product, not in its epilogue: the same but for the last digits of layer 0's.
+    assert (loss - expected).abs() < 1e-3 * expected.abs()
+    assert set(forms_of(other).values()) == {"gelu", "fused"}
     forms = forms_of(model)
-    assert {name.split(".")[3] for name in forms} == {"0"}
-    assert sorted(forms.values()) == ["bits", "bits", "codes", "codes", "codes"]
+    less = {name: form for name, form in forms.items() if form not in ("gelu", "fused")}
+    assert {name.split(".")[3] for name in less} == {"0"}
+    assert sorted(less.values()) == ["bits", "bits", "codes", "codes", "codes"]
+    assert {name.split(".")[3] for name in forms.keys() - less.keys()} == {"1"}
     assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
 
 

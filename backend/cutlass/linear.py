@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.activations import Activation
 from qsync.backend.casts import round_columns, round_rows
 from qsync.backend.cutlass.products import Scaling, gemm
 from qsync.backend.encoding import Encoded, Operand
@@ -31,7 +32,8 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
         fp16      y = fp16(x) fp16(W)' + b,   dx = fp16(g) fp16(W),   dW = fp16(g)' fp16(x)
 
     Sums are INT32 or FP32. A gradient is scaled by a power of two before it becomes FP16, and the result back
-    in the epilogue; the factor never visits the host. Saves the codes and scales only.
+    in the epilogue; the factor never visits the host. Saves the codes and scales only. An `activation` is
+    computed after the product, by torch.
 
     >>> linear(Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -42,8 +44,11 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
         input: Operand,
         weight: Operand,
         bias: Tensor | None = None,
+        *,
+        activation: Activation | None = None,
     ) -> Tensor:
-        return _apply(input, weight, bias, _Plan(precision, False, DTYPES[out_type]))
+        y = _apply(input, weight, bias, _Plan(precision, False, DTYPES[out_type]))
+        return y if activation is None else activation(y)
 
     return kernel
 
@@ -66,6 +71,7 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
         *,
         beta: float = 1,
         alpha: float = 1,
+        activation: Activation | None = None,
     ) -> Tensor:
         if alpha != 1 or beta not in (0, 1):
             if precision is Precision.FP16:
@@ -73,7 +79,8 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
             raise UnsupportedError(
                 f"addmm with alpha={alpha} and beta={beta} has no {precision} kernel: keep it in FP32"
             )
-        return _apply(mat1, mat2, input if beta else None, _Plan(precision, True, DTYPES[out_type]))
+        y = _apply(mat1, mat2, input if beta else None, _Plan(precision, True, DTYPES[out_type]))
+        return y if activation is None else activation(y)
 
     return kernel
 
