@@ -1,4 +1,4 @@
-"""GELU and ReLU in the epilogue of a product: in the pass that dequantizes, and in the one its gradient takes.
+"""GELU and ReLU in the epilogue of a product: in the pass that dequantizes, and in its gradient's.
 
 As in `qsync.backend.casts`, every function has a plain body, which is the product's pass and then torch's
 function, and a compiled one (`qsync.backend.fused_activations`).

@@ -1,11 +1,11 @@
 """The fused casts with an activation in them: dequantize and GELU or ReLU, and the gradient on its way back.
 
-GELU is max(x, 0) - |x| Phi(-|x|), and Phi(-z) is exp(-z^2 / 2) times a smooth function of z that a polynomial
-follows (for the tanh form 1 / (1 + exp(2 u(z)))). No two nearly equal numbers are subtracted: an FP32 result is
-within 8 units in the last place of the exact one (in the tanh form 16 down to x = -4, 80 down to -8), where
-torch's, x (1 + erf(x)) / 2, loses every digit below x = -5.5. Below x = -12.5 it stays what it is there, -5e-35
-(tanh: -9.75, -4e-35). A BF16 result is the nearest but for ties. Nothing calls a library: additions,
-multiplications and a division vectorize.
+GELU is max(x, 0) - |x| Phi(-|x|), and Phi(-z) is exp(-z^2 / 2) times a smooth function of z that a
+polynomial follows (for the tanh form 1 / (1 + exp(2 u(z)))). No two nearly equal numbers are subtracted: an
+FP32 result is within 8 units in the last place of the exact one (in the tanh form 16 down to x = -4, 80 down
+to -8), where torch's, x (1 + erf(x)) / 2, loses every digit below x = -5.5. Below x = -12.5 it stays what it
+is there, -5e-35 (tanh: -9.75, -4e-35). A BF16 result is the nearest but for ties. Nothing calls a library:
+additions, multiplications and a division vectorize.
 """
 
 from __future__ import annotations
