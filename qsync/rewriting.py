@@ -3,8 +3,8 @@
 The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
 (but for convolutions, attention and embeddings in BF16); every other precision calls the backend's kernel for
 it, and so does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered
-graph becomes one call, each Run node one call, in the lowered graph's order, but for those that run in the epilogue
-of another.
+graph becomes one call, each Run node one call, in the lowered graph's order, but for those that run in the
+epilogue of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.activations import activation
 from qsync.backend.encoding import Operand
 from qsync.backend.saving import saving
-from qsync.graph import Op, OpGraph
+from qsync.graph import OpGraph
 from qsync.lowering import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.operators import names_a_type
 from qsync.precision import Precision, is_encoded
