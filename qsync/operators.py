@@ -124,11 +124,18 @@ def names_a_type(node: torch.fx.Node) -> bool:
 def dropped(node: torch.fx.Node, kind: str) -> float:
     """The part of its elements, or of attention's weights, that a call drops; 0 for any other call."""
     if kind == "attention":
-        return float(_argument(node, 4, "dropout_p", 0.0))
+        return _number(_argument(node, 4, "dropout_p", 0.0))
     if kind != "dropout":
         return 0.0
     training = _argument(node, 2, "training", True) and node.kwargs.get("train", True)
-    return float(_argument(node, 1, "p", 0.5)) if training else 0.0
+    return _number(_argument(node, 1, "p", 0.5)) if training else 0.0
+
+
+def _number(value: Any) -> float:
+    """A number that a call is given; of one that enters the graph the number it was traced with."""
+    if isinstance(value, torch.fx.Node):
+        value = value.meta.get("example_value", 1.0)
+    return float(value.node.hint) if isinstance(value, torch.SymFloat) else float(value)
 
 
 def is_dilated(node: torch.fx.Node) -> bool:

@@ -68,7 +68,7 @@ class Builder:
                 requires_grad,
                 magnitude,
                 depth,
-                exposed,
+                exposed=exposed,
             )
         )
         self.shape[name], self.dtype[name] = out, dtype

@@ -103,7 +103,7 @@ def test_the_experiment_writes_what_it_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_error, "_alone", contextlib.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
     monkeypatch.setattr(memory_error, "README", tmp_path / "README.md")
-    (tmp_path / "README.md").write_text("a <!-- memory:begin -->old<!-- memory:end --> b")
+    (tmp_path / "README.md").write_text("a <!-- memory:begin -->stale<!-- memory:end --> b")
     memory_error.main(tmp_path, plans=2, state=True)
     content = json.loads((tmp_path / "memory_error.json").read_text())
     assert content["measured"] is True and {"machine", "torch", "commit", "seed"} <= content.keys()
@@ -111,7 +111,7 @@ def test_the_experiment_writes_what_it_measured(tmp_path, monkeypatch):
     stated = json.loads((tmp_path / "stated.json").read_text())
     assert stated["worst_underprediction"] == content["worst_underprediction"]
     readme = (tmp_path / "README.md").read_text()
-    assert readme.startswith("a <!--") and readme.endswith("--> b") and "old" not in readme
+    assert readme.startswith("a <!--") and readme.endswith("--> b") and "stale" not in readme
     assert "| small | 2 |" in readme
     assert (tmp_path / "memory_error.png").stat().st_size > 5000
 
