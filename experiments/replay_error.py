@@ -189,6 +189,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 def draw(results: list[dict[str, Any]], path: Path) -> None:
     """Predicted against measured, and the errors of every method."""
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
     for i, entry in enumerate(results):
@@ -214,6 +215,10 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     right.set(ylabel="|error|, %", yscale="log")
     right.set_title("Median to 95th percentile of |error|, by model and ranks")
     right.legend(fontsize=7)
+    for axis in (left.xaxis, left.yaxis, right.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_formatter(NullFormatter())
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
