@@ -282,7 +282,8 @@ def graphs(draw: st.DrawFn, max_ops: int = 12) -> OpGraph:
         elif kind == "norm":
             builder.follow(name, "layer_norm", x, kept=[weight])
         elif kind in ("gelu", "relu"):
-            builder.follow(name, kind, x)
+            last = values[-1] if builder.dtype[values[-1]] == "fp32" else x  # often the only reader
+            builder.follow(name, kind, draw(st.sampled_from([x, last])))
         else:
             builder.op(name, kind, Role.FIXED, [x], dtype=builder.dtype[x])
         values.append(name)

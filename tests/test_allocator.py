@@ -28,7 +28,7 @@ from qsync.allocator.state import State
 from qsync.cluster import Link
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.graph import Role
-from qsync.lowering import Run, lower
+from qsync.lowering import lower
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.predictor.memory import peak_memory
@@ -469,12 +469,18 @@ def test_every_lowered_operator_has_a_reason_that_replay_confirms():
         assert reason.step_if_raised_s > PLAN.target_s
         assert "over the target" in reason.verdict and reason.verdict.startswith(f"{reason.op} runs in")
         assert reason.variance_regained > 0
-        computes = lower(GRAPH, PLAN["infer"].assignment).nodes
-        forms = {node.op: node.form for node in computes if isinstance(node, Run)}
-        assert ("in its epilogue, which" in reason.verdict) == (forms[reason.op] == "gelu")
     assert sum(reason.added_variance for reason in reasons) == pytest.approx(
         PLAN["infer"].predicted.added_variance
     )
+
+
+def test_reasons_tell_what_a_product_computes_in_its_epilogue():
+    int8 = {**PLAN["infer"].assignment, **dict.fromkeys(("layer.0.fc1", "layer.0.fc2"), Precision.INT8)}
+    plan = replace(PLAN, classes={**PLAN.classes, "infer": replace(PLAN["infer"], assignment=int8)})
+    verdicts = {r.op: r.verdict for r in explain(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER)}
+    runs = "layer.0.fc1 runs in int8 on infer with layer.0.gelu in its epilogue, which "
+    assert verdicts["layer.0.fc1"].startswith(runs)
+    assert verdicts["layer.0.fc2"].startswith("layer.0.fc2 runs in int8 on infer, which ")
 
 
 def test_reasons_tell_memory_and_pins_from_time():

@@ -78,8 +78,8 @@ def test_a_missing_barrier_would_be_seen(tmp_path):
 
 
 @needs_compiler
-def test_arguments_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
-    library = casts_on_cpu.library(tmp_path)
+def test_arguments_that_do_not_fit_are_refused_before_anything_runs():
+    library = casts_on_cpu.shared()
     x, codes = torch.ones(4, 8), torch.empty(4, 8, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"S.shape\[0\]|out.shape\[0\]"):
         library["quantize_rows_float32"](x, codes, torch.empty(5, dtype=torch.int32))
@@ -88,9 +88,9 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_runs(tmp_path):
 
 
 @needs_compiler
-def test_a_gpu_s_own_nan_stays_nan_in_bf16(tmp_path):
+def test_a_gpu_s_own_nan_stays_nan_in_bf16():
     """Arithmetic on a GPU makes NaN 0x7FFFFFFF, which rounds to -0 as an integer."""
-    library = casts_on_cpu.library(tmp_path)
+    library = casts_on_cpu.shared()
     x = torch.full((2, 300), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     library["narrow"](x, out)
@@ -102,6 +102,11 @@ def test_a_gpu_s_own_nan_stays_nan_in_bf16(tmp_path):
     codes = torch.ones(2, 300, dtype=torch.int8)
     library["decode_rows"](codes, x[:, 0].contiguous(), out)
     assert out.isnan().all()
+    sums, rows, columns = torch.ones(2, 300, dtype=torch.int32), torch.ones(2), x[0].contiguous()
+    for name in ("gelu", "gelu_tanh", "relu"):
+        made = (out,) if name == "relu" else (torch.empty_like(out), out)
+        library[f"dequantize_{name}_bfloat16"](sums, rows, columns, torch.zeros(300), *made)
+        assert all(result.isnan().all() for result in made)
 
 
 def test_every_cast_has_a_trial():

@@ -209,6 +209,15 @@ def test_an_8_bit_layer_computes_the_activation_that_reads_it(kind, precision):
         assert found["fc"].form == found["act"].form == "plain" and lowering.computed_by(0) is None
 
 
+def test_a_change_to_8_bits_and_back_touches_what_is_computed_in_the_epilogue():
+    lowering = Lowering(mlp(2), {})  # whose products hand on FP32 whatever they run in
+    for precision, found in ((INT8, {"fc0": "gelu", "act0": "fused"}), (Precision.FP32, {})):
+        made = lowering.assign("fc0", precision)
+        assert forms(lowering.lowered()) == found and {0, 1} <= set(made.touched)
+    lowering.undo(made)
+    assert forms(lowering.lowered()) == {"fc0": "gelu", "act0": "fused"}
+
+
 def test_only_activations_of_one_value_that_nobody_else_reads_are_computed_with_it():
     def form(kind: str = "linear", then: str = "gelu", again: bool = False, **options: object) -> str:
         builder = Builder()

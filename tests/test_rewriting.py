@@ -489,6 +489,28 @@ def test_what_may_not_be_computed_in_an_epilogue_is_not(name):
     assert nodes == priced(qsync.capture(model, X), dict.fromkeys(("fc1", "fc2"), Precision.INT8))
 
 
+class Asserted(nn.Module):
+    """Something that is no operator reads the product's result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 1), nn.Linear(1, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc1(x[:1])
+        torch._assert_async(y)
+        return self.fc2(F.relu(y)).sum()
+
+
+def test_what_is_read_by_no_operator_is_made_all_the_same():
+    model = Asserted()
+    with torch.no_grad():
+        model.fc1.weight.fill_(-1.0)
+    watcher = watched(model, {"fc1": Precision.INT8})
+    run(model, watcher, X.abs())  # relu(y) is 0, which the assertion would not pass
+    assert {node.form for node in watcher.nodes if isinstance(node, Run)} == {"plain"}
+
+
 def test_a_checkpointed_activation_runs_in_the_epilogue_inside():
     model, plain = Checkpointed(), Checkpointed(enabled=False)
     for one in (model, plain):
