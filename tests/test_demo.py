@@ -17,6 +17,7 @@ from qsync.experiments.report import heldout_difference, table
 from qsync.folders import Basis
 from qsync.plans import Plan
 
+WEAK_SHARE = 0.35
 OF_A_RUN = (
     "measured_step_s", "predicted_step_s", "wait_fraction", "low_precision_op_fraction",
     "low_precision_flop_fraction", "added_variance", "heldout_loss", "peak_memory_bytes",
@@ -25,8 +26,9 @@ OF_A_RUN = (
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> tuple[Path, dict]:
+    # At this share the weak rank stays slower whatever it lowers, so that noise cannot turn the plan around.
     out = tmp_path_factory.mktemp("demo")
-    return out, run_demo(workload="resnet", steps=4, out=out)
+    return out, run_demo(workload="resnet", steps=4, weak_share=WEAK_SHARE, out=out)
 
 
 @pytest.mark.dist
@@ -41,7 +43,7 @@ def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
         assert run["measured_step_s"] > 0 and run["predicted_step_s"] > 0
     for name in ("machine", "seed", "commit", "emulated", "measured_or_simulated", "steps"):
         assert name in content
-    assert content["emulated"] is True and content["emulated_share"] == {"infer": 0.5}
+    assert content["emulated"] is True and content["emulated_share"] == {"infer": WEAK_SHARE}
     assert set(content["runs"]["qsync"]["wait_fraction"]) == {"0", "1"}
     assert table(content).row_count == len(NAMES)
 

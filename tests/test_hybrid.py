@@ -100,7 +100,11 @@ def said(output: str, what: str) -> list[str]:
 
 
 def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
-    """The weak rank computes in low precision, the other in FP32; a second start measures nothing."""
+    """The weak rank computes in low precision, the other in FP32; a second start measures nothing.
+
+    A quarter of a core stays slower than the other rank whatever it lowers (at half of one, INT8 comes out
+    even, and the noise of the profile decides who is lowered).
+    """
     body = """
 from pathlib import Path
 from qsync import api, jobs, runtime
@@ -109,7 +113,7 @@ profiled = []
 form_basis = jobs.form_basis
 jobs.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
 
-share = 0.5 if rank == 1 else None
+share = 0.25 if rank == 1 else None
 options = {"loss_fn": loss_fn, "emulated_share": share, "cache_dir": cache}
 large = batch(size=256, width=512)
 
