@@ -10,12 +10,13 @@ from all rounds (`predicted_step_s`), so that the replay's own error can be told
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,14 @@ class Measuring:
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
             clock_for(self._place.device, self._own.emulated_share), make_optimizer(workload.lr), self._show,
+            loader=self._loader(workload),
         )  # fmt: skip
+
+    def _loader(self, workload: Workload) -> Iterator[Any]:
+        """Batches as `Runner.train` makes them."""
+        for step in itertools.count(1):
+            inputs, targets = workload.batch(10_000, step, dist.get_rank())
+            yield inputs.to(self._place.device), targets.to(self._place.device)
 
     def round(self) -> None:
         """One more round of the profile and of the link."""

@@ -41,6 +41,7 @@ PRECISION_COLOURS = {
 
 # Kinds of events, in the order of the legend.
 KIND_COLOURS = {
+    "loading": "#f0e442",
     "host": "#4d4d4d",
     "forward": "#56b4e9",
     "loss": "#cc79a7",

@@ -71,6 +71,7 @@ def fill(
         profile, shapes_hash=graph.shapes_hash, ops=ops, casts=casts, outside=outside,
         step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
+        loading_s=profile.loading_s * grown,
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def simulate(
     reaches.
 
     The measured `profile` of any device gives those shares (or a `model`), and what is outside of the graph:
-    the loss and the optimizer go by bandwidth, the host's part stays. Whether another device reaches the same
+    the loss and the optimizer go by bandwidth, the host's part and data loading stay. Whether another device reaches the same
     shares of its own peaks nobody measured: the result is simulated, and says so.
 
     >>> simulate(profile, graph, datasheet("T4"), "infer").origin
@@ -105,6 +106,7 @@ def simulate(
         optimizer_bytes=profile.optimizer_bytes, step_s={},
         machine={"data sheet": sheet.name, "source": sheet.source, "shares of": profile.device_class},
         bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
+        loading_s=profile.loading_s * share,
     )  # fmt: skip
 
 

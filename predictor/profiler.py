@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from qsync.graph import OpGraph
 from qsync.lowering import TURNED, Cast, LoweredGraph, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.clocks import Clock
+from qsync.predictor.loading import Loading
 from qsync.predictor.mixtures import mixtures
 from qsync.predictor.recorder import Recorder, StepTimes, look_s
 from qsync.profiles import Cost, Profile
@@ -59,8 +60,9 @@ class Profiler:
     A round is one step at each of `precisions` and at mixtures of them (see qsync.predictor.mixtures); with
     `save_less` each a second time, in which every operator that can saves less for backward. `loss` runs the
     model forward on the example batch and returns the scalar loss; backward and the optimizer are run here,
-    and the weights put back after it. More rounds can be added at any time, for example between training
-    steps, so that the profile sees the machine as training does.
+    and the weights put back after it. Before every step a batch is taken from `loader`, if there is one, and
+    only timed. More rounds can be added at any time, for example between training steps, so that the profile
+    sees the machine as training does.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -77,9 +79,11 @@ class Profiler:
         make_optimizer: MakeOptimizer = torch.optim.AdamW,
         progress: Callable[[str], None] = lambda text: None,
         save_less: bool = False,
+        loader: Iterable[Any] | None = None,
     ) -> None:
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
         self._clock, self._progress = clock, progress
+        self._loading = Loading(loader, clock) if loader is not None else None
         self._recorder = Recorder(clock, look_s(clock))
         self._precisions = tuple(precisions)
         self._choices = _choices(precisions, save_less, runner.refused)
@@ -152,6 +156,7 @@ class Profiler:
             num_steps=self._num_steps,
             seconds=time.perf_counter() - self._began_s,
             refused=self._refused(),
+            loading_s=self._loading.wait_s if self._loading else 0.0,
         )
 
     def fill(self, seconds: float, least: int = 2, most: int = 12) -> None:
@@ -203,7 +208,7 @@ class Profiler:
 
     def _step(self, choose: Choose, less: bool) -> StepTimes:
         """A whole step; it changes the weights."""
-        self._num_steps += 1
+        self._next_batch()
         self._runner.choose(choose, self._recorder, _everything if less else None)
         step = _timed_step(self._recorder, self._loss, self._parameters)
         start = self._clock.now()
@@ -216,7 +221,7 @@ class Profiler:
 
     def _unseen_step(self, choose: Choose, less: bool) -> float:
         """Seconds of a whole step without an observer, up to the optimizer's."""
-        self._num_steps += 1
+        self._next_batch()
         self._runner.choose(choose, None, _everything if less else None)
         start = self._clock.now()
         self._loss().backward()  # type: ignore[no-untyped-call]
@@ -225,6 +230,11 @@ class Profiler:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return self._clock.seconds(start, end)
+
+    def _next_batch(self) -> None:
+        self._num_steps += 1
+        if self._loading is not None:
+            self._loading.fetch()
 
     def _put_weights_back(self) -> None:
         with torch.no_grad():

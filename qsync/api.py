@@ -3,7 +3,7 @@ planning.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -42,6 +42,7 @@ def profile(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
+    loader: Iterable[Any] | None = None,
 ) -> Profile:
     """Measure what each operator takes at each precision on this device, inside running steps of the real
     model.
@@ -49,12 +50,16 @@ def profile(
     `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
     is used. Takes as many rounds of steps as are needed to know a step to half a per cent, in at most
     `seconds` (two at the least), or `rounds`. With `save_less` following operators are also timed as they run
-    when they save less for backward (`Plan.save_less`), which takes twice as long. The model's weights,
+    when they save less for backward (`Plan.save_less`), which takes twice as long. From `loader` a batch is
+    taken before every step, and only timed: pass what the training loop iterates (a DataLoader, or a
+    generator that also moves batches to the device), and the profile knows how long a step waits for it
+    (`Profile.loading_s`); without it data loading is no part of what is predicted. The model's weights,
     buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
-    CalibrationError for an empty batch or a loss that is not finite, TracingError for a model that cannot be
-    traced.
+    CalibrationError for an empty batch, a loader that gives none or a loss that is not finite, TracingError
+    for a model that cannot be traced.
 
     >>> profile = qsync.profile(model, batch)
+    >>> profile = qsync.profile(model, batch, loader=DataLoader(dataset, 8, num_workers=2))
     """
     if rounds is not None and rounds < 1:
         raise CalibrationError(
@@ -71,7 +76,9 @@ def profile(
     with _running(model) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         try:
-            profiler = Profiler(program, loss, trained, chosen, clock, make_optimizer, progress, save_less)
+            profiler = Profiler(
+                program, loss, trained, chosen, clock, make_optimizer, progress, save_less, loader
+            )
             if rounds is None:
                 profiler.fill(seconds)
             for _ in range(rounds or 0):

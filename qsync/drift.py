@@ -10,7 +10,7 @@ import json
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ logger = logging.getLogger("qsync")
 
 EVERY = 50
 TOLERANCE = 0.1
+_SHOWN = {"blocked": "communication", "loading": "data loading"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,20 @@ def expected(timeline: Timeline) -> dict[str, Phases]:
         own = [event for event in timeline.events if event.device_class == name]
         host = sum(event.duration_s for event in own if event.kind == "host")
         optimizer = sum(event.duration_s for event in own if event.kind == "optimizer")
-        compute = entry.compute_s - host - optimizer + entry.slowed_s
-        found[name] = Phases(host, compute, entry.exposed_s + entry.wait_s, optimizer)
+        compute = entry.compute_s - entry.loading_s - host - optimizer + entry.slowed_s
+        blocked = entry.exposed_s + entry.wait_s  # for buffers that DDP hands out, too
+        found[name] = Phases(host, compute, blocked, optimizer, entry.loading_s)
     return found
+
+
+def as_seen(predicted: Phases, measured: Phases) -> Phases:
+    """What was predicted, by the phases that a rank can tell apart: where nobody saw its loader, what was
+    predicted of it is to be looked for in the host's part; and where no loader was profiled, what is seen of
+    one is all new.
+    """
+    if measured.loading_s > 0.0:
+        return predicted
+    return replace(predicted, host_s=predicted.host_s + predicted.loading_s, loading_s=0.0)
 
 
 def judge(
@@ -75,10 +87,11 @@ def judge(
     planned = max(steps.period_s for steps in predicted.values())
     if step <= (1.0 + tolerance) * planned:
         return None
+    planned_of = [as_seen(predicted[name], steps) for name, steps in measured]
     excess = [
-        (getattr(steps, f"{phase}_s") - getattr(predicted[name], f"{phase}_s"), rank, name, phase)
+        (getattr(steps, f"{phase}_s") - getattr(planned_of[rank], f"{phase}_s"), rank, name, phase)
         for rank, (name, steps) in enumerate(measured)
-        for phase in ("host", "compute", "optimizer")
+        for phase in ("loading", "host", "compute", "optimizer")
     ]
     most = max(excess)
     if most[0] < 0.5 * (step - planned):  # nobody's own work: what is left is the least blocked rank's wait
@@ -87,9 +100,8 @@ def judge(
             for rank, (name, steps) in enumerate(measured)
         )
     over, rank, name, phase = most
-    own = getattr(predicted[name], f"{phase}_s")
-    shown = "communication" if phase == "blocked" else phase
-    return Drift(step, planned, rank, name, shown, own + over, own)
+    own = getattr(planned_of[rank], f"{phase}_s")
+    return Drift(step, planned, rank, name, _SHOWN.get(phase, phase), own + over, own)
 
 
 class Monitor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def hybrid(
     cache_dir: str | Path | None = None,
     bucket_cap_mb: float | None = None,
     timeout_s: float = 60.0,
+    loader: Iterable[Any] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -46,8 +47,9 @@ def hybrid(
     Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. Detects each rank's
     device class, checks that all ranks agree on model and software, profiles every class on `example_batch`,
     plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
-    batch)` returns the scalar loss; without it the model's own `.loss` is used. `options` go to the allocator
-    (`target_s`, `slack`, `pins`, `budgets`).
+    batch)` returns the scalar loss; without it the model's own `.loss` is used. `loader` is what this rank's
+    loop takes its batches from: then a step's wait for the next one is profiled and planned with too.
+    `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`).
 
     Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
     itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
@@ -62,9 +64,10 @@ def hybrid(
     distributed = jobs.world_size() > 1
     if distributed:
         _watch_once(timeout_s)
-    jobs.check_models(
-        model, {"bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none"}
-    )
+    jobs.check_models(model, {
+        "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
+        "a loader": "given" if loader is not None else "none",
+    })  # fmt: skip
     own = agree_on_class(model, emulated_share, device_class)
     folder = None
     if plan is None:
@@ -72,7 +75,7 @@ def hybrid(
             plan, folder = _make_plan(
                 model, example_batch, loss_fn, own, progress,
                 precisions=precisions, make_optimizer=make_optimizer, cache_dir=cache_dir,
-                bucket_cap_mb=bucket_cap_mb, options=options,
+                bucket_cap_mb=bucket_cap_mb, loader=loader, options=options,
             )  # fmt: skip
     if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
         bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # what the prediction assumes
@@ -141,7 +144,7 @@ def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: s
 def _make_plan(
     model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any,
     progress: jobs.Progress, *, precisions: Any, make_optimizer: Any, cache_dir: str | Path | None,
-    bucket_cap_mb: float | None, options: dict[str, Any],
+    bucket_cap_mb: float | None, loader: Iterable[Any] | None, options: dict[str, Any],
 ) -> tuple[Plan, Path]:  # fmt: skip
     from qsync.planning import plan as choose
 
@@ -149,15 +152,16 @@ def _make_plan(
     formed = jobs.form_cluster(own, device_of(model), progress)
     cluster = formed[0]
     cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
-    key = jobs.basis_key(
-        graph, cluster, {"precisions": precisions, "optimizer": make_optimizer, "cap": cap, **options}
-    )
+    key = jobs.basis_key(graph, cluster, {
+        "precisions": precisions, "optimizer": make_optimizer, "cap": cap,
+        **({"loader": "given"} if loader is not None else {}), **options,
+    })  # fmt: skip
     folder = _cache(cache_dir) / key
     plan = _cached(folder)
     if plan is None:
         basis = jobs.form_basis(
             model, batch, loss_fn, own, formed, graph=graph, precisions=precisions,
-            make_optimizer=make_optimizer, progress=progress,
+            make_optimizer=make_optimizer, progress=progress, loader=loader,
         )  # fmt: skip
         progress("allocation")
         plan = _on_rank_zero("planning", lambda: choose(

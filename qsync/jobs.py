@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
@@ -121,6 +121,7 @@ def form_basis(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     rounds: int | None = None,
     progress: Progress = lambda text: None,
+    loader: Iterable[Any] | None = None,
 ) -> Basis:
     """Profile every class on its own ranks, all at the same time, and gather the sensitivity of the model.
 
@@ -132,7 +133,7 @@ def form_basis(
     def measure() -> dict[str, Any]:
         profile = api.profile(
             model, example_batch, loss_fn, device_class=own, precisions=chosen, rounds=rounds,
-            make_optimizer=make_optimizer, progress=progress,
+            make_optimizer=make_optimizer, progress=progress, loader=loader,
         )  # fmt: skip
         return with_toll(profile, exchanged).to_json()
 

@@ -2,9 +2,11 @@
 
 A step, as a rank sees it, from one optimizer step to the next:
 
-    host        from the end of the optimizer's step to the start of forward: batches, zero_grad, logging
+    host        from the end of the optimizer's step to the start of forward: moving batches, zero_grad, logging
+    loading     waiting for the next batch, within that time: what a torch DataLoader keeps the loop waiting for
     compute     forward, loss and backward, to this rank's own last gradient
-    blocked     from there to the start of the optimizer's step: communication, and waiting for other ranks
+    blocked     from there to the start of the optimizer's step: communication, and waiting for other ranks;
+                and before forward, as long as DDP hands out buffers (running statistics)
     optimizer   the optimizer's step
 
 and `period` is all of it. Looks cost about a microsecond each, one per parameter and step.
@@ -13,14 +15,17 @@ and `period` is all of it. Looks cost about a microsecond each, one per paramete
 from __future__ import annotations
 
 import statistics
+import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 from qsync.predictor.clocks import Clock, CudaClock, WallClock
 
@@ -35,10 +40,11 @@ class Phases:
     compute_s: float
     blocked_s: float
     optimizer_s: float
+    loading_s: float = 0.0
 
     @property
     def period_s(self) -> float:
-        return self.host_s + self.compute_s + self.blocked_s + self.optimizer_s
+        return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
 
     def to_json(self) -> dict[str, float]:
         return asdict(self)
@@ -55,8 +61,9 @@ class PhaseTimer:
 
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
     gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
-    first forward on; evaluation between two steps counts as host. The first step is not counted. `when_full`,
-    if set, is called whenever `kept` steps are there.
+    first forward on; evaluation between two steps counts as host. The first step is not counted. Batches of
+    what is no DataLoader count as host, unless the loop says `with timer.fetching()`. `when_full`, if set, is
+    called whenever `kept` steps are there.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
@@ -69,15 +76,21 @@ class PhaseTimer:
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
         self._clock: Clock = CudaClock() if cuda else WallClock()
-        self._marks: list[tuple[Any, Any, Any, Any, Any]] = []
+        self._marks: list[_Marks] = []
         self._ended: Any = None
         self._begun: Any = None
+        self._inside: Any = None
         self._last_gradient: Any = None
         self._stepping: Any = None
+        self._fetches: list[tuple[Any, Any]] = []
+        self._fetching = False
+        self._thread = threading.get_ident()
         self._own = {id(p) for p in parameters}
         here = weakref.ref(self)  # hooks must not keep the timer alive: whoever holds it decides
         self._hooks = [
-            _before_calls(model, lambda: _tell(here, "_forward")),
+            _around_fetches(self),
+            before_calls(model, lambda: _tell(here, "_forward")),
+            *([] if trained is model else [before_calls(trained, lambda: _tell(here, "_forward_inside"))]),
             *(p.register_post_accumulate_grad_hook(lambda _: _tell(here, "_gradient")) for p in parameters),
             register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(here, "_step_begins", optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer)),
@@ -93,24 +106,46 @@ class PhaseTimer:
         """Turn what was marked into `steps`. On a GPU this waits for it, once."""
         self._clock.settle()
         between = self._clock.seconds
-        for ended, begun, gradient, stepping, end in self._marks:
+        for step in self._marks:
+            loading_s = sum(between(start, end) for start, end in step.fetches)
             self.steps.append(
                 Phases(
-                    between(ended, begun),
-                    between(begun, gradient),
-                    between(gradient, stepping),
-                    between(stepping, end),
+                    between(step.ended, step.begun) - loading_s,
+                    between(step.inside, step.gradient),
+                    between(step.begun, step.inside) + between(step.gradient, step.stepping),
+                    between(step.stepping, step.end),
+                    loading_s,
                 )
             )
         self._marks.clear()
 
     def restart(self) -> None:
         """Forget the step under way: what comes next is not this loop's."""
-        self._ended = self._begun = None
+        self._ended = self._begun = self._inside = None
+        self._fetches = []
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        """What runs inside waits for the next batch. Only in the loop's own thread, and only the outermost:
+        a loader may read from another, and threads that load ahead keep nobody waiting."""
+        waits = self._ended is not None and self._begun is None and not self._fetching
+        if not waits or threading.get_ident() != self._thread:
+            yield
+            return
+        self._fetching, start = True, self._clock.now()
+        try:
+            yield
+        finally:
+            self._fetching = False
+            self._fetches.append((start, self._clock.now()))
 
     def _forward(self) -> None:
         if self._begun is None and torch.is_grad_enabled():
-            self._begun = self._clock.now()
+            self._begun = self._inside = self._clock.now()
+
+    def _forward_inside(self) -> None:
+        if self._inside is self._begun and torch.is_grad_enabled():
+            self._inside = self._clock.now()
 
     def _gradient(self) -> None:
         self._last_gradient = self._clock.now()
@@ -124,8 +159,11 @@ class PhaseTimer:
             return
         now = self._clock.now()
         if self._ended is not None and self._begun is not None and self._last_gradient is not None:
-            self._marks.append((self._ended, self._begun, self._last_gradient, self._stepping, now))
-        self._ended, self._begun, self._last_gradient = now, None, None
+            self._marks.append(_Marks(
+                self._ended, self._begun, self._inside, self._last_gradient, self._stepping, now, self._fetches
+            ))  # fmt: skip
+        self._ended, self._begun, self._inside, self._last_gradient = now, None, None, None
+        self._fetches = []
         if len(self._marks) == self.steps.maxlen:
             self.settle()
             if self.when_full is not None:
@@ -137,7 +175,52 @@ class PhaseTimer:
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"][:1])
 
 
-class _before_calls:
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The instants of one step, of a clock."""
+
+    ended: Any  # the optimizer's step before
+    begun: Any  # the model called
+    inside: Any  # what DDP is around called: later where buffers are handed out
+    gradient: Any
+    stepping: Any
+    end: Any
+    fetches: list[tuple[Any, Any]]
+
+
+class _around_fetches:
+    """Tells a timer of every batch that a DataLoader of this process is asked for.
+
+    All loaders' iterators share one `__next__`; it is put back once nobody listens.
+    """
+
+    _listening: weakref.WeakSet[PhaseTimer] = weakref.WeakSet()
+
+    def __init__(self, timer: PhaseTimer) -> None:
+        self._timer = weakref.ref(timer)
+        self._listening.add(timer)
+        if _LoaderIterator.__next__ is _next_batch:
+            _LoaderIterator.__next__ = _told_next_batch
+
+    def remove(self) -> None:
+        timer = self._timer()
+        if timer is not None:
+            self._listening.discard(timer)
+        if not self._listening and _LoaderIterator.__next__ is _told_next_batch:
+            _LoaderIterator.__next__ = _next_batch
+
+
+_next_batch = _LoaderIterator.__next__
+
+
+def _told_next_batch(batches: Any) -> Any:
+    with ExitStack() as all_told:
+        for timer in list(_around_fetches._listening):
+            all_told.enter_context(timer.fetching())
+        return _next_batch(batches)
+
+
+class before_calls:
     """Calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:

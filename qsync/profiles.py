@@ -54,7 +54,8 @@ class Profile:
     it runs in for the others, with what `Run.timed_as` adds. `casts` maps (value, source type, target type)
     -> cost, as measured. `cast_fit` maps (source, target) -> (latency, seconds per element) forward and
     backward, for casts no measured step contained. `outside` is what runs before and after the graph (the
-    loss). `host_s` is the rest of a step: Python. `optimizer_s` is one optimizer step with zero_grad;
+    loss). `host_s` is the rest of a step: Python. `loading_s` is how long a step waits for its next batch,
+    0 where no loader was given to be timed. `optimizer_s` is one optimizer step with zero_grad;
     `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
     all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
 
@@ -93,6 +94,7 @@ class Profile:
     origin: str = MEASURED
     filled: Mapping[str, float] = record_field(default_factory=dict)
     refused: Mapping[str, Mapping[str, str]] = record_field(default_factory=dict)
+    loading_s: float = 0.0
 
     @property
     def uncertainty(self) -> float:
@@ -135,8 +137,9 @@ class Profile:
             op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
         }
         body["outside"] = _numbers(self.outside)
-        if not self.refused:  # as in files written before there was such a field, whose hash plans bear
-            del body["refused"]
+        for late in ("refused", "loading_s"):  # as in files from before such a field, whose hash plans bear
+            if not body[late]:
+                del body[late]
         return {"kind": "profile", "version": PROFILE_VERSION, **body}
 
     @classmethod

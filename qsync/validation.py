@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from qsync.hybrids import agree_on_class, in_ddp
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.clocks import clock_for
 from qsync.predictor.links import Exchanged, median_exchange
+from qsync.predictor.loading import endless
 from qsync.predictor.profiler import MakeOptimizer, Profiler
 from qsync.predictor.recorder import Recorder, look_s
 from qsync.profiles import Sensitivity
@@ -57,13 +58,15 @@ def validate(
     bucket_cap_mb: float | None = None,
     folder: str | Path | None = None,
     progress: jobs.Progress = lambda text: None,
+    loader: Iterable[Any] | None = None,
 ) -> tuple[Validation, Basis]:
     """Run random plans of `model` on every rank of this job and say by how much replay misses each, and why.
 
     Called on every rank of a torchrun job, or alone. Trains `model` on `example_batch`: pass a copy, or load
-    a checkpoint afterwards. `turns` times every plan takes `steps` counted steps. The result is the same on
-    every rank, and rank 0 keeps it in `folder`, if given, as validation.json beside the profiles. Raises
-    CalibrationError for numbers that cannot be used.
+    a checkpoint afterwards. `turns` times every plan takes `steps` counted steps; before each a batch is
+    taken from `loader`, if given, and only timed. The result is the same on every rank, and rank 0 keeps it
+    in `folder`, if given, as validation.json beside the profiles. Raises CalibrationError for numbers that
+    cannot be used.
 
     >>> validation, basis = qsync.validate(model, batch, loss_fn, num_plans=8)
     >>> validation.median_error, validation.comparisons[0].cause
@@ -77,7 +80,10 @@ def validate(
     own = agree_on_class(model, emulated_share, device_class)
     graph = jobs.form_graph(model, example_batch, loss_fn)
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(candidates(own))
-    ranks = _Ranks(model, example_batch, loss_fn, own, chosen, make_optimizer, bucket_cap_mb, progress)
+    batches = endless(loader) if loader is not None else None
+    ranks = _Ranks(
+        model, example_batch, loss_fn, own, chosen, make_optimizer, bucket_cap_mb, progress, batches
+    )
     cluster = jobs.form_cluster(own, device, progress, rounds=1)[0]
     everyone = agree("gathering precisions", lambda: [own.name, [str(p) for p in chosen]])
     usable = {name: [Precision(p) for p in texts] for name, texts in reversed(everyone)}
@@ -149,23 +155,27 @@ class _Ranks:
     def __init__(
         self, model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: DeviceClass,
         precisions: Sequence[Precision], make_optimizer: MakeOptimizer, bucket_cap_mb: float | None,
-        progress: Callable[[str], None],
+        progress: Callable[[str], None], batches: Iterator[Any] | None,
     ) -> None:  # fmt: skip
-        self._own, self._progress = own, progress
+        self._own, self._progress, self._batches = own, progress, batches
         self._device = device_of(model)
         twin = copy.deepcopy(model)
         clock = clock_for(self._device, own.emulated_share)
         trained = [p for p in twin.parameters() if p.requires_grad]
         self._profiler = Profiler(
             runtime.attach(twin, lambda graph: {}), api.loss_of(twin, batch, loss_fn), trained, precisions,
-            clock, make_optimizer, progress,
+            clock, make_optimizer, progress, loader=batches,
         )  # fmt: skip
         self._program = runtime.attach(model, lambda graph: {})
         self._model = in_ddp(model, bucket_cap_mb) if jobs.world_size() > 1 else model
         self._loss = api.loss_of(self._model, batch, loss_fn)
         self._optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
         self._timer = phases.PhaseTimer(self._model, model)
-        self._recorder = Recorder(clock, look_s(clock))
+        self._clock, self._recorder = clock, Recorder(clock, look_s(clock))
+        self._called: dict[str, Any] = {}  # when DDP was, last (start), and the model in it (end)
+        if self._model is not model:
+            for name, module in (("start", self._model), ("end", model)):
+                phases.before_calls(module, lambda name=name: self._called.update({name: clock.now()}))
         self._last_gradient: Any = None
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -199,15 +209,22 @@ class _Ranks:
             self._recorded(seen)
 
     def _step(self) -> None:
+        self._next_batch()
         self._loss().backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _next_batch(self) -> None:
+        if self._batches is not None:
+            with self._timer.fetching():
+                next(self._batches)
 
     def _mark(self, now: Any) -> None:
         self._last_gradient = now
 
     def _recorded(self, seen: _Seen) -> None:
         """One more step, taken apart node by node."""
+        self._next_batch()
         self._recorder.start()
         loss = self._loss()
         self._recorder.loss_ready()
@@ -221,7 +238,9 @@ class _Ranks:
             kind = kind_of(node, ops)
             totals[kind] = totals.get(kind, 0.0) + cost.total_s
         seen.by_kind.append(totals)
-        seen.outside_s.append(times.before + times.outside.forward_s)
+        # Buffers that DDP hands out before the model runs are communication, not the host's.
+        handing_out_s = self._clock.seconds(**self._called) if self._called else 0.0
+        seen.outside_s.append(times.before - handing_out_s + times.outside.forward_s)
 
     def basis(self, graph: OpGraph, cluster: Cluster) -> Basis:
         """What the rounds of all turns say, of every class."""
@@ -249,6 +268,7 @@ class _Ranks:
                     for one, outside in zip(seen.phases, seen.outside_s, strict=True)
                 ]),
                 "blocked_s": median([one.blocked_s for one in seen.phases]),
+                "loading_s": median([one.loading_s for one in seen.phases]),
                 "by_kind": {
                     kind: median([totals.get(kind, 0.0) for totals in seen.by_kind])
                     for kind in dict.fromkeys(kind for totals in seen.by_kind for kind in totals)

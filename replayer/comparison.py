@@ -4,7 +4,8 @@ A class's step has these parts, and so has a miss (measured less predicted):
 
     kernel         its operators, forward and backward
     cast           the casts between them
-    host           the loss outside the graph, the optimizer, Python, batches
+    loading        waiting for the next batch
+    host           the loss outside the graph, the optimizer, Python
     wait           blocked longer than the class that is blocked least: waiting for others
     communication  the rest of the step: all-reduces with nothing left to compute, what they take from compute
                    beside them, and filling the buckets
@@ -43,6 +44,7 @@ class Measured:
     host_s: float
     blocked_s: float
     by_kind: Mapping[str, float]
+    loading_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,10 @@ def compare(
             for kind in sorted({*by_kind, *own.by_kind})
         }
         rest = "communication" if sum(c.num_ranks for c in timeline.classes.values()) > 1 else "rest"
-        predicted = _parts(timeline.step_s, _host_s(profiles[device_class]), expected.wait_s, by_kind, rest)
-        found = _parts(own.period_s, own.host_s, own.blocked_s - least_blocked, own.by_kind, rest)
+        beside = (expected.loading_s, _host_s(profiles[device_class]), expected.wait_s)
+        predicted = _parts(timeline.step_s, beside, by_kind, rest)
+        beside = (own.loading_s, own.host_s, own.blocked_s - least_blocked)
+        found = _parts(own.period_s, beside, own.by_kind, rest)
         misses[device_class] = {cause: found[cause] - predicted[cause] for cause in found}
     return Comparison(
         name,
@@ -191,12 +195,13 @@ def _host_s(profile: Profile) -> float:
 
 
 def _parts(
-    step_s: float, host_s: float, wait_s: float, by_kind: Mapping[str, float], rest: str
+    step_s: float, beside: tuple[float, float, float], by_kind: Mapping[str, float], rest: str
 ) -> dict[str, float]:
+    """A step by cause; `beside` its nodes are loading, host and waiting."""
     cast = sum(seconds for kind, seconds in by_kind.items() if kind.startswith("cast "))
     kernel = sum(by_kind.values()) - cast
-    left = step_s - kernel - cast - host_s - wait_s
-    return {"kernel": kernel, "cast": cast, "host": host_s, "wait": wait_s, rest: left}
+    found = dict(zip(("loading", "host", "wait"), beside, strict=True))
+    return {"kernel": kernel, "cast": cast, **found, rest: step_s - kernel - cast - sum(beside)}
 
 
 def _comparison(entry: Mapping[str, Any]) -> Comparison:

@@ -30,6 +30,8 @@ def class_events(
     start, finished, reduced, wait = times
     profile = costs.profile
     line = _Line(name, start)
+    if profile.loading_s > 0.0:
+        line.add("data loading", "loading", profile.loading_s)
     line.add("host", "host", profile.host_s)
     for node in lowered.nodes:
         line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", _cost(costs, node).forward_s)

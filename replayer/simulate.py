@@ -2,7 +2,7 @@
 
 All ranks of a class behave alike, so each class is simulated once, whatever its count. A step of one class is
 
-    host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
+    data loading -> host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
 
 and the classes meet in the all-reduces, which run one after the other: bucket k starts when the slowest class
 has made its gradients and bucket k-1 is done. Events are bucket by class, never operator by operator;
@@ -128,7 +128,8 @@ class Exchange:
         total = float(until[0]) if len(until) else 0.0
         total += self.unused_bytes * profile.bucket_s_per_byte
         ready = tuple(total if i < 0 else float(until[i]) for i in self._ready)
-        lead = profile.host_s + float(costs.forward_s.sum()) + profile.outside.total_s
+        before = profile.loading_s + profile.host_s
+        lead = before + float(costs.forward_s.sum()) + profile.outside.total_s
         tolls = tuple(
             profile.reduce_s_per_call + profile.reduce_s_per_byte * b.num_bytes for b in self.buckets
         )
@@ -205,6 +206,7 @@ def replay(
         lowered = entry.lowering.lowered()
         classes[name] = ClassTimeline(
             compute_s=works[c].total_s,
+            loading_s=profiles[name].loading_s,
             slowed_s=step.slowed_s[c],
             exposed_s=exposed,
             wait_s=wait,

@@ -18,7 +18,7 @@ VERSION = 1
 class Event:
     """Something a rank of a class does for a while. Seconds from the start of the step of the earliest class.
 
-    `kind` is host, forward, backward, cast, loss, optimizer, communication or wait.
+    `kind` is loading, host, forward, backward, cast, loss, optimizer, communication or wait.
     """
 
     device_class: str
@@ -33,8 +33,9 @@ class ClassTimeline:
     """What every rank of one class does in one step.
 
     step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication
-    took from it, communication with nothing left to compute, and waiting for slower classes. `nodes` is what
-    was priced.
+    took from it, communication with nothing left to compute, and waiting for slower classes. `loading_s` is
+    the part of its own work that is waiting for the next batch, 0 where no loader was profiled. `nodes` is
+    what was priced.
     """
 
     compute_s: float
@@ -46,6 +47,7 @@ class ClassTimeline:
     num_ranks: int
     nodes: tuple[Cast | Run, ...] = ()
     origin: str = "measured"  # of the costs: Profile.origin
+    loading_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

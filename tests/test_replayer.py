@@ -192,7 +192,9 @@ def test_the_sequence_priced_is_the_lowered_graph_and_every_node_has_its_event(g
 @given(links, st.sampled_from([None, 3000]), st.data())
 def test_events_of_a_class_fill_its_step_without_overlap(link, cap, data):
     assignments = {name: data.draw(assignments_for(GRAPH, CPU_PRECISIONS)) for name in PROFILES}
-    profiles = {name: replace(profile, bucket_s_per_byte=1e-9) for name, profile in PROFILES.items()}
+    profiles = {
+        name: replace(profile, bucket_s_per_byte=1e-9, loading_s=1e-5) for name, profile in PROFILES.items()
+    }
     timeline = replay(GRAPH, assignments, profiles, cluster_of(link=link), bucket_cap_bytes=cap)
     for name, entry in timeline.classes.items():
         own = [e for e in timeline.events if e.device_class == name]
@@ -314,3 +316,22 @@ def test_buffers_that_ddp_hands_out_make_all_ranks_start_together():
     for entry in timeline.classes.values():
         parts = entry.compute_s + entry.slowed_s + entry.exposed_s + entry.wait_s
         assert parts == pytest.approx(timeline.step_s)
+
+
+def test_waiting_for_the_next_batch_comes_first_in_a_step():
+    slow = {name: replace(profile, loading_s=3e-3) for name, profile in PROFILES.items()}
+    one, timeline = (replay(GRAPH, NOTHING, profiles, cluster_of()) for profiles in (PROFILES, slow))
+    assert timeline.step_s == pytest.approx(one.step_s + 3e-3)
+    assert {entry.loading_s for entry in timeline.classes.values()} == {3e-3}
+    for name, entry in timeline.classes.items():
+        assert entry.compute_s == pytest.approx(one[name].compute_s + 3e-3)
+        own = [event for event in timeline.events if event.device_class == name]
+        assert (own[0].name, own[0].kind, own[0].duration_s) == ("data loading", "loading", 3e-3)
+    assert not any(event.kind == "loading" for event in one.events)
+    assert Timeline.from_json(timeline.to_json()) == timeline
+
+
+def test_only_the_class_that_waits_for_batches_is_late():
+    slow = {**PROFILES, "train": replace(PROFILES["train"], loading_s=1.0)}
+    timeline = replay(GRAPH, NOTHING, slow, cluster_of())
+    assert timeline["infer"].wait_s > 0.9 and timeline["train"].wait_s == 0.0

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,34 +25,35 @@ from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Measured, Validation, compare, percentile, predicted_by_kind
 
 GRAPH = mlp(3)
-PROFILES = {"train": replace(profile_of(GRAPH, "train"), error=0.02)}
+PROFILES = {"train": replace(profile_of(GRAPH, "train"), error=0.02, loading_s=1e-4)}
 CLUSTER = cluster_of({"train": 1})
 PLAN = {"train": {"fc0": Precision.INT8, "fc1": Precision.BF16}}
 
 
-def compared(slower: dict[str, float], host_s: float = 0.0) -> Comparison:
+def compared(slower: dict[str, float], host_s: float = 0.0, loading_s: float = 0.0) -> Comparison:
     """A run that took what was predicted, but for kinds of nodes that were slower by some seconds."""
     timeline = replay(GRAPH, PLAN, PROFILES, CLUSTER)
     kinds = predicted_by_kind(GRAPH, PROFILES["train"], timeline, "train")
     measured = {kind: seconds + slower.get(kind, 0.0) for kind, seconds in kinds.items()}
     profile = PROFILES["train"]
     host = profile.host_s + profile.outside.total_s + profile.optimizer_s + host_s
-    period = timeline.step_s + sum(slower.values()) + host_s
-    run = Measured(period, host, 0.0, measured)
+    period = timeline.step_s + sum(slower.values()) + host_s + loading_s
+    run = Measured(period, host, 0.0, measured, profile.loading_s + loading_s)
     return compare("run", GRAPH, PROFILES, timeline, PLAN, {"train": run})
 
 
 @pytest.mark.parametrize(
-    ("slower", "host_s", "cause"),
+    ("slower", "host_s", "loading_s", "cause"),
     [
-        ({"linear int8": 1.0}, 0.0, "kernel"),
-        ({"cast fp32 to int8_row": 1.0}, 0.0, "cast"),
-        ({}, 1.0, "host"),
-        ({"linear int8": -1e-6, "gelu bf16": 1e-7}, 0.0, "kernel"),
+        ({"linear int8": 1.0}, 0.0, 0.0, "kernel"),
+        ({"cast fp32 to int8_row": 1.0}, 0.0, 0.0, "cast"),
+        ({}, 1.0, 0.0, "host"),
+        ({}, 0.0, 1.0, "loading"),
+        ({"linear int8": -1e-6, "gelu bf16": 1e-7}, 0.0, 0.0, "kernel"),
     ],
 )
-def test_a_miss_has_the_cause_that_was_put_there(slower, host_s, cause):
-    found = compared(slower, host_s)
+def test_a_miss_has_the_cause_that_was_put_there(slower, host_s, loading_s, cause):
+    found = compared(slower, host_s, loading_s)
     assert found.cause[:2] == ("train", cause)
     misses = found.misses_s["train"]
     assert sum(misses.values()) == pytest.approx(found.measured_s - found.predicted_s, abs=1e-12)
@@ -100,12 +103,18 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 def test_one_process_validates_alone_and_keeps_the_result(tmp_path):
-    validation, basis = qsync.validate(Net(), BATCH, loss, num_plans=3, turns=2, steps=2, folder=tmp_path)
+    loader = torch.utils.data.DataLoader(Counts(), batch_size=None)
+    validation, basis = qsync.validate(
+        Net(), BATCH, loss, num_plans=3, turns=2, steps=2, folder=tmp_path, loader=loader
+    )
     assert len(validation.comparisons) == 3
     assert Validation.load(tmp_path / "validation.json") == validation
     assert (tmp_path / "graph.json").is_file() and basis.profiles
     name = basis.cluster.classes[0].name
+    assert basis.profiles[name].loading_s >= 0.005
     for one in validation.comparisons:
+        assert one.predicted_s >= 0.005 and one.measured_s >= 0.005  # both wait for the loader
+        assert "loading" in one.misses_s[name]
         assert one.measured_s > 0 and one.predicted_s > 0
         products = [kind for kind in one.by_kind[name] if kind.startswith("linear ")]
         assert products and all(one.by_kind[name][kind][1] > 0 for kind in products)
@@ -140,6 +149,69 @@ def test_phases_add_up_to_periods_and_hooks_are_left_nowhere():
     timer.settle()
     assert len(timer.steps) == 3
     assert not model._forward_pre_hooks and not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class Counts(torch.utils.data.Dataset):
+    """Batches that are tensors by themselves; `made` says in which threads."""
+
+    def __init__(self, inner: torch.utils.data.DataLoader | None = None) -> None:
+        self.inner, self.made = inner, []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made.append(threading.get_ident())
+        time.sleep(0.005)
+        return next(iter(self.inner)) if self.inner else BATCH[0]
+
+
+def test_what_a_loader_keeps_the_loop_waiting_is_loading_and_the_rest_is_host():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.utils.data.DataLoader(Counts(), batch_size=None)
+    loader = torch.utils.data.DataLoader(Counts(inner), batch_size=None)
+    asked = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    timer = phases.PhaseTimer(model, model)
+    for _ in range(2):  # epochs
+        for batch in loader:
+            ahead = threading.Thread(target=lambda: next(iter(inner)))  # keeps nobody waiting
+            ahead.start()
+            ahead.join()
+            with timer.fetching():  # what is no DataLoader
+                time.sleep(0.005)
+            loss(model, (batch, BATCH[1])).backward()
+            next(iter(inner))  # after forward: not before the step
+            optimizer.step()
+    timer.settle()
+    assert len(timer.steps) == 5
+    for step in timer.steps:
+        assert 0.015 <= step.loading_s and step.host_s >= 0.005  # a fetch and its inner one count once
+        assert step.compute_s > 0 and step.period_s == pytest.approx(sum(step.to_json().values()))
+    timer.stop()
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is asked
+
+
+def test_what_happens_before_the_model_inside_is_called_is_communication():
+    class Around(nn.Module):  # as DDP, which hands out buffers there
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01)
+            return self.inside(x)
+
+    model = Around(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    timer = phases.PhaseTimer(model, model.inside)
+    for _ in range(3):
+        loss(model, BATCH).backward()
+        optimizer.step()
+    timer.settle()
+    timer.stop()
+    assert len(timer.steps) == 2 and all(step.blocked_s >= 0.01 for step in timer.steps)
+    assert not model._forward_pre_hooks and not model.inside._forward_pre_hooks
 
 
 @pytest.mark.dist
