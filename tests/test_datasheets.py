@@ -27,7 +27,8 @@ def test_every_device_has_what_its_tensor_cores_multiply():
         assert (Precision.BF16 in has[name]) == (sheet.capability >= (8, 0))
         assert (Precision.FP8 in has[name]) == (sheet.capability >= (8, 9))
         assert (Precision.INT8 in has[name]) == (sheet.capability >= (7, 5))
-        assert "NVIDIA" in sheet.source
+        assert sheet.source.startswith("NVIDIA: ")
+        assert name in sheet.source or (name, "Blackwell" in sheet.source) == ("B200", True)
 
 
 def test_peaks_are_dense():
