@@ -1,4 +1,4 @@
-"""The picture of experiments/memory_error.py: predicted against measured, and one step's memory by part."""
+"""Pictures of memory: a step's by part, class by class, and that of experiments/memory_error.py."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from qsync.experiments.pictures import FAINT, INK
 from qsync.files import write_bytes
+from qsync.replayer import Peak
 
 # Okabe and Ito's, which colour-blind readers tell apart.
 _MODELS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
@@ -34,10 +35,34 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
     _against(peak, rows, "peak", 0.05)
     peak.legend(frameon=False, fontsize=8, loc="lower right")
     _stacked(step, curve)
+    handles, labels = step.get_legend_handles_labels()
+    step.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
+    step.set_xlabel("operator: forward | backward (a plan of GPT, simulated)")
     figure.suptitle("Bytes predicted from the graph, and measured", color=INK, x=0.01, ha="left")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return write_bytes(path, buffer.getvalue())
+    return _save(figure, path)
+
+
+def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
+    """Draw how a step fills the memory of every class (`qsync.replayer.peaks`), one below the other.
+
+    The budget is drawn where it is near enough to be seen beside the peak.
+
+    >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
+    """
+    figure = Figure(figsize=(9, 1.2 + 2.4 * len(peaks)), layout="constrained")
+    found = figure.subplots(len(peaks), 1, squeeze=False)[:, 0]
+    for axes, (name, peak) in zip(found, peaks.items(), strict=True):
+        _stacked(axes, peak.curve)
+        high = peak.peak_bytes / 1e6
+        axes.set_title(f"{name}: {high:.1f} MB at most, margin included", loc="left", fontsize=9, color=INK)
+        if peak.budget_bytes < 2 * peak.peak_bytes:
+            axes.axhline(peak.budget_bytes / 1e6, color=INK, linestyle=(0, (4, 3)), label="budget")
+            axes.set_ylim(0, 1.08 * max(high, peak.budget_bytes / 1e6))
+    handles, labels = found[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
+    found[-1].set_xlabel("operator: forward | backward")
+    figure.suptitle("One step's memory (simulated)", color=INK, x=0.01, ha="left")
+    return _save(figure, path)
 
 
 def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: float) -> None:
@@ -66,11 +91,14 @@ def _stacked(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
     axes.axvline((len(times) - 1) / 2, color=INK, linewidth=0.8, linestyle=":")
     axes.set_ylim(0, 1.35 * max(map(sum, zip(*parts, strict=True))))
     axes.set_xlim(0, len(times) - 1)
-    axes.set_xlabel("operator: forward | backward (a plan of GPT, simulated)")
     axes.set_ylabel("MB")
-    handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
     _plain(axes)
+
+
+def _save(figure: Figure, path: str | Path) -> Path:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return write_bytes(path, buffer.getvalue())
 
 
 def _plain(axes: Axes) -> None:

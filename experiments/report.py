@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.experiments import pictures
+from qsync.experiments import memory_picture, pictures
 from qsync.experiments.demo_runs import Planned
 from qsync.files import write_json
 from qsync.folders import Basis
-from qsync.replayer import Timeline
+from qsync.replayer import Timeline, peaks
 from qsync.replayer.trace import write_trace
 
 _TITLES = {
@@ -86,6 +86,8 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
         lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
     )
     pictures.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
+    full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
+    memory_picture.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
 
 
@@ -155,7 +157,7 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     lines.append(f"Parameters are bitwise {same} on all ranks at the end of every run.")
     lines.append(
         f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
-        "timeline.png, steps.png"
+        "timeline.png, steps.png, memory.png"
     )
     lines.append(f"Why each operator is lowered: qsync explain {out / 'plan.json'}")
     return lines

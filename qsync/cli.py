@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -233,13 +234,23 @@ def plan(
 
 @app.command()
 def explain(
-    plan_file: PlanFile, basis: BasisFolder = None, cluster: ClusterFile = None, as_json: Json = False
+    plan_file: PlanFile,
+    basis: BasisFolder = None,
+    cluster: ClusterFile = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
+    as_json: Json = False,
 ) -> None:
-    """Why each lowered operator is lowered, and why others cannot be, or not so far."""
+    """Why each lowered operator is lowered, why others cannot be, or not so far, and what fills the memory."""
     from qsync.allocator import explain as reasons_for
     from qsync.allocator import refusals
+    from qsync.replayer import peaks
 
     chosen, found = _load(plan_file, basis, cluster)
+    memory = peaks(found.graph, chosen, found.profiles, found.cluster)
+    if picture is not None:
+        from qsync.experiments import memory_picture
+
+        memory_picture.steps(memory, picture)
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
@@ -250,6 +261,7 @@ def explain(
             "simulated": True,
             "reasons": [reason.to_json() for reason in reasons],
             "refused": [refusal.to_json() for refusal in refused],
+            "memory": {name: peak.to_json() for name, peak in memory.items()},
         })  # fmt: skip
         return
     if reasons:
@@ -258,6 +270,19 @@ def explain(
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
     if refused:
         console.print(_refusals_table(refused))
+    console.print(_memory_table(memory, found.profiles))
+    _say_what_is_missing(found.profiles.values())
+
+
+def _say_what_is_missing(profiles: Iterable[Any]) -> None:
+    """Which classes' steps are predicted as if batches were always there."""
+    without = [profile.device_class for profile in profiles if not profile.loading_s]
+    if without:
+        console.print(
+            f"Data loading is no part of the steps of {', '.join(without)}: no loader was profiled (pass "
+            "loader= to qsync.hybrid or qsync.profile)",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
 
 
 def _reasons_table(reasons: list[Any]) -> Table:
@@ -272,6 +297,26 @@ def _reasons_table(reasons: list[Any]) -> Table:
             f"{reason.time_saved_s * 1e3:.2f} ms", f"{reason.added_variance:.2e}",
             reason.verdict.partition("; ")[2],
         )  # fmt: skip
+    return table
+
+
+def _memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Table:
+    from qsync.profiles import shown
+
+    table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
+    table.add_column("what for")
+    for name in memory:
+        table.add_column(shown(name, profiles[name].origin), justify="right")
+
+    def row(what: str, of_classes: Iterable[int], **options: Any) -> None:
+        table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
+
+    kinds = list(dict.fromkeys(kind for peak in memory.values() for kind in peak.parts))
+    kinds.sort(key=lambda kind: kind in ("for a moment", "margin"))  # what one class alone saves stays before
+    for kind in kinds:
+        row(kind, (peak.parts.get(kind, 0) for peak in memory.values()), end_section=kind == kinds[-1])
+    row("peak", (peak.peak_bytes for peak in memory.values()))
+    row("budget", (peak.budget_bytes for peak in memory.values()))
     return table
 
 
@@ -335,16 +380,18 @@ def replay(
         if timeline.interval_s else ""
     )  # fmt: skip
     table = Table(title=f"One step of {chosen.model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)")
-    for heading in ("class", "ranks", "compute", "communication", "waiting", "memory peak"):
+    for heading in ("class", "ranks", "loading", "compute", "communication", "waiting", "memory peak"):
         table.add_column(heading, justify="left" if heading == "class" else "right")
     for name, entry in timeline.classes.items():
         communication = (entry.slowed_s + entry.exposed_s) * 1e3
         table.add_row(
-            shown(name, entry.origin), str(entry.num_ranks), f"{entry.compute_s * 1e3:.1f} ms",
-            f"{communication:.1f} ms", f"{entry.wait_s * 1e3:.1f} ms",
+            shown(name, entry.origin), str(entry.num_ranks),
+            f"{entry.loading_s * 1e3:.1f} ms" if entry.loading_s else "-",
+            f"{(entry.compute_s - entry.loading_s) * 1e3:.1f} ms", f"{communication:.1f} ms", f"{entry.wait_s * 1e3:.1f} ms",
             f"{entry.memory_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
     console.print(table)
+    _say_what_is_missing(found.profiles.values())
     if varied is not None:
         low, high = (1e3 * seconds for seconds in varied.range_s)
         console.print(

@@ -2,6 +2,7 @@
 
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
+from qsync.replayer.peaks import Peak, peaks
 from qsync.replayer.simulate import Exchange, Work, replay, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 from qsync.replayer.trace import write_trace
@@ -13,6 +14,7 @@ __all__ = [
     "ClassTimeline",
     "Event",
     "Exchange",
+    "Peak",
     "Timeline",
     "Variation",
     "Work",
@@ -20,6 +22,7 @@ __all__ = [
     "buckets",
     "cast_cost",
     "cluster_all_reduce_s",
+    "peaks",
     "replay",
     "run_cost",
     "steady_step",

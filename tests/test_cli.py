@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync import cli
 from qsync.folders import Basis
 from qsync.plans import Plan
+from qsync.profiles import Profile
 
 CLUSTER_TOML = """
 [[classes]]
@@ -127,6 +129,19 @@ def test_explain_of_a_plan_that_lowers_nothing(qsync, folder):
     assert "lowers nothing" in out
 
 
+def test_explain_shows_what_fills_the_memory(qsync, folder):
+    plan = folder / "plan.json"
+    qsync("plan", folder, "--out", plan)
+    code, out, _ = qsync("explain", plan, "--picture", "memory.png")
+    assert code == 0
+    assert "Memory of a rank at its fullest" in out and "saved by int8 operators" in out and "budget" in out
+    assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
+    memory = json.loads(qsync("explain", plan, "--json")[1])["memory"]
+    for name, entry in Plan.load(plan).classes.items():
+        assert memory[name]["peak_bytes"] == entry.predicted.memory_bytes
+        assert sum(memory[name]["parts"].values()) == memory[name]["peak_bytes"]
+
+
 def test_replay_predicts_what_the_plan_says(qsync, folder):
     qsync("plan", folder, "--bucket-cap-mb", "0.05")
     code, out, _ = qsync("replay", "plan.json", "--basis", folder, "--trace", "trace.json", "--json")
@@ -138,6 +153,18 @@ def test_replay_predicts_what_the_plan_says(qsync, folder):
     code, out, _ = qsync("replay", "plan.json", "--basis", folder)
     assert code == 0
     assert "waiting" in out and "simulated" in out
+
+
+def test_replay_and_explain_say_what_a_step_waits_for_batches_or_that_nobody_measured_it(qsync, folder):
+    assert qsync("plan", folder, "--out", folder / "plan.json")[0] == 0
+    for command in ("replay", "explain"):
+        out = qsync(command, folder / "plan.json")[1]
+        assert "Data loading is no part of the steps of train, infer: no loader was profiled" in out
+    for name in ("train", "infer"):
+        path = folder / f"profile-{name}.json"
+        replace(Profile.load(path), loading_s=0.0123).save(path)
+    out = qsync("replay", folder / "plan.json")[1]
+    assert "12.3 ms" in out and "Data loading is no part" not in out
 
 
 def test_diff_names_what_changed(qsync, folder):

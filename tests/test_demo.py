@@ -90,7 +90,7 @@ def test_memory_is_predicted_as_it_was_measured(demo):
 @pytest.mark.timeout(600)
 def test_pictures_and_trace_are_there(demo):
     out, _ = demo
-    for name in ("allocation.png", "timeline.png", "steps.png"):
+    for name in ("allocation.png", "timeline.png", "steps.png", "memory.png"):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
