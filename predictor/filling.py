@@ -82,8 +82,8 @@ def simulate(
     reaches.
 
     The measured `profile` of any device gives those shares (or a `model`), and what is outside of the graph:
-    the loss and the optimizer go by bandwidth, the host's part and data loading stay. Whether another device reaches the same
-    shares of its own peaks nobody measured: the result is simulated, and says so.
+    the loss and the optimizer go by bandwidth, the host's part and data loading stay. Whether another device
+    reaches the same shares of its own peaks nobody measured: the result is simulated, and says so.
 
     >>> simulate(profile, graph, datasheet("T4"), "infer").origin
     'simulated'

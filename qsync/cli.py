@@ -240,7 +240,7 @@ def explain(
     picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
     as_json: Json = False,
 ) -> None:
-    """Why each lowered operator is lowered, why others cannot be, or not so far, and what fills the memory."""
+    """Why each lowered operator is lowered, why others cannot be, and what fills the memory."""
     from qsync.allocator import explain as reasons_for
     from qsync.allocator import refusals
     from qsync.replayer import peaks
@@ -387,8 +387,8 @@ def replay(
         table.add_row(
             shown(name, entry.origin), str(entry.num_ranks),
             f"{entry.loading_s * 1e3:.1f} ms" if entry.loading_s else "-",
-            f"{(entry.compute_s - entry.loading_s) * 1e3:.1f} ms", f"{communication:.1f} ms", f"{entry.wait_s * 1e3:.1f} ms",
-            f"{entry.memory_bytes / 2**20:.0f} MiB",
+            f"{(entry.compute_s - entry.loading_s) * 1e3:.1f} ms", f"{communication:.1f} ms",
+            f"{entry.wait_s * 1e3:.1f} ms", f"{entry.memory_bytes / 2**20:.0f} MiB",
         )  # fmt: skip
     console.print(table)
     _say_what_is_missing(found.profiles.values())

@@ -2,8 +2,8 @@
 
 A step, as a rank sees it, from one optimizer step to the next:
 
-    host        from the end of the optimizer's step to the start of forward: moving batches, zero_grad, logging
-    loading     waiting for the next batch, within that time: what a torch DataLoader keeps the loop waiting for
+    host        from the end of the optimizer's step to the start of forward: zero_grad, logging, all but
+    loading     waiting for the next batch, within that time: for a torch DataLoader
     compute     forward, loss and backward, to this rank's own last gradient
     blocked     from there to the start of the optimizer's step: communication, and waiting for other ranks;
                 and before forward, as long as DDP hands out buffers (running statistics)
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -160,7 +160,8 @@ class PhaseTimer:
         now = self._clock.now()
         if self._ended is not None and self._begun is not None and self._last_gradient is not None:
             self._marks.append(_Marks(
-                self._ended, self._begun, self._inside, self._last_gradient, self._stepping, now, self._fetches
+                self._ended, self._begun, self._inside, self._last_gradient, self._stepping, now,
+                self._fetches,
             ))  # fmt: skip
         self._ended, self._begun, self._inside, self._last_gradient = now, None, None, None
         self._fetches = []
@@ -194,7 +195,7 @@ class _around_fetches:
     All loaders' iterators share one `__next__`; it is put back once nobody listens.
     """
 
-    _listening: weakref.WeakSet[PhaseTimer] = weakref.WeakSet()
+    _listening: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
 
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = weakref.ref(timer)

@@ -84,9 +84,7 @@ def _peak(lowered: LoweredGraph, profile: Profile, num_ranks: int, device_class:
         "for a moment": memory.transient,
         "margin": memory.margin,
     }
-    return Peak(
-        device_class.name, device_class.memory_bytes, {k: n for k, n in parts.items() if n}, curve
-    )
+    return Peak(device_class.name, device_class.memory_bytes, {k: n for k, n in parts.items() if n}, curve)
 
 
 def _order(mode: str) -> tuple[int, str]:

@@ -38,7 +38,9 @@ def test_a_loader_that_becomes_slow_is_blamed_and_not_the_host():
     measured[0] = ("train", Phases(0.13, 0.20, 0.10, 0.02))
     found = judge(predicted, measured)
     assert (found.rank, found.phase, found.predicted_phase_s) == (0, "host", pytest.approx(0.03))
-    assert judge(predicted, [("train", Phases(0.03, 0.20, 0.10, 0.02)), ("infer", PREDICTED["infer"])]) is None
+    assert (
+        judge(predicted, [("train", Phases(0.03, 0.20, 0.10, 0.02)), ("infer", PREDICTED["infer"])]) is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,9 @@ def test_the_rank_and_phase_that_grew_are_blamed_and_not_those_that_wait(measure
 
 
 def test_what_is_expected_of_a_class_makes_up_its_step():
-    graph = mlp(3)
     statistics = Input("norm.running_mean", "buffer", "fp32", (1000,))
-    for graph in (graph, replace(graph, inputs=(*graph.inputs, statistics))):  # which DDP hands out
+    buffered = replace(mlp(3), inputs=(*mlp(3).inputs, statistics))  # which DDP hands out
+    for graph in (mlp(3), buffered):
         profiles = {
             name: profile_of(graph, name, slow=slow, loading_s=slow * 1e-4)
             for name, slow in (("train", 1.0), ("infer", 1.5))

@@ -97,7 +97,12 @@ def test_hybrid_plans_with_the_loader_and_not_with_a_plan_made_without(tmp_path)
     for given in (None, loader):
         torch.manual_seed(0)
         qsync.hybrid(
-            nn.Linear(8, 8), torch.randn(2, 8), own_loss, precisions=["fp32"], cache_dir=tmp_path, loader=given
+            nn.Linear(8, 8),
+            torch.randn(2, 8),
+            own_loss,
+            precisions=["fp32"],
+            cache_dir=tmp_path,
+            loader=given,
         )
     profiles = [Profile.load(path) for path in tmp_path.glob("*/profile-*.json")]
     assert sorted(profile.loading_s >= 2 * 0.002 for profile in profiles) == [False, True]

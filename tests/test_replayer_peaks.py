@@ -1,4 +1,4 @@
-"""What fills the memory at its fullest: the parts make up the very peak that replay predicts and budgets bound."""
+"""What fills the memory at its fullest: the parts make up the very peak that replay predicts."""
 
 from __future__ import annotations
 
