@@ -123,7 +123,7 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
         pictures.allocation(plan, OpGraph("Empty", (), ()), sensitivity, path)
     with pytest.raises(QSyncError, match="at least one lane"):
         pictures.timelines([], path, simulated=True)
-    with pytest.raises(QSyncError, match="'sleep'; use one of host"):
+    with pytest.raises(QSyncError, match="'sleep'; use one of loading, host"):
         pictures.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
     with pytest.raises(QSyncError, match="no run to draw"):
         pictures.predicted_vs_measured({}, path)
