@@ -19,6 +19,7 @@ from typing import Any
 from qsync.errors import FormatError
 from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.precision import PRECISIONS_BY_KIND
+from qsync.remembered import Remembered
 
 VERSION = 1
 
@@ -82,7 +83,7 @@ class Op:
         return num_elements(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class OpGraph:
     """A model's operators in execution order, with what enters the graph.
 
@@ -105,6 +106,9 @@ class OpGraph:
     @property
     def hash(self) -> str:
         """Identity of the model as a plan sees it: adjustable operators and parameter shapes."""
+        return _HASHES.of(self, self._hash)
+
+    def _hash(self) -> str:
         shapes = {value.name: value.shape for value in self.inputs if value.kind in ("parameter", "alias")}
         ops = sorted(
             [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]]
@@ -115,7 +119,7 @@ class OpGraph:
     @property
     def shapes_hash(self) -> str:
         """Identity of one batch shape of that model: what a profile was measured for."""
-        return digest([[op.name, op.shape] for op in self.ops])
+        return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))
 
     def to_json(self) -> dict[str, Any]:
         body = {"model": self.model, "num_segments": self.num_segments}
@@ -172,6 +176,10 @@ class OpGraph:
     @classmethod
     def load(cls, path: str | Path) -> OpGraph:
         return cls.from_json(read_json(path))
+
+
+_HASHES: Remembered[str] = Remembered()
+_SHAPES_HASHES: Remembered[str] = Remembered()
 
 
 def num_elements(shape: Iterable[int]) -> int:

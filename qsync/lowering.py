@@ -22,20 +22,23 @@ The rule, in full:
 - a following operator that is to save less keeps its result for backward if an adjustable consumer keeps that
   very tensor anyway, else bits or 8-bit codes (`FORMS`).
 
-`Lowering` keeps the lowered graph of a changing assignment: `assign` re-lowers only the neighbourhood of one
-operator and `undo` restores the state exactly.
+Each of these is one function below, of what one operator or value finds around itself. `Lowering` applies
+them one operator at a time and keeps the lowered graph of a changing assignment: `assign` re-lowers only the
+neighbourhood of one operator and `undo` restores the state exactly. `qsync.tabulated` lowers a whole graph at
+once, and asks these same functions once for every distinct neighbourhood.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import heapq
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
 from qsync.graph import Op, OpGraph, Role
+from qsync.lowered import EIGHT_BIT, EPILOGUES, FUSED, NARROWING, TURNED, Cast, LoweredGraph, Run
 from qsync.precision import (
     CARRIED_FLOATS,
     LARGEST,
@@ -45,9 +48,14 @@ from qsync.precision import (
     is_encoded,
     operand_type,
 )
+from qsync.remembered import Remembered
+
+__all__ = [
+    "EPILOGUES", "FORMS", "FUSED", "NARROWING", "TURNED", "Cast", "Change", "LoweredGraph", "Lowering", "Run",
+    "can_save_less", "lower", "matching",
+]  # fmt: skip
 
 _WIDTH = {name: -position for position, name in enumerate(CARRIED_FLOATS)}
-_EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
 # What a following operator that saves less keeps for backward: if a consumer keeps its result anyway, and if
 # not. "plain" is what torch keeps, which is then no more than that result.
@@ -60,15 +68,9 @@ FORMS: dict[str, tuple[str, str]] = {
     "relu": ("plain", "bits"),
     "dropout": ("bits", "bits"),
 }
-# What a profile adds to the name of what reads images in channels-last order; and the kinds of operators that
-# end it though their result has four dimensions.
-TURNED = " channels_last"
-# The same of an 8-bit operator that hands on 16 bits.
-NARROWING = " narrowing"
+# Kinds of operators that end the order of images though their result has four dimensions.
 _NO_IMAGES = ("view", "contiguous", "matmul", "attention", "softmax", "output")
-# What an 8-bit product of these kinds computes in its epilogue, and the form of the operator that was.
-EPILOGUES = ("gelu", "relu")
-FUSED = "fused"
+# What may compute the activation that reads it alone.
 _WITH_EPILOGUE = {
     "linear": (Precision.INT8, Precision.INT8_ALL),
     "addmm": (Precision.INT8, Precision.INT8_ALL),
@@ -82,56 +84,6 @@ _KEPT_OPERANDS = {
     "matmul": (0, 1),
     "embedding": (),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """A value brought to another type: a conversion, or an encoding (INT8, FP8, FP16 operands)."""
-
-    value: str
-    source: str
-    target: str
-    num_elements: int
-    of_parameter: bool
-    turned: bool = False
-
-    @property
-    def taken_as(self) -> str:
-        """What a profile calls the source: its type, and its order if a lowered convolution turned it."""
-        return self.source + TURNED * self.turned
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in.
-
-    `form` is what it keeps for backward, "plain" as torch does or one of `FORMS`; or the kind of the
-    following operator that it computes as well (`EPILOGUES`), whose own form is "fused". `turned` says that
-    it reads images which a lowered convolution has brought to channels-last order.
-    """
-
-    op: str
-    mode: str
-    operands: tuple[str, ...]
-    output: str
-    form: str = "plain"
-    turned: bool = False
-
-    @property
-    def timed_as(self) -> str:
-        """What a profile calls this way of running: the mode; the form, if it is not plain; that an 8-bit
-        operator hands on 16 bits; the order of images, if it was turned."""
-        form = "" if self.form == "plain" else f" {self.form}"
-        narrows = self.mode in _EIGHT_BIT and self.output == "bf16"
-        return self.mode + form + NARROWING * narrows + TURNED * self.turned
-
-
-@dataclass(frozen=True, slots=True)
-class LoweredGraph:
-    """Operators and casts in execution order."""
-
-    graph: OpGraph
-    nodes: tuple[Cast | Run, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,11 +118,6 @@ def can_save_less(op: Op) -> bool:
     return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
 
 
-def _casts(op: Op) -> bool:
-    """Whether an operator may need a cast of what it reads: an embedding never does, of a table it shares."""
-    return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
-
-
 def matching(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
     """The operators that can save less and whose names match one of these patterns, in order.
 
@@ -182,6 +129,207 @@ def matching(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
         for op in graph.ops
         if can_save_less(op) and any(fnmatch.fnmatchcase(op.name, pattern) for pattern in wanted)
     )
+
+
+def may_be_cast_for(op: Op) -> bool:
+    """Whether an operator may need a cast of what it reads: an embedding never does, of a table it shares."""
+    return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
+
+
+def taken_type(op: Op, j: int, traced: str, precision: Precision, mode: str) -> str | None:
+    """The type in which an operator takes its `j`-th input, traced in `traced`; None if that is no float."""
+    if traced not in LARGEST:
+        return None
+    if op.role is Role.ADJUSTABLE:
+        return operand_type(op.kind, j, precision)
+    return mode if op.role is Role.FOLLOWING else traced
+
+
+def mode_of(op: Op, precision: Precision, floats: Iterable[str]) -> str:
+    """The precision or type in which an operator runs whose float inputs are carried in these types."""
+    if op.role is Role.ADJUSTABLE:
+        return str(precision)
+    if op.role is Role.FIXED:
+        return op.dtype
+    widest = max(floats, key=_WIDTH.__getitem__, default=op.dtype)
+    return "fp32" if op.magnitude > LARGEST.get(widest, float("inf")) else widest
+
+
+def output_of(op: Op, precision: Precision, mode: str, narrow: str | None, wanted_narrow: bool) -> str:
+    """The type in which an operator hands on its result. `narrow` is the device's 16-bit float."""
+    if op.role is Role.ADJUSTABLE:
+        if precision is Precision.BF16:
+            return "bf16"
+        return narrow if precision in EIGHT_BIT and narrow and wanted_narrow else "fp32"
+    return mode if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
+
+
+def is_narrow(taken: str | None) -> bool:
+    """Whether an adjustable operator that takes a value so narrows it to 16 bits or fewer."""
+    return taken is not None and (taken == "bf16" or is_encoded(taken))
+
+
+def passes_want(op: Op, num_floats: int) -> bool:
+    """Whether a following operator narrows its only float input if its result is wanted narrow."""
+    return op.role is Role.FOLLOWING and num_floats == 1 and op.magnitude <= LARGEST["bf16"]
+
+
+def turns(op: Op, precision: Precision, first_turned: bool) -> bool:
+    """Whether an operator's result is images in channels-last order though traced in another."""
+    if len(op.shape) != 4 or op.kind in _NO_IMAGES:
+        return False
+    if op.kind == "conv2d" and precision not in (Precision.FP32, Precision.TF32):
+        return True
+    return first_turned
+
+
+def needed_casts(taken: Iterable[str | None], carried: str) -> tuple[str, ...]:
+    """The types to which a value is cast that is carried in one and taken in these."""
+    return tuple(sorted({t for t in taken if t is not None and t != carried}))
+
+
+def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
+    """Whether an operator computes its only reader in its epilogue where its precision has one."""
+    if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
+        return False
+    follower = readers[0]
+    # It takes and makes the very type that the product makes, whatever that is.
+    same = follower.dtype == op.dtype == "fp32" and follower.magnitude <= LARGEST["bf16"]
+    # Where gradients were switched off between the two only one of them has a backward.
+    same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
+    alone = follower.inputs == (op.name,) and not follower.kept
+    return follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
+
+
+def computes(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
+    """Whether an operator with an epilogue for its follower computes it there."""
+    return not follower_saves_less and precision in _WITH_EPILOGUE[op.kind]
+
+
+def form_of(
+    op: Op, computed: str | None, is_computed: bool, saves_less: bool, is_kept: Callable[[], bool]
+) -> str:
+    """What an operator keeps for backward, or where it is computed: see `Run`.
+
+    `computed` is the kind of what it computes in its epilogue; `is_computed`: in that of another.
+    """
+    if computed is not None:
+        return computed
+    if is_computed:
+        return FUSED
+    if not saves_less:
+        return "plain"
+    beside_kept, alone = FORMS[op.kind]
+    return beside_kept if is_kept() else alone
+
+
+def keeps(op: Op, j: int, taken: str | None, carried: str) -> bool:
+    """Whether an operator keeps its `j`-th input for backward as it is carried."""
+    if op.role is not Role.ADJUSTABLE or not op.requires_grad:
+        return False
+    return j in _KEPT_OPERANDS.get(op.kind, range(len(op.inputs))) and taken == carried
+
+
+class Wiring:
+    """Who reads what in a graph, by number: what lowering reads off the graph alone.
+
+    Operators are numbered by position. Values are numbered too: graph inputs first, then one per operator.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.ops, self.inputs, self.model = graph.ops, graph.inputs, graph.model
+        self.position = {op.name: i for i, op in enumerate(graph.ops)}
+        names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
+        self.number = number = {name: i for i, name in enumerate(names)}
+        self.offset = len(graph.inputs)
+        self.num_values = len(names)
+        self.traced = [value.dtype for value in graph.inputs] + [op.dtype for op in graph.ops]
+        self.operands = [tuple(number[name] for name in op.inputs) for op in graph.ops]
+        self.floats = [
+            tuple(value for value in operands if self.traced[value] in LARGEST) for operands in self.operands
+        ]
+        self.passes_want = [
+            passes_want(op, len(set(floats))) for op, floats in zip(graph.ops, self.floats, strict=True)
+        ]
+        consumers: list[list[int]] = [[] for _ in names]
+        for i, operands in enumerate(self.operands):
+            for value in dict.fromkeys(operands):
+                consumers[value].append(i)
+        self.consumers = consumers
+        # The operator before which casts of each graph input stand, and the inputs that stand before each.
+        self.anchored: list[list[int]] = [[] for _ in graph.ops]
+        self.anchor: list[int | None] = []
+        for value in range(self.offset):
+            users = [i for i in consumers[value] if may_be_cast_for(graph.ops[i])]
+            anchor = next(iter(users or consumers[value]), None)
+            self.anchor.append(anchor)
+            if anchor is not None:
+                self.anchored[anchor].append(value)
+        # The operator that may be computed in each one's epilogue, and the one in whose epilogue each may be.
+        self.epilogue: list[int | None] = [None] * len(graph.ops)
+        self.product: list[int | None] = [None] * len(graph.ops)
+        for i, op in enumerate(graph.ops):
+            readers = consumers[self.offset + i]
+            if has_epilogue(op, [graph.ops[reader] for reader in readers]):
+                self.epilogue[i] = readers[0]
+                self.product[readers[0]] = i
+
+    def owner(self, value: int) -> int | None:
+        """The operator beside which casts of this value stand."""
+        return self.anchor[value] if value < self.offset else value - self.offset
+
+    def is_view(self, i: int) -> bool:
+        """Whether the result of operator `i` has the storage of its only input."""
+        return self.ops[i].kind == "view" and len(set(self.operands[i])) == 1
+
+    def maker(self, value: int) -> int:
+        """The operator whose storage this value is: what made it, or what it is a view of. Below 0: none."""
+        i = value - self.offset
+        while i >= 0 and self.is_view(i):
+            i = self.operands[i][0] - self.offset
+        return i
+
+    def is_kept(
+        self, value: int, taken: Callable[[int, int], str | None], carried: Callable[[int], str]
+    ) -> bool:
+        """Whether an adjustable consumer of this value, or of a view of it, keeps it as it is carried."""
+        for i in self.consumers[value]:
+            if self.is_view(i):
+                if self.is_kept(self.offset + i, taken, carried):
+                    return True
+            elif any(
+                operand == value and keeps(self.ops[i], j, taken(i, j), carried(value))
+                for j, operand in enumerate(self.operands[i])
+            ):
+                return True
+        return False
+
+    def check(self, name: str, precision: Precision) -> None:
+        """MismatchError or FormatError unless an operator of this name can run in this precision."""
+        i = self.position.get(name)
+        if i is None or self.ops[i].role is not Role.ADJUSTABLE:
+            raise MismatchError(f"the graph of {self.model} has no adjustable operator {name!r}")
+        kind = self.ops[i].kind
+        if precision not in PRECISIONS_BY_KIND[kind]:
+            known = ", ".join(PRECISIONS_BY_KIND[kind])
+            raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
+
+    def check_saving(self, name: str) -> None:
+        """MismatchError unless an operator of this name can save less."""
+        i = self.position.get(name)
+        if i is None or not can_save_less(self.ops[i]):
+            raise MismatchError(
+                f"the graph of {self.model} has no operator {name!r} that could save less; those are "
+                f"following operators of the kinds {', '.join(FORMS)}"
+            )
+
+
+_WIRINGS: Remembered[Wiring] = Remembered()
+
+
+def wiring(graph: OpGraph) -> Wiring:
+    """The wiring of a graph, worked out once."""
+    return _WIRINGS.of(graph, lambda: Wiring(graph))
 
 
 class Lowering:
@@ -196,48 +344,24 @@ class Lowering:
     ) -> None:
         self.graph = graph
         self.narrow = narrow
-        self.position = {op.name: i for i, op in enumerate(graph.ops)}
-        self._inputs = {value.name: i for i, value in enumerate(graph.inputs)}
+        self.wiring = wiring(graph)
+        self.position = self.wiring.position
+        self.anchored = self.wiring.anchored
         for name in assignment:
-            self._check(name, assignment[name])
+            self.wiring.check(name, assignment[name])
         for name in saving_less:
-            self._check_saving(name)
+            self.wiring.check_saving(name)
         self.precision = [assignment.get(op.name, Precision.FP32) for op in graph.ops]
-        # Values are numbered: graph inputs first, then one per operator.
-        names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
-        number = {name: i for i, name in enumerate(names)}
-        self._offset = len(graph.inputs)
-        self._traced = [value.dtype for value in graph.inputs] + [op.dtype for op in graph.ops]
-        self._operands = [[number[name] for name in op.inputs] for op in graph.ops]
-        self._consumers: list[list[int]] = [[] for _ in names]
-        for i, operands in enumerate(self._operands):
-            for value in dict.fromkeys(operands):
-                self._consumers[value].append(i)
-        # The operator before which casts of each graph input stand, and the inputs that stand before each
-        # operator.
-        self.anchored: list[list[int]] = [[] for _ in graph.ops]
-        self._anchor: list[int | None] = []
-        for value in range(self._offset):
-            users = [i for i in self._consumers[value] if _casts(graph.ops[i])]
-            anchor = next(iter(users or self._consumers[value]), None)
-            self._anchor.append(anchor)
-            if anchor is not None:
-                self.anchored[anchor].append(value)
-        self._wanted_narrow = [False] * len(names)
+        self._offset = self.wiring.offset
+        self._wanted_narrow = [False] * self.wiring.num_values
         self._mode = ["fp32"] * len(graph.ops)
-        self._carried = list(self._traced)
-        self.casts: list[tuple[str, ...]] = [()] * len(names)
+        self._carried = list(self.wiring.traced)
+        self.casts: list[tuple[str, ...]] = [()] * self.wiring.num_values
         self._saves_less = [False] * len(graph.ops)
         for name in saving_less:
             self._saves_less[self.position[name]] = True
         self._form = ["plain"] * len(graph.ops)
-        self._turned = [False] * len(names)
-        # The operator that may be computed in each one's epilogue, and the one in whose epilogue each may be.
-        self._epilogue = [self._epilogue_of(i) for i in range(len(graph.ops))]
-        self._product: list[int | None] = [None] * len(graph.ops)
-        for i, follower in enumerate(self._epilogue):
-            if follower is not None:
-                self._product[follower] = i
+        self._turned = [False] * self.wiring.num_values
         self._lower_everything()
 
     def mode(self, i: int) -> str:
@@ -250,7 +374,7 @@ class Lowering:
 
     def turned(self, i: int) -> bool:
         """Whether operator `i` reads images that a lowered convolution brought to channels-last order."""
-        return any(self._turned[value] for value in self._operands[i])
+        return any(self._turned[value] for value in self.wiring.operands[i])
 
     def output(self, i: int) -> str:
         """The type in which the result of operator `i` is handed on."""
@@ -258,7 +382,7 @@ class Lowering:
 
     def computed_by(self, i: int) -> str | None:
         """The operator that operator `i` computes in its epilogue, as it is now."""
-        follower = self._epilogue[i]
+        follower = self.wiring.epilogue[i]
         return self.graph.ops[follower].name if follower is not None and self._computes(i) else None
 
     def output_casts(self, i: int) -> list[Cast]:
@@ -273,7 +397,7 @@ class Lowering:
         """Operator `i` as it runs."""
         operands = tuple(
             self._carried[value] if (taken := self._taken(i, j)) is None else taken
-            for j, value in enumerate(self._operands[i])
+            for j, value in enumerate(self.wiring.operands[i])
         )
         name = self.graph.ops[i].name
         return Run(name, self._mode[i], operands, self.output(i), self._form[i], self.turned(i))
@@ -297,23 +421,23 @@ class Lowering:
 
     def assign(self, name: str, precision: Precision) -> Change:
         """Give one operator another precision and re-lower its neighbourhood only."""
-        self._check(name, precision)
+        self.wiring.check(name, precision)
         i = self.position[name]
         journal: list[tuple[list[Any], int, Any]] = []
         touched = {i}
         self._write(self.precision, i, precision, journal)
-        changed_outputs = self._propagate_wants(self._operands[i], journal)
+        changed_outputs = self._propagate_wants(self.wiring.operands[i], journal)
         changed_values = self._propagate_types([i, *changed_outputs], journal, touched)
-        stale = set(self._operands[i]) | changed_values
+        stale = set(self.wiring.operands[i]) | changed_values
         for j in list(touched):
-            stale |= {self._offset + j, *self._operands[j]}
+            stale |= {self._offset + j, *self.wiring.operands[j]}
         for value in sorted(stale):
             if self._write(self.casts, value, self._needed_casts(value), journal) or value in changed_values:
-                owner = self._anchor[value] if value < self._offset else value - self._offset
+                owner = self.wiring.owner(value)
                 if owner is not None:
                     touched.add(owner)
-        makers = {self._maker(value) for j in touched for value in self._operands[j]}
-        computed = {follower for j in touched if (follower := self._epilogue[j]) is not None}
+        makers = {self.wiring.maker(value) for j in touched for value in self.wiring.operands[j]}
+        computed = {follower for j in touched if (follower := self.wiring.epilogue[j]) is not None}
         for j in sorted(touched | makers | computed):
             if j >= 0 and self._write(self._form, j, self._form_of(j), journal):
                 touched.add(j)
@@ -321,11 +445,11 @@ class Lowering:
 
     def save_less(self, name: str, less: bool = True) -> Change:
         """Let one operator save less for backward, or as much as torch does again."""
-        self._check_saving(name)
+        self.wiring.check_saving(name)
         i = self.position[name]
         journal: list[tuple[list[Any], int, Any]] = []
         self._write(self._saves_less, i, less, journal)
-        product = self._product[i]
+        product = self.wiring.product[i]
         touched = (i,) if product is None else (product, i)
         for j in touched:
             self._write(self._form, j, self._form_of(j), journal)
@@ -335,23 +459,6 @@ class Lowering:
         """Restore the state before `change` (of `assign` or `save_less`): the last one not yet undone."""
         for target, index, old in reversed(change.journal):
             target[index] = old
-
-    def _check(self, name: str, precision: Precision) -> None:
-        i = self.position.get(name)
-        if i is None or self.graph.ops[i].role is not Role.ADJUSTABLE:
-            raise MismatchError(f"the graph of {self.graph.model} has no adjustable operator {name!r}")
-        kind = self.graph.ops[i].kind
-        if precision not in PRECISIONS_BY_KIND[kind]:
-            known = ", ".join(PRECISIONS_BY_KIND[kind])
-            raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
-
-    def _check_saving(self, name: str) -> None:
-        i = self.position.get(name)
-        if i is None or not can_save_less(self.graph.ops[i]):
-            raise MismatchError(
-                f"the graph of {self.graph.model} has no operator {name!r} that could save less; those are "
-                f"following operators of the kinds {', '.join(FORMS)}"
-            )
 
     def _casts_of(self, value: int) -> list[Cast]:
         if not self.casts[value]:
@@ -364,134 +471,73 @@ class Lowering:
         ]
 
     def _lower_everything(self) -> None:
-        for value in reversed(range(len(self._traced))):
+        for value in reversed(range(self.wiring.num_values)):
             self._wanted_narrow[value] = self._wants_narrow(value)
         for i in range(len(self.graph.ops)):
             self._mode[i] = self._mode_of(i)
             self._carried[self._offset + i] = self._output_of(i)
             self._turned[self._offset + i] = self._turns(i)
-        for value in range(len(self._traced)):
+        for value in range(self.wiring.num_values):
             self.casts[value] = self._needed_casts(value)
         for i in range(len(self.graph.ops)):
             self._form[i] = self._form_of(i)
 
     def _taken(self, i: int, j: int) -> str | None:
-        """The type in which operator `i` takes its `j`-th input; None if that is no float."""
-        op, traced = self.graph.ops[i], self._traced[self._operands[i][j]]
-        if traced not in LARGEST:
-            return None
-        if op.role is Role.ADJUSTABLE:
-            return operand_type(op.kind, j, self.precision[i])
-        return self._mode[i] if op.role is Role.FOLLOWING else traced
+        traced = self.wiring.traced[self.wiring.operands[i][j]]
+        return taken_type(self.graph.ops[i], j, traced, self.precision[i], self._mode[i])
 
     def _mode_of(self, i: int) -> str:
-        op = self.graph.ops[i]
-        if op.role is Role.ADJUSTABLE:
-            return str(self.precision[i])
-        if op.role is Role.FIXED:
-            return op.dtype
-        floats = [self._carried[value] for value in self._operands[i] if self._traced[value] in LARGEST]
-        widest = max(floats, key=_WIDTH.__getitem__, default=op.dtype)
-        return "fp32" if op.magnitude > LARGEST.get(widest, float("inf")) else widest
+        floats = [self._carried[value] for value in self.wiring.floats[i]]
+        return mode_of(self.graph.ops[i], self.precision[i], floats)
 
     def _output_of(self, i: int) -> str:
-        op = self.graph.ops[i]
-        if op.role is Role.ADJUSTABLE:
-            precision = self.precision[i]
-            if precision is Precision.BF16:
-                return "bf16"
-            narrowed = precision in _EIGHT_BIT and self.narrow and self._wanted_narrow[self._offset + i]
-            return self.narrow if narrowed and self.narrow else "fp32"
-        return self._mode[i] if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
+        wanted = self._wanted_narrow[self._offset + i]
+        return output_of(self.graph.ops[i], self.precision[i], self._mode[i], self.narrow, wanted)
 
     def _turns(self, i: int) -> bool:
-        """Whether the result of operator `i` is images in channels-last order though traced in another."""
-        op = self.graph.ops[i]
-        if len(op.shape) != 4 or op.kind in _NO_IMAGES:
-            return False
-        if op.kind == "conv2d" and self.precision[i] not in (Precision.FP32, Precision.TF32):
-            return True
-        return bool(self._operands[i]) and self._turned[self._operands[i][0]]
-
-    def _epilogue_of(self, i: int) -> int | None:
-        """The operator that `i` computes in its epilogue where its precision has one; None: there is none."""
-        op, readers = self.graph.ops[i], self._consumers[self._offset + i]
-        if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
-            return None
-        follower = self.graph.ops[readers[0]]
-        # It takes and makes the very type that the product makes, whatever that is.
-        same = follower.dtype == op.dtype == "fp32" and follower.magnitude <= LARGEST["bf16"]
-        # Where gradients were switched off between the two only one of them has a backward.
-        same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
-        alone = follower.inputs == (op.name,) and not follower.kept
-        fits = follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
-        return readers[0] if fits else None
+        operands = self.wiring.operands[i]
+        first_turned = bool(operands) and self._turned[operands[0]]
+        return turns(self.graph.ops[i], self.precision[i], first_turned)
 
     def _computes(self, i: int) -> bool:
         """Whether operator `i` computes its follower in its epilogue."""
-        follower = self._epilogue[i]
-        if follower is None or self._saves_less[follower]:
+        follower = self.wiring.epilogue[i]
+        if follower is None:
             return False
-        return self.precision[i] in _WITH_EPILOGUE[self.graph.ops[i].kind]
+        return computes(self.graph.ops[i], self.precision[i], self._saves_less[follower])
 
     def _form_of(self, i: int) -> str:
-        follower, product = self._epilogue[i], self._product[i]
-        if follower is not None and self._computes(i):
-            return self.graph.ops[follower].kind
-        if product is not None and self._computes(product):
-            return FUSED
-        if not self._saves_less[i]:
-            return "plain"
-        beside_kept, alone = FORMS[self.graph.ops[i].kind]
-        return beside_kept if self._is_kept(self._offset + i) else alone
-
-    def _is_kept(self, value: int) -> bool:
-        """Whether an adjustable consumer of this value, or of a view of it, keeps it as it is carried."""
-        for i in self._consumers[value]:
-            op = self.graph.ops[i]
-            if op.kind == "view" and len(set(self._operands[i])) == 1:
-                if self._is_kept(self._offset + i):
-                    return True
-            elif op.role is Role.ADJUSTABLE and op.requires_grad:
-                kept = _KEPT_OPERANDS.get(op.kind, range(len(op.inputs)))
-                if any(
-                    self._operands[i][j] == value and self._taken(i, j) == self._carried[value] for j in kept
-                ):
-                    return True
-        return False
-
-    def _maker(self, value: int) -> int:
-        """The operator whose storage this value is: what made it, or what it is a view of. Below 0: none."""
-        i = value - self._offset
-        while i >= 0 and self.graph.ops[i].kind == "view" and len(set(self._operands[i])) == 1:
-            i = self._operands[i][0] - self._offset
-        return i
+        follower, product = self.wiring.epilogue[i], self.wiring.product[i]
+        computed = self.graph.ops[follower].kind if follower is not None and self._computes(i) else None
+        is_computed = product is not None and self._computes(product)
+        return form_of(
+            self.graph.ops[i], computed, is_computed, self._saves_less[i],
+            lambda: self.wiring.is_kept(self._offset + i, self._taken, self._carried.__getitem__),
+        )  # fmt: skip
 
     def _wants_narrow(self, value: int) -> bool:
         """Whether every consumer of this value would narrow it to 16 bits or fewer anyway."""
-        consumers = self._consumers[value]
-        return bool(consumers) and all(self._consumer_narrows(i, value) for i in consumers)
+        consumers = self.wiring.consumers[value]
+        return bool(consumers) and all(self._narrows(i, value) for i in consumers)
 
-    def _consumer_narrows(self, i: int, value: int) -> bool:
-        op = self.graph.ops[i]
-        if op.role is Role.ADJUSTABLE:
-            taken = {self._taken(i, j) for j, operand in enumerate(self._operands[i]) if operand == value}
-            return all(t is not None and (t == "bf16" or is_encoded(t)) for t in taken)
-        floats = [operand for operand in self._operands[i] if self._traced[operand] in LARGEST]
-        lone = op.role is Role.FOLLOWING and len(set(floats)) == 1 and op.magnitude <= LARGEST["bf16"]
-        return lone and self._wanted_narrow[self._offset + i]
+    def _narrows(self, i: int, value: int) -> bool:
+        if self.graph.ops[i].role is Role.ADJUSTABLE:
+            operands = self.wiring.operands[i]
+            return all(is_narrow(self._taken(i, j)) for j, v in enumerate(operands) if v == value)
+        return self.wiring.passes_want[i] and self._wanted_narrow[self._offset + i]
 
     def _needed_casts(self, value: int) -> tuple[str, ...]:
-        carried = self._carried[value]
-        taken = {
-            self._taken(i, j)
-            for i in self._consumers[value]
-            for j, operand in enumerate(self._operands[i])
-            if operand == value
-        }
-        return tuple(sorted(t for t in taken if t is not None and t != carried))
+        return needed_casts(
+            (
+                self._taken(i, j)
+                for i in self.wiring.consumers[value]
+                for j, operand in enumerate(self.wiring.operands[i])
+                if operand == value
+            ),
+            self._carried[value],
+        )
 
-    def _propagate_wants(self, values: list[int], journal: list[tuple[list[Any], int, Any]]) -> list[int]:
+    def _propagate_wants(self, values: Sequence[int], journal: list[tuple[list[Any], int, Any]]) -> list[int]:
         """Recompute who wants 16 bits, upstream from these values; the operators whose output may change."""
         affected, pending = [], list(values)
         while pending:
@@ -501,7 +547,7 @@ class Lowering:
                 and value >= self._offset
             ):
                 affected.append(value - self._offset)
-                pending += self._operands[value - self._offset]
+                pending += self.wiring.operands[value - self._offset]
         return affected
 
     def _propagate_types(
@@ -518,7 +564,7 @@ class Lowering:
             moved = self._write(self._mode, i, self._mode_of(i), journal)
             widened = self._write(self._carried, value, self._output_of(i), journal)
             turned = self._write(self._turned, value, self._turns(i), journal)
-            if moved or not turned_values.isdisjoint(self._operands[i]):
+            if moved or not turned_values.isdisjoint(self.wiring.operands[i]):
                 touched.add(i)
             if widened:
                 changed.add(value)
@@ -526,7 +572,7 @@ class Lowering:
                 turned_values.add(value)
             if widened or turned:
                 touched.add(i)
-                for consumer in self._consumers[value]:
+                for consumer in self.wiring.consumers[value]:
                     if consumer not in queued:
                         queued.add(consumer)
                         heapq.heappush(heap, consumer)

@@ -23,6 +23,9 @@ class Precision(StrEnum):
     INT8 = "int8"
     INT8_ALL = "int8_all"
 
+    # As the string that it equals; Enum's own hash is a call in Python, which tables of thousands feel.
+    __hash__ = str.__hash__
+
     @classmethod
     def parse(cls, text: str) -> Precision:
         """The precision called `text`; FormatError with the known names if there is none."""

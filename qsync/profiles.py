@@ -46,7 +46,7 @@ def shown(device_class: str, origin: str) -> str:
     return device_class + _SHOWN.get(origin, f" ({origin})")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Profile:
     """Measured costs of one device class for one graph and batch shape.
 

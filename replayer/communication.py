@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from qsync.cluster import Cluster, Link
 from qsync.errors import FormatError
 from qsync.graph import OpGraph
+from qsync.remembered import Remembered
 
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is
 # given.
@@ -29,6 +30,12 @@ class Bucket:
     ready: int
 
 
+# What follows from the graph alone.
+_READY: Remembered[dict[str, int]] = Remembered()
+_SIZES: Remembered[dict[int, int]] = Remembered()
+_BUCKETS: Remembered[dict[int | None, tuple[Bucket, ...]]] = Remembered()
+
+
 def ready_positions(graph: OpGraph) -> dict[str, int]:
     """For every trained parameter the position of the operator whose backward completes its gradient.
 
@@ -38,6 +45,10 @@ def ready_positions(graph: OpGraph) -> dict[str, int]:
     >>> ready_positions(graph)
     {'head.weight': 12, 'head.bias': 12, 'embedding.weight': 0}
     """
+    return dict(_READY.of(graph, lambda: _ready_positions(graph)))
+
+
+def _ready_positions(graph: OpGraph) -> dict[str, int]:
     first = {value.name: -1 for value in graph.parameters if value.requires_grad}
     # A parameter inside a checkpointed graph may bear a second name there; its gradient is the same tensor's.
     real = {
@@ -48,6 +59,22 @@ def ready_positions(graph: OpGraph) -> dict[str, int]:
             if real.get(name) in first:
                 first[real[name]] = i
     return dict(sorted(first.items(), key=lambda item: -item[1]))
+
+
+def gradient_bytes(graph: OpGraph) -> dict[int, int]:
+    """Bytes of the gradients that are complete once the operator at each position has run backward.
+
+    Under -1 those of parameters that no operator uses.
+    """
+    return _SIZES.of(graph, lambda: _gradient_bytes(graph))
+
+
+def _gradient_bytes(graph: OpGraph) -> dict[int, int]:
+    sizes = {value.name: GRADIENT_BYTES * value.num_elements for value in graph.parameters}
+    found: dict[int, int] = {}
+    for name, position in ready_positions(graph).items():
+        found[position] = found.get(position, 0) + sizes[name]
+    return found
 
 
 def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
@@ -61,6 +88,13 @@ def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket
     """
     if bucket_cap_bytes is not None and not bucket_cap_bytes >= 1:
         raise FormatError(f"bucket_cap_bytes must be at least 1, found {bucket_cap_bytes}; DDP's is 25 MiB")
+    by_cap = _BUCKETS.of(graph, dict)
+    if bucket_cap_bytes not in by_cap:
+        by_cap[bucket_cap_bytes] = _buckets(graph, bucket_cap_bytes)
+    return by_cap[bucket_cap_bytes]
+
+
+def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]:
     caps = [FIRST_BUCKET_BYTES, BUCKET_CAP_BYTES] if bucket_cap_bytes is None else [bucket_cap_bytes]
     parameters = {value.name: value for value in graph.parameters}
     positions = ready_positions(graph)

@@ -18,7 +18,7 @@ from qsync.precision import TYPE_BYTES
 from qsync.profiles import Cost, Profile
 
 # Kinds that move no data.
-_FREE = ("view", "input", "output")
+FREE = ("view", "input", "output")
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -32,7 +32,7 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
-    for source in (cast.taken_as, cast.source, cast.source + TURNED):
+    for source in measured_as(cast.source, cast.turned):
         exact = profile.casts.get((cast.value, source, cast.target))
         if exact is not None:
             return exact
@@ -49,6 +49,11 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
     )
 
 
+def measured_as(source: str, turned: bool) -> tuple[str, str]:
+    """What a measured cast from this type may be called, the likeliest first: in one order, or the other."""
+    return (source + TURNED, source) if turned else (source, source + TURNED)
+
+
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     """Seconds that one operator takes in its mode.
 
@@ -63,10 +68,21 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
     measured = profile.ops.get(run.op, {})
-    if run.timed_as in measured:
-        return measured[run.timed_as]
-    if not measured and op.kind in _FREE:
+    if not measured and op.kind in FREE:
         return Cost(0.0)
+    name, ratio = nearest_mode(profile, run, op)
+    cost = measured[name]
+    return cost if name == run.timed_as else Cost(cost.forward_s * ratio, cost.backward_s * ratio)
+
+
+def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
+    """The measured mode whose price an operator has as it runs, and how many times that price.
+
+    It depends on which modes were measured, not on what they take. Raises as `run_cost` does.
+    """
+    measured = profile.ops.get(op.name, {})
+    if run.timed_as in measured:
+        return run.timed_as, 1.0
     alike = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
     if run.form == FUSED or run.form in EPILOGUES:
         # Both, or neither: they were measured in one step. Apart they take no less.
@@ -81,7 +97,7 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
         computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
         saves = computes if run.form == "plain" else run.form not in EPILOGUES
         raise MismatchError(
-            f"the profile of {profile.device_class} has no time of {run.op} in {run.timed_as} (it has "
+            f"the profile of {profile.device_class} has no time of {op.name} in {run.timed_as} (it has "
             f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
     wanted = _width(run.mode)
@@ -98,8 +114,7 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
             m,
         ),
     )
-    ratio, cost = wanted / _width(nearest), measured[nearest]
-    return Cost(cost.forward_s * ratio, cost.backward_s * ratio)
+    return nearest, wanted / _width(nearest)
 
 
 class ClassCosts:

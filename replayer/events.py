@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from qsync.graph import Op
 from qsync.lowering import Cast, LoweredGraph, Run
-from qsync.profiles import Cost
-from qsync.replayer.costs import ClassCosts, FloatArray
+from qsync.profiles import Cost, Profile
+from qsync.replayer.costs import FloatArray, cast_cost, run_cost
 from qsync.replayer.timeline import Event
 
 
 def class_events(
     name: str,
-    costs: ClassCosts,
+    profile: Profile,
     lowered: LoweredGraph,
     copies_s: FloatArray,
     times: tuple[float, float, float, float],
@@ -28,16 +29,18 @@ def class_events(
     stretched where an all-reduce is in flight.
     """
     start, finished, reduced, wait = times
-    profile = costs.profile
+    ops = {op.name: op for op in lowered.graph.ops}
+    groups = [[(node, _cost(profile, node, ops)) for node in nodes] for nodes in _by_operator(lowered)]
     line = _Line(name, start)
     if profile.loading_s > 0.0:
         line.add("data loading", "loading", profile.loading_s)
     line.add("host", "host", profile.host_s)
-    for node in lowered.nodes:
-        line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", _cost(costs, node).forward_s)
+    for nodes in groups:
+        for node, cost in nodes:
+            line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", cost.forward_s)
     line.add("loss", "loss", profile.outside.forward_s)
     line.add("loss, backward", "loss", profile.outside.backward_s)
-    line.events += _backward(name, costs, lowered, copies_s, _Clock(line.now, flights, rates))
+    line.events += _backward(name, lowered, groups, copies_s, _Clock(line.now, flights, rates))
     for k, (begin, end) in enumerate(flights):
         line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
     if wait > 0.0:
@@ -78,15 +81,18 @@ class _Clock:
 
 
 def _backward(
-    name: str, costs: ClassCosts, lowered: LoweredGraph, copies_s: FloatArray, clock: _Clock
+    name: str,
+    lowered: LoweredGraph,
+    groups: Sequence[Sequence[tuple[Cast | Run, Cost]]],
+    copies_s: FloatArray,
+    clock: _Clock,
 ) -> list[Event]:
     entries: list[tuple[str, str, float]] = []
-    for position, nodes in reversed(list(enumerate(_by_operator(lowered)))):
-        for node in reversed(nodes):
-            backward_s = _cost(costs, node).backward_s
-            if backward_s > 0.0:
+    for position, nodes in reversed(list(enumerate(groups))):
+        for node, cost in reversed(nodes):
+            if cost.backward_s > 0.0:
                 kind = "cast" if isinstance(node, Cast) else "backward"
-                entries.append((f"{_label(node)}, backward", kind, backward_s))
+                entries.append((f"{_label(node)}, backward", kind, cost.backward_s))
         if copies_s[position] > 0.0:
             op = lowered.graph.ops[position].name
             entries.append((f"{op}, gradients to buckets", "backward", float(copies_s[position])))
@@ -112,8 +118,8 @@ def _by_operator(lowered: LoweredGraph) -> list[list[Cast | Run]]:
     return groups
 
 
-def _cost(costs: ClassCosts, node: Cast | Run) -> Cost:
-    return costs.cast(node) if isinstance(node, Cast) else costs.run(costs.lowering.position[node.op])
+def _cost(profile: Profile, node: Cast | Run, ops: Mapping[str, Op]) -> Cost:
+    return cast_cost(profile, node) if isinstance(node, Cast) else run_cost(profile, node, ops[node.op])
 
 
 def _label(node: Cast | Run) -> str:

@@ -16,24 +16,26 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync.cluster import Cluster, DeviceClass, Link
+from qsync.cluster import Cluster, Link
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.graph import OpGraph
-from qsync.lowering import LoweredGraph, Lowering, matching
+from qsync.lowering import Lowering, matching
 from qsync.plans import Plan
 from qsync.precision import Precision, type_bytes
-from qsync.predictor.memory import peak_memory
+from qsync.predictor.footprints import peak_bytes
 from qsync.profiles import Profile
 from qsync.replayer.communication import (
-    GRADIENT_BYTES,
     Bucket,
     buckets,
     cluster_all_reduce_s,
-    ready_positions,
+    gradient_bytes,
 )
 from qsync.replayer.costs import ClassCosts, FloatArray
 from qsync.replayer.events import class_events
+from qsync.replayer.on_access import OnAccess
+from qsync.replayer.prices import Priced, price
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
+from qsync.tabulated import Tabulated
 
 # Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still
 # computes after the last all-reduce.
@@ -109,16 +111,15 @@ class Exchange:
             if handed_out:
                 self.broadcast_s = cluster_all_reduce_s(cluster, handed_out)
             self.buckets = buckets(graph, bucket_cap_bytes)
-            sizes = {value.name: GRADIENT_BYTES * value.num_elements for value in graph.parameters}
-            for name, position in ready_positions(graph).items():
+            for position, num_bytes in gradient_bytes(graph).items():
                 if position >= 0:
-                    self.copied_bytes[position] += sizes[name]
+                    self.copied_bytes[position] = num_bytes
                 else:
-                    self.unused_bytes += sizes[name]
+                    self.unused_bytes = num_bytes
         self.durations_s = tuple(cluster_all_reduce_s(cluster, bucket.num_bytes) for bucket in self.buckets)
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
 
-    def work(self, costs: ClassCosts) -> Work:
+    def work(self, costs: ClassCosts | Priced) -> Work:
         """The step of one class at full speed, with what filling the buckets adds to its backward."""
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
@@ -189,21 +190,18 @@ def replay(
 
     >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
     """
-    lowerings = checked_lowerings(graph, plan, profiles, cluster)
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
-    costs = {name: ClassCosts(lowering, profiles[name]) for name, lowering in lowerings.items()}
+    costs = {
+        name: price(Tabulated(graph, assignment, cluster[name].narrow, less), profiles[name])
+        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+    }
     works = [exchange.work(entry) for entry in costs.values()]
     step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
-    after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
-    blocked = [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
-    zero = min(start - idle for start, idle in zip(step.starts_s, step.idle_s, strict=True))
-    flights = [(start - zero, end - zero) for start, end in step.flights]
+    blocked = _blocked_s(step)
     classes: dict[str, ClassTimeline] = {}
-    events: list[Event] = []
     for c, (name, entry) in enumerate(costs.items()):
         # A class is blocked for others as long as it is blocked longer than the one that is blocked least.
         exposed, wait = min(blocked), blocked[c] - min(blocked)
-        lowered = entry.lowering.lowered()
         classes[name] = ClassTimeline(
             compute_s=works[c].total_s,
             loading_s=profiles[name].loading_s,
@@ -211,23 +209,49 @@ def replay(
             exposed_s=exposed,
             wait_s=wait,
             wait_fraction=wait / step.reduced_s if step.reduced_s > 0 else 0.0,
-            memory_bytes=_memory_bytes(lowered, profiles[name], cluster, cluster[name]),
+            memory_bytes=peak_bytes(
+                entry.lowered,
+                optimizer_bytes=profiles[name].optimizer_bytes,
+                num_ranks=cluster.num_ranks,
+                device=cluster[name].device,
+            ),
             num_ranks=cluster[name].count,
-            nodes=lowered.nodes,
+            nodes=OnAccess(lambda entry=entry: entry.lowered.lowered().nodes),  # type: ignore[misc]
             origin=profiles[name].origin,
         )
-        copies = exchange.copied_bytes * profiles[name].bucket_s_per_byte
+    uncertainty = [entry.profile.uncertainty for entry in costs.values()]
+    return Timeline(
+        step.reduced_s,
+        classes,
+        OnAccess(lambda: _events(costs, works, step, exchange)),
+        interval_s=_interval(works, uncertainty, exchange),
+    )
+
+
+def _blocked_s(step: Step) -> list[float]:
+    """How long each class stands still: before its step, and after its own work."""
+    after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
+    return [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
+
+
+def _events(
+    costs: Mapping[str, Priced], works: Sequence[Work], step: Step, exchange: Exchange
+) -> list[Event]:
+    """Everything that happens in a step, laid out in time, class by class."""
+    blocked = _blocked_s(step)
+    zero = min(start - idle for start, idle in zip(step.starts_s, step.idle_s, strict=True))
+    flights = [(start - zero, end - zero) for start, end in step.flights]
+    events: list[Event] = []
+    for c, (name, entry) in enumerate(costs.items()):
+        copies = exchange.copied_bytes * entry.profile.bucket_s_per_byte
         if step.idle_s[c] > 0.0:
             begun = step.starts_s[c] - step.idle_s[c] - zero
             events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
-        waits = min(wait, after[c])
+        waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
         times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
         rates = [compute_rate(works[c], k, d, exchange.link) for k, d in enumerate(exchange.durations_s)]
-        events += class_events(name, entry, lowered, copies, times, flights, rates)
-    uncertainty = [entry.profile.uncertainty for entry in costs.values()]
-    return Timeline(
-        step.reduced_s, classes, tuple(events), interval_s=_interval(works, uncertainty, exchange)
-    )
+        events += class_events(name, entry.profile, entry.lowered.lowered(), copies, times, flights, rates)
+    return events
 
 
 def _interval(
@@ -249,17 +273,6 @@ def _interval(
     return fast, slow
 
 
-def _memory_bytes(
-    lowered: LoweredGraph, profile: Profile, cluster: Cluster, device_class: DeviceClass
-) -> int:
-    return peak_memory(
-        lowered,
-        optimizer_bytes=profile.optimizer_bytes,
-        num_ranks=cluster.num_ranks,
-        device=device_class.device,
-    ).peak_bytes
-
-
 def checked_lowerings(
     graph: OpGraph,
     plan: Plan | Mapping[str, Mapping[str, Precision]],
@@ -267,10 +280,23 @@ def checked_lowerings(
     cluster: Cluster,
 ) -> dict[str, Lowering]:
     """The lowering of every class, once plan, graph, profiles and cluster are known to belong together."""
+    return {
+        name: Lowering(graph, assignment, cluster[name].narrow, less)
+        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+    }
+
+
+def checked_assignments(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> list[tuple[str, Mapping[str, Precision], tuple[str, ...]]]:
+    """For every class its name, its assignment, and who saves less; checked to belong together."""
     if isinstance(plan, Plan):
         plan.check_graph(graph)
     check_profiles(graph, profiles, cluster)
-    lowerings = {}
+    found = []
     for device_class in cluster.classes:
         name = device_class.name
         if not isinstance(plan, Plan) and name not in plan:
@@ -278,15 +304,17 @@ def checked_lowerings(
                 f"no assignment for device class {name!r}; there is one for {', '.join(plan)}"
             )
         assignment = plan[name].assignment if isinstance(plan, Plan) else plan[name]
-        for op, precision in assignment.items():
-            if precision not in device_class.precisions:
-                known = ", ".join(device_class.precisions)
-                raise UnsupportedError(
-                    f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
-                )
+        if not set(assignment.values()) <= set(device_class.precisions):
+            op, precision = next(
+                entry for entry in assignment.items() if entry[1] not in device_class.precisions
+            )
+            known = ", ".join(device_class.precisions)
+            raise UnsupportedError(
+                f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
+            )
         less = matching(graph, plan[name].saving_less) if isinstance(plan, Plan) else ()
-        lowerings[name] = Lowering(graph, assignment, device_class.narrow, less)
-    return lowerings
+        found.append((name, assignment, less))
+    return found
 
 
 def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> None:

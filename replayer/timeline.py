@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class ClassTimeline:
     step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication
     took from it, communication with nothing left to compute, and waiting for slower classes. `loading_s` is
     the part of its own work that is waiting for the next batch, 0 where no loader was profiled. `nodes` is
-    what was priced.
+    what was priced, written out when it is looked at.
     """
 
     compute_s: float
@@ -45,7 +45,7 @@ class ClassTimeline:
     wait_fraction: float
     memory_bytes: int
     num_ranks: int
-    nodes: tuple[Cast | Run, ...] = ()
+    nodes: Sequence[Cast | Run] = ()
     origin: str = "measured"  # of the costs: Profile.origin
     loading_s: float = 0.0
 
@@ -55,7 +55,8 @@ class Timeline:
     """One steady synchronous step of the whole cluster, simulated.
 
     The median step of a run should lie within `interval_s` nine times in ten, as far as the profiles can tell
-    (`Profile.uncertainty`); None where they say nothing of their own error.
+    (`Profile.uncertainty`); None where they say nothing of their own error. `events` are laid out when they
+    are looked at.
 
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction
@@ -63,7 +64,7 @@ class Timeline:
 
     step_s: float
     classes: Mapping[str, ClassTimeline]
-    events: tuple[Event, ...]
+    events: Sequence[Event]
     simulated: bool = True
     interval_s: tuple[float, float] | None = None
 
@@ -75,7 +76,7 @@ class Timeline:
 
     def sequence(self, device_class: str) -> tuple[Cast | Run, ...]:
         """The nodes that were priced for this class, in execution order: what its ranks must run."""
-        return self[device_class].nodes
+        return tuple(self[device_class].nodes)
 
     def to_json(self) -> dict[str, Any]:
         classes = {}

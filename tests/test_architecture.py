@@ -25,7 +25,10 @@ RECORDS = (
     "profiles",
     "errors",
     "files",
+    "lowered",
     "lowering",
+    "remembered",
+    "tabulated",
     "folders",
     "serving",
 )

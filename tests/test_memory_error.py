@@ -18,6 +18,7 @@ from qsync.experiments.gpt import Gpt  # noqa: E402
 from qsync.lowering import lower  # noqa: E402
 from qsync.precision import Precision  # noqa: E402
 from qsync.predictor import memory  # noqa: E402
+from qsync.predictor.blocks import block_bytes  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -149,8 +150,8 @@ def test_the_margin_is_in_every_peak(monkeypatch):
 
 
 def test_a_gpu_s_blocks_are_rounded():
-    assert [memory.block_bytes(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
-    assert memory.block_bytes(11 * 2**20) == 12 * 2**20
+    assert [block_bytes(n) for n in (0, 1, 512, 513)] == [0, 512, 512, 1024]
+    assert block_bytes(11 * 2**20) == 12 * 2**20
     graph = gpt_graph()
     on_cpu, on_gpu = (memory.peak_memory(lower(graph, {}), device=device) for device in ("cpu", "cuda"))
     assert on_gpu.peak_bytes >= on_gpu.estimate_bytes + memory.SEGMENTS > on_cpu.estimate_bytes

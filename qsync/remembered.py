@@ -1,0 +1,34 @@
+"""What follows from a record alone is worked out once, and forgotten with the record."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Remembered(Generic[T]):
+    """A value for each record, which is known by identity: comparing graphs would cost more than it saves.
+
+    A value must not hold its record, or neither would ever be freed.
+
+    >>> HASHES: Remembered[str] = Remembered()
+    >>> HASHES.of(graph, lambda: graph.hash)
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, tuple[weakref.ref[Any], T]] = {}
+
+    def of(self, record: Any, make: Callable[[], T]) -> T:
+        """The value of this record, made if there is none yet."""
+        key = id(record)
+        found = self._held.get(key)
+        if found is None:
+            value = make()
+            held = self._held
+            # Once a record is gone its number may be another's.
+            self._held[key] = (weakref.ref(record, lambda _: held.pop(key, None)), value)
+            return value
+        return found[1]
