@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from qsync.graph import OpGraph
 from qsync.lowering import FUSED, Cast, Run
+from qsync.predictor.kept import Kept
 from qsync.predictor.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, Span, layout
 from qsync.predictor.memory import bytes_throughout, margin_bytes
 from qsync.remembered import Remembered
@@ -38,6 +39,7 @@ class Footprints:
         self.device, self.in_buckets = device, in_buckets
         self.throughout = bytes_throughout(graph)
         self._num_ops = len(graph.ops)
+        self._kept: dict[tuple[int, str, str], Kept] = {}
         # By neighbourhood: bytes while it waits for backward, in forward, in backward, and in the middle.
         self._needs: list[tuple[int, int, int, int] | None] = []
         self._list_families()
@@ -149,7 +151,8 @@ class Footprints:
     def in_use(self, lowered: Tabulated) -> Ints:
         """Bytes of what comes and goes, at each time of the step."""
         change = np.zeros(2 * self._num_ops + 2, dtype=np.int64)
-        lives = Lifetimes(self.layout, _Runs(lowered), _Casts(lowered), self.device, self.in_buckets)
+        runs, casts = _Runs(lowered), _Casts(lowered)
+        lives = Lifetimes(self.layout, runs, casts, self.device, self.in_buckets, self._kept)
         self._add_needs(change, lowered, lives)
         self._add_families(change, lowered, lives)
         found: Ints = change.cumsum()
@@ -241,9 +244,13 @@ class _Runs:
 
     def __init__(self, lowered: Tabulated) -> None:
         self._lowered = lowered
+        self._made: dict[int, Run] = {}
 
     def __getitem__(self, i: int) -> Run:
-        return self._lowered.run(i)
+        run = self._made.get(i)
+        if run is None:
+            run = self._made[i] = self._lowered.run(i)
+        return run
 
 
 class _Casts:

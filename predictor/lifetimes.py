@@ -81,12 +81,23 @@ class Casts(Protocol):
 
 
 class Lifetimes:
-    """The tensors of one lowered graph. `in_buckets`: parameters' gradients are copied into DDP's buckets."""
+    """The tensors of one lowered graph. `in_buckets`: parameters' gradients are copied into DDP's buckets.
 
-    def __init__(self, layout: Layout, runs: Runs, casts: Casts, device: str, in_buckets: bool) -> None:
+    `kept` is what operators were found to keep, by position, form and mode: it holds for every assignment.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        runs: Runs,
+        casts: Casts,
+        device: str,
+        in_buckets: bool,
+        kept: dict[tuple[int, str, str], Kept] | None = None,
+    ) -> None:
         self.layout, self.runs, self.casts = layout, runs, casts
         self.device, self.in_buckets = device, in_buckets
-        self._kept: dict[tuple[int, str, str], Kept] = {}
+        self._kept = {} if kept is None else kept
 
     def of(self, what: str | int) -> list[Span]:
         """The tensors of a value (one that is no view) by its name, or those an operator needs besides."""

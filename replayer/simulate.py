@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import sub, truediv
 
 import numpy as np
 
@@ -116,7 +117,9 @@ class Exchange:
                     self.copied_bytes[position] = num_bytes
                 else:
                     self.unused_bytes = num_bytes
-        self.durations_s = tuple(cluster_all_reduce_s(cluster, bucket.num_bytes) for bucket in self.buckets)
+        sizes = {bucket.num_bytes for bucket in self.buckets}
+        durations = {num_bytes: cluster_all_reduce_s(cluster, num_bytes) for num_bytes in sizes}
+        self.durations_s = tuple(durations[bucket.num_bytes] for bucket in self.buckets)
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
 
     def work(self, costs: ClassCosts | Priced) -> Work:
@@ -147,7 +150,8 @@ def steady_step(
     takes `broadcast_s`, all start with the last.
     """
     starts = tuple(work.optimizer_s for work in works)
-    step = _step(_met(starts, broadcast_s), works, durations_s, link)
+    rates = [[compute_rate(work, k, d, link) for work in works] for k, d in enumerate(durations_s)]
+    step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
     for _ in range(NUM_STEPS - 1):
         ahead = tuple(
             max(0.0, finished - step.reduced_s) + work.optimizer_s
@@ -156,7 +160,7 @@ def steady_step(
         if ahead == starts:
             break
         starts = ahead
-        step = _step(_met(starts, broadcast_s), works, durations_s, link)
+        step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
     return replace(step, idle_s=tuple(b - a for a, b in zip(starts, step.starts_s, strict=True)))
 
 
@@ -341,7 +345,13 @@ def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> floa
     return max(LEAST_RATE, 1.0 - toll_s * link.overlap_rate / duration_s)
 
 
-def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequence[float], link: Link) -> Step:
+def _step(
+    starts: tuple[float, ...],
+    works: Sequence[Work],
+    durations_s: Sequence[float],
+    rates_of_buckets: Sequence[Sequence[float]],
+    link: Link,
+) -> Step:
     """One step of all classes from where each starts. O(buckets x classes)."""
     now = 0.0
     done = [
@@ -350,13 +360,14 @@ def _step(starts: tuple[float, ...], works: Sequence[Work], durations_s: Sequenc
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
     flights = []
-    for k, duration in enumerate(durations_s):
-        gap = max(0.0, *(work.ready_s[k] - done[c] for c, work in enumerate(works)))
+    # Bucket by bucket: when each class has filled it, and at which rate each computes beside its all-reduce.
+    ready = zip(*(work.ready_s for work in works), strict=True)
+    for duration, ready_s, rates in zip(durations_s, ready, rates_of_buckets, strict=True):
+        gap = max(0.0, *map(sub, ready_s, done))
         now += gap
-        done = [min(total[c], done[c] + gap) for c in range(len(works))]
-        left = [total[c] - done[c] for c in range(len(works))]
-        rates = [compute_rate(work, k, duration, link) for work in works]
-        computing = max(one / rate for one, rate in zip(left, rates, strict=True))
+        done = [one + gap if one + gap < most else most for one, most in zip(done, total, strict=True)]
+        left = list(map(sub, total, done))
+        computing = max(map(truediv, left, rates))
         elapsed = duration / link.overlap_rate
         if (
             elapsed > computing
