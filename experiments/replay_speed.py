@@ -34,6 +34,7 @@ from qsync.experiments.limits import PRECISIONS, synthetic_profile
 from qsync.files import write_json
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.lowering import Lowering
+from qsync.plans import ClassPlan, Plan
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Profile
 from qsync.replayer import ClassCosts, replay
@@ -42,8 +43,6 @@ LAYERS = 80
 NAMES = ("first", "second", "third", "fourth")
 GROWTH = (1, 2, 4)
 RANKS = (10, 10_000)
-
-Plans = Mapping[str, Mapping[str, Precision]]
 
 
 def main(out: Path = Path("replay_speed.json"), layers: int = LAYERS, plans: int = 20, seed: int = 0) -> None:
@@ -71,22 +70,22 @@ def measure(layers: int, num_plans: int, seed: int) -> list[dict[str, Any]]:
             name: replace(synthetic_profile(graph, name, 1.0 + 0.3 * k), error=0.02, drift=0.01)
             for k, name in enumerate(NAMES)
         }
-        plans = [random_plans(graph, seed + k) for k in range(num_plans + 1)]
+        plans = [random_plan(graph, seed + k) for k in range(num_plans + 1)]
         first, *later = replays(graph, plans, profiles, cluster_of(RANKS[0]))
         size = f"{len(graph.ops)} operators, {len(NAMES)} classes of {RANKS[0]} ranks"
         rows.append(_row("full replay, first call", [first], None, size))
         rows.append(_row("full replay, later calls, new plans", later, 50e-3, size))
-    more = [random_plans(graph, seed + num_plans + 1 + k) for k in range(num_plans)]
+    more = [random_plan(graph, seed + num_plans + 1 + k) for k in range(num_plans)]
     later = replays(graph, more, profiles, cluster_of(RANKS[1]))
     size = f"{len(graph.ops)} operators, {len(NAMES)} classes of {RANKS[1]} ranks"
     rows.append(_row("full replay, later calls, new plans", later, 50e-3, size))
-    changes = incremental(graph, profiles[NAMES[0]], plans[0][NAMES[0]], seed)
+    changes = incremental(graph, profiles[NAMES[0]], plans[0][NAMES[0]].assignment, seed)
     rows.append(_row("one operator changed: lowered and priced again", changes, 0.2e-3, size))
     return rows
 
 
 def replays(
-    graph: OpGraph, plans: Sequence[Plans], profiles: Mapping[str, Profile], cluster: Cluster
+    graph: OpGraph, plans: Sequence[Plan], profiles: Mapping[str, Profile], cluster: Cluster
 ) -> list[float]:
     """Seconds that each of these plans takes to replay, in turn."""
     return [_seconds(lambda plan=plan: replay(graph, plan, profiles, cluster)) for plan in plans]  # type: ignore[misc]
@@ -107,10 +106,12 @@ def incremental(
     return found
 
 
-def random_plans(graph: OpGraph, seed: int) -> Plans:
-    """A random assignment for every class."""
+def random_plan(graph: OpGraph, seed: int) -> Plan:
+    """A plan that gives every operator any of its precisions on every class."""
     rng = random.Random(seed)
-    return {name: {op.name: rng.choice(_choices(op)) for op in graph.adjustable} for name in NAMES}
+    drawn = ({op.name: rng.choice(_choices(op)) for op in graph.adjustable} for _ in NAMES)
+    classes = {name: ClassPlan(assignment) for name, assignment in zip(NAMES, drawn, strict=True)}
+    return Plan(graph.model, graph.hash, classes)
 
 
 def cluster_of(count: int) -> Cluster:

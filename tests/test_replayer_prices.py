@@ -95,6 +95,20 @@ def test_blocks_are_priced_alike(graph):
         check(graph, drawn(graph, seed, CPU_PRECISIONS), with_measured_casts(graph, profile, seed), cluster)
 
 
+@pytest.mark.parametrize("family", ["llama", "vit", "resnet"])
+def test_captured_models_are_replayed_alike(family):
+    pytest.importorskip("transformers")
+    from models import build
+
+    import qsync
+
+    graph = qsync.capture(*build(family))
+    profile = profile_of(graph, precisions=tuple(Precision), optimizer_bytes=777)
+    cluster = cluster_of({"infer": 2}, precisions=tuple(Precision))
+    for seed in range(6):
+        check(graph, drawn(graph, seed), with_measured_casts(graph, profile, seed), cluster, cap=10_000)
+
+
 def test_a_plan_that_saves_less_is_replayed_as_it_says():
     graph = encoder(2)
     profile = profile_of(graph)
