@@ -9,9 +9,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from qsync.datasheets import DataSheet
-from qsync.predictor.calls import Call, Direction, least_s, parts
+from qsync.predictor.calls import Call, Direction, least_s, parts, sum_s
 from qsync.predictor.gaussian import Array
-from qsync.predictor.samples import Sample
+from qsync.predictor.samples import Sample, without_sums
 
 Asked = Sequence[tuple[Call, str, Direction, DataSheet]]
 
@@ -40,7 +40,7 @@ class Linear:
         self._weights: dict[tuple[str, str, str], Array] = {}
         for key, members in by_key.items():
             at_best = np.array([parts(s.call, s.mode, s.direction, s.sheet) for s in members])
-            seconds = np.array([s.seconds for s in members])
+            seconds = np.array([without_sums(s) for s in members])
             self._weights[key] = nnls(at_best / seconds[:, None], np.ones(len(members)))[0]
 
     def seconds(self, asked: Asked) -> Array:
@@ -51,5 +51,6 @@ class Linear:
             if weights is None:
                 found.append(least_s(call, mode, direction, sheet))
             else:
-                found.append(float(np.dot(weights, parts(call, mode, direction, sheet))))
+                own_s = float(np.dot(weights, parts(call, mode, direction, sheet)))
+                found.append(own_s + sum_s(call, direction, sheet))
         return np.array(found)

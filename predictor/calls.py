@@ -132,7 +132,7 @@ def operations(call: Call, mode: str, direction: Direction, narrow: str) -> dict
 
 def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
     """Bytes of every operand and every result, once each. Backward reads gradient and operands, and writes
-    gradients."""
+    gradients; what adding them to others takes stands by itself (`sum_s`)."""
     if call.kind in _MOVE_NOTHING:
         return 0.0
     if call.kind == "cast":
@@ -144,9 +144,19 @@ def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
     result = type_bytes("bf16" if mode == "bf16" else "fp32", num_elements(call.output))
     if direction == "forward":
         return given + result
-    # A gradient that is added to another is read twice and written once more.
-    made = sum(4 * a.num_elements * (4 if a.summed else 1) for a in call.inputs if a.gradient)
+    made = sum(4 * a.num_elements for a in call.inputs if a.gradient)
     return result + given + made
+
+
+def sum_s(call: Call, direction: Direction, sheet: DataSheet) -> float:
+    """Seconds at the device's bandwidth of adding gradients that a call makes to those that others made.
+
+    Two are read and one is written (ours). Autograd adds them, whatever made them: no kind does it worse than
+    another.
+    """
+    if direction == "forward":
+        return 0.0
+    return sum(3 * 4 * a.num_elements for a in call.inputs if a.gradient and a.summed) / sheet.bytes_per_s
 
 
 def has_direction(call: Call, mode: str, direction: Direction) -> bool:
@@ -157,8 +167,8 @@ def has_direction(call: Call, mode: str, direction: Direction) -> bool:
 
 
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:
-    """Seconds at full speed of the launch, of the products at their peaks, and of the bytes. KeyError for a
-    product in a type that the device does not multiply."""
+    """Seconds at full speed of the launch, of the products at their peaks, and of the bytes, all without
+    `sum_s`. KeyError for a product in a type that the device does not multiply."""
     done = operations(call, mode, direction, sheet.narrow)
     products = sum(count / sheet.flops_per_s[name] for name, count in done.items())
     return sheet.launch_s, products, moved_bytes(call, mode, direction) / sheet.bytes_per_s
@@ -170,7 +180,7 @@ def least_s(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> fl
     >>> least_s(call, "bf16", "forward", datasheet("A100"))
     """
     launch, products, memory = parts(call, mode, direction, sheet)
-    return launch + max(products, memory)
+    return launch + max(products, memory) + sum_s(call, direction, sheet)
 
 
 def _operand(call: Call, index: int, mode: str) -> str:

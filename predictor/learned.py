@@ -5,7 +5,8 @@
 in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is a
 launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`); what it misses is a
 smooth
-function of the features (`gaussian`). All of it is relative to the roofline, so a model that was learned here
+function of the features (`gaussian`). Sums of gradients, which autograd adds whoever made them, stand beside
+it. All of it is relative to the roofline, so a model that was learned here
 prices
 another device as the same shares of that device's peaks: an assumption, not a measurement, and what it prices
 so is called
@@ -28,11 +29,11 @@ import numpy as np
 from qsync.datasheets import DataSheet
 from qsync.errors import CalibrationError, FormatError
 from qsync.files import check_fields, check_header, field, read_json, write_json
-from qsync.predictor.calls import Argument, Call, Direction, has_direction, parts
+from qsync.predictor.calls import Argument, Call, Direction, has_direction, parts, sum_s
 from qsync.predictor.features import family, features
 from qsync.predictor.gaussian import Array, Gaussian
 from qsync.predictor.laws import Law
-from qsync.predictor.samples import DIRECTIONS, Sample
+from qsync.predictor.samples import DIRECTIONS, Sample, without_sums
 from qsync.profiles import Cost
 
 VERSION = 1
@@ -105,7 +106,8 @@ class CostModel:
                 # Of t = m e^N(0, s^2) the guess with the least expected |guess / t - 1| is m e^(-s^2).
                 guess = np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL) - np.minimum(deviation, 0.5) ** 2
                 found[rows] *= np.exp(guess)
-        return found
+        sums: Array = np.array([sum_s(call, direction, sheet) for call, _, direction, sheet in asked])
+        return found + sums
 
     def _mode(self, call: Call, mode: str, direction: Direction) -> str:
         """The mode whose law is used: this one, or the one most like it that was measured."""
@@ -264,9 +266,10 @@ def _some(samples: list[Sample]) -> list[Sample]:
 
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
-    """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,)."""
+    """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,), both
+    without the sums of gradients."""
     at_best = np.array([parts(*asked(sample)) for sample in samples])
-    return at_best, np.array([sample.seconds for sample in samples])
+    return at_best, np.array([without_sums(sample) for sample in samples])
 
 
 def _stated(entry: Mapping[str, Any]) -> StatedError:

@@ -18,7 +18,16 @@ from qsync.datasheets import DataSheet
 from qsync.errors import MismatchError
 from qsync.graph import OpGraph
 from qsync.lowering import FORMS, FUSED
-from qsync.predictor.calls import Call, Direction, calls, has_direction, moved_bytes, operations, value_call
+from qsync.predictor.calls import (
+    Call,
+    Direction,
+    calls,
+    has_direction,
+    moved_bytes,
+    operations,
+    sum_s,
+    value_call,
+)
 from qsync.predictor.features import family, features
 from qsync.profiles import Profile
 
@@ -71,6 +80,12 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
         Sample(call, mode, direction, max(statistics.median(times), LEAST_S), sheet, graph.hash)
         for (call, mode, direction), times in seconds.items()
     ]
+
+
+def without_sums(sample: Sample) -> float:
+    """The seconds of a sample less what adding its gradients to others takes (`sum_s`); half of them at the
+    least, as these bytes may still lie in a cache."""
+    return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
 
 
 def saves_plainly(timed_as: str) -> bool:

@@ -96,7 +96,7 @@ def profile_calls(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         bench = Bench(calls).to(device)
-        gradients = [torch.randn(call.output, device=device) for call in calls]
+        gradients = [torch.randn(shape, device=device) for shape in bench.shapes]
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         results = model(x)

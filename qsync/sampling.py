@@ -1,7 +1,9 @@
 """Single operators of given shapes, in the company they have in models: what a cost model is taught with.
 
-Each call stands on values that a thin product made, and its gradient arrives in memory order. All of them are
-operators of one module, which is profiled as any model is: with the kernels, casts and clocks of a real step.
+Each call stands on values that a thin product made. What works on images stands between two thin
+convolutions, so that images and their gradients arrive in the order that convolutions hand on. All of them
+are operators of one module, which is profiled as any model is: with the kernels, casts and clocks of a real
+step.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from qsync.graph import num_elements
 from qsync.predictor.calls import Argument, Call
 
 _THIN = 16
+_ON_IMAGES = ("conv2d", "batch_norm", "max_pool2d")
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
@@ -53,12 +56,18 @@ class Bench(nn.Module):
     def forward(self, x: Tensor) -> list[Tensor]:
         return [cell() * x for cell in self.cells]
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of its results."""
+        return [cell.shape for cell in self.cells]  # type: ignore[misc]
+
 
 class _Cell(nn.Module):
     """One call on values of its own.
 
     What needs a gradient is made by a thin product (16 wide), so that it arrives in the type that a product
-    hands on.
+    hands on; for what works on images, by a convolution, which hands them on in an order of its own. Another
+    reads its result, and brings the gradient in that order.
     """
 
     def __init__(self, call: Call) -> None:
@@ -70,14 +79,19 @@ class _Cell(nn.Module):
                 scale = num_elements(argument.shape[1:]) ** -0.5
                 self.given.append(torch.randn(argument.shape) * scale)
             else:
-                self.made.append(_Made(argument))
+                self.made.append(_Made(argument, call.kind in _ON_IMAGES and len(argument.shape) == 4))
         if call.kind in ("layer_norm", "batch_norm"):
             shape = call.inputs[0].shape
             flat = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}.get(len(shape), nn.BatchNorm1d)
             self.norm: nn.Module = nn.LayerNorm(shape[-1]) if call.kind == "layer_norm" else flat(shape[1])
 
+        images = call.kind in _ON_IMAGES and len(call.output) == 4
+        self.reads = nn.Parameter(torch.randn(_THIN, call.output[1], 1, 1)) if images else None
+        self.shape = (call.output[0], _THIN, *call.output[2:]) if images else call.output
+
     def forward(self) -> Tensor:
-        return self._run(*(made() for made in self.made), *self.given)
+        result = self._run(*(made() for made in self.made), *self.given)
+        return result if self.reads is None else F.conv2d(result, self.reads)
 
     def _run(self, *values: Tensor) -> Tensor:
         if self.kind in _UNARY:
@@ -96,11 +110,14 @@ class _Cell(nn.Module):
 class _Made(nn.Module):
     """A value that an operator made, or, where nobody asks for its gradient, one that was given."""
 
-    def __init__(self, argument: Argument) -> None:
+    def __init__(self, argument: Argument, image: bool) -> None:
         super().__init__()
-        self.shape = argument.shape
+        self.shape, self.image = argument.shape, image
         rows, columns = self.shape[0], num_elements(self.shape[1:])
-        if argument.gradient:
+        if argument.gradient and image:
+            self.left = nn.Parameter(torch.randn(rows, _THIN, *self.shape[2:]))
+            self.right = nn.Parameter(torch.randn(self.shape[1], _THIN, 1, 1) * _THIN**-0.5)
+        elif argument.gradient:
             self.left = nn.Parameter(torch.randn(rows, _THIN))
             self.right = nn.Parameter(torch.randn(columns, _THIN) * _THIN**-0.5)
         else:
@@ -109,6 +126,8 @@ class _Made(nn.Module):
     def forward(self) -> Tensor:
         if not hasattr(self, "left"):
             return self.value
+        if self.image:
+            return F.conv2d(self.left, self.right)
         return F.linear(self.left, self.right).view(self.shape)
 
 

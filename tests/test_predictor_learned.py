@@ -25,6 +25,7 @@ from qsync.predictor.calls import (
     moved_bytes,
     operations,
     parts,
+    sum_s,
 )
 from qsync.predictor.features import features
 from qsync.predictor.filling import fill, priced_as, simulate
@@ -131,6 +132,24 @@ def test_the_roofline_counts_operations_and_bytes():
     assert bound == HERE.launch_s + max(LINEAR.flops / 1e11, 4 * (64 * 32 + 16 * 32 + 64 * 16) / 1e10)
     fixed = replace(LINEAR, inputs=(Argument((64, 32), gradient=False), LINEAR.inputs[1]))
     assert operations(fixed, "fp32", "backward", "bf16") == {"fp32": LINEAR.flops}
+
+
+def test_a_sum_of_gradients_costs_its_bytes_whatever_kind_made_them(learned):
+    """Also of a kind that moves bytes badly, and was never seen adding any."""
+    x, weight = LINEAR.inputs
+    summed = replace(LINEAR, inputs=(replace(x, summed=True), weight))
+    bytes_s = 3 * 4 * 64 * 32 / HERE.bytes_per_s
+    for model in (learned, Linear(learned.samples), Roofline([])):
+        for direction, more in (("forward", 0.0), ("backward", bytes_s)):
+            alone, both = model.seconds([(call, "bf16", direction, HERE) for call in (LINEAR, summed)])
+            assert both - alone == pytest.approx(more)
+    seen = [
+        replace(s, call=replace(s.call, inputs=(replace(s.call.inputs[0], summed=True), *s.call.inputs[1:])))
+        for s in learned.samples
+    ]
+    seen = [replace(s, seconds=s.seconds + sum_s(s.call, s.direction, HERE)) for s in seen]
+    taught = CostModel(seen).seconds([(LINEAR, "bf16", "backward", HERE)])
+    np.testing.assert_allclose(taught, learned.seconds([(LINEAR, "bf16", "backward", HERE)]), rtol=0.02)
 
 
 def test_encodings_have_no_backward():

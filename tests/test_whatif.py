@@ -72,6 +72,20 @@ def test_a_device_that_is_not_here_is_planned_for_and_called_simulated(folder):
     assert {reason["origin"] for reason in reasons if reason["device_class"] == "cards"} <= {"simulated"}
 
 
+def test_images_and_their_gradients_are_measured_in_the_order_that_convolutions_hand_on():
+    x, weight = Argument((2, 16, 4, 4)), Argument((32, 16, 3, 3), parameter=True)
+    call = Call("conv2d", (x, weight), (2, 32, 4, 4), 2 * 2 * 32 * 16 * 16 * 9)
+    norm = Call("batch_norm", (x,), x.shape, kept=((16,),) * 4)
+    precisions = [Precision.FP32, Precision.BF16]
+    graph, profile = learning.profile_calls([call, norm], torch.device("cpu"), precisions, rounds=1)
+    measured = [op for op in graph.ops if op.kind == "batch_norm" or op.shape == call.output]
+    assert {"conv2d", "batch_norm"} <= {op.kind for op in measured}
+    for op in measured:
+        assert op.kind == "mul" or "bf16 channels_last" in profile.ops[op.name]
+        assert any(reader.kind == "conv2d" and op.name in reader.inputs for reader in graph.ops)
+    assert {s.call for s in samples_of(graph, profile)} >= {call}
+
+
 def test_what_was_measured_on_a_real_device_is_preferred(folder):
     profile = load_basis(folder / "basis", folder / "cluster.toml").profiles["cards"]
     assert profile.machine["shares of"] == "train" and profile.origin == "simulated"
