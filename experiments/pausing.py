@@ -11,7 +11,9 @@ import signal
 import sys
 import time
 
-PAUSE_S = 0.010
+# Short against a step, which else comes out longer or shorter by where its pauses fall; long against what a
+# pause costs.
+PAUSE_S = 0.004
 LONGEST_PAUSE_S = 3 * PAUSE_S
 _PR_SET_PDEATHSIG = 1
 _PR_SET_TIMERSLACK = 29
@@ -30,7 +32,7 @@ def main(pid: int, share: float) -> None:
 
 
 def alternate(pid: int, share: float) -> None:
-    """Pause for 10 ms, run for 10 ms * share / (1 - share), and so on, correcting for every late wake-up.
+    """Pause for PAUSE_S, run for PAUSE_S * share / (1 - share), and so on, correcting for every late wake-up.
 
     A helper that wakes late lets the rank run too long, or keeps it stopped too long. What was achieved is
     counted, and each pause is chosen so that after it the rank has been stopped for exactly (1 - share) of

@@ -21,14 +21,16 @@ from qsync.errors import CalibrationError
 from qsync.graph import OpGraph
 from qsync.lowering import TURNED, Cast, LoweredGraph, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
-from qsync.predictor.clocks import Clock
+from qsync.predictor.clocks import Clock, ShareClock, WallClock
 from qsync.predictor.loading import Loading
 from qsync.predictor.mixtures import mixtures
+from qsync.predictor.pace import pace
 from qsync.predictor.recorder import Recorder, StepTimes, look_s
 from qsync.profiles import Cost, Profile
 
 # The first step after another assignment takes a few tenths of a millisecond longer: much of one this short.
 SHORT_STEP_S = 0.5
+NUM_UNSEEN = 2
 # A step known to this part of its time is known well enough: replay's own error is larger.
 GOOD_ENOUGH = 0.005
 # How many mixed steps are timed for each uniform one.
@@ -62,7 +64,8 @@ class Profiler:
     model forward on the example batch and returns the scalar loss; backward and the optimizer are run here,
     and the weights put back after it. Before every step a batch is taken from `loader`, if there is one, and
     only timed. More rounds can be added at any time, for example between training steps, so that the profile
-    sees the machine as training does.
+    sees the machine as training does. A round with fewer steps than one of `num_precisions` has begins again,
+    so that ranks that step together take as many.
 
     >>> profiler = Profiler(program, loss, parameters, [Precision.FP32, Precision.BF16], clock)
     >>> for _ in range(3): profiler.round()
@@ -80,18 +83,23 @@ class Profiler:
         progress: Callable[[str], None] = lambda text: None,
         save_less: bool = False,
         loader: Iterable[Any] | None = None,
+        num_precisions: int = 0,
     ) -> None:
         self._runner, self._loss, self._parameters = runner, loss, list(parameters)
         self._clock, self._progress = clock, progress
-        self._loading = Loading(loader, clock) if loader is not None else None
+        self._loading = Loading(loader, _waiting(clock)) if loader is not None else None
         self._recorder = Recorder(clock, look_s(clock))
         self._precisions = tuple(precisions)
-        self._choices = _choices(precisions, save_less, runner.refused)
+        choices = _choices(precisions, save_less, runner.refused)
+        num = max(len(choices), _num_choices(num_precisions, save_less))
+        self._choices = [choices[k % len(choices)] for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
+        self._at_s: list[float] = []
+        self._walls_s: list[float] = []
+        self._wall_s = 0.0
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
         self._unseen: list[float] = []  # what a step takes if nobody looks, as a part of what it takes else
-        self._rounds = 0
         self._began_s = time.perf_counter()
         self._num_steps = 0
         self._optimizer = make_optimizer(self._parameters)
@@ -105,36 +113,74 @@ class Profiler:
             self._put_weights_back()
         self._optimizer_s.clear()
         self.graph = runner.graph
+        self._made_s = time.perf_counter() - self._began_s
+
+    @property
+    def num_choices(self) -> int:
+        """How many assignments a round times."""
+        return len(self._choices)
 
     def round(self) -> None:
-        """One more step at every precision. Raises CalibrationError when the loss is not a finite number.
+        """One more step at every precision. Raises CalibrationError when the loss is not a finite number."""
+        for k in range(self.num_choices):
+            self.measure(k)
 
-        A short step is preceded by one that nobody looks at: it warms caches, which other work left cold, and
-        says how much looking adds. (Looking keeps tensors alive a little longer, and the next ones land in
-        colder memory: 1 to 3 % of a forward pass here.)
+    def measure(self, k: int) -> None:
+        """One more step of the k-th assignment of a round.
+
+        A short step is preceded by some that nobody looks at: the first warms caches, which other work left
+        cold, the others say how much looking adds. (Looking keeps tensors alive a little longer, and the
+        next ones land in colder memory: 1 to 3 % of a forward pass here.)
         """
-        self._rounds += 1
-        for label, choose, less in self._choices:
-            self._progress(f"profile {label}, round {self._rounds}")
-            unseen_s = self._unseen_step(choose, less) if self._warm_up_s[label] < SHORT_STEP_S else None
-            step = self._step(choose, less)
-            self._samples.append((label, step))
-            if unseen_s is not None:
-                self._unseen.append(unseen_s / step.total)
-            self._put_weights_back()
-        self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
+        label, choose, less = self._choices[k]
+        self._progress(f"profile {label}, round {len(self._samples) // self.num_choices + 1}")
+        unseen_s = unseen_wall_s = None
+        if self._warm_up_s[label] < SHORT_STEP_S:
+            self._unseen_step(choose, less)
+            unseen = [(self._unseen_step(choose, less), self._wall_s) for _ in range(NUM_UNSEEN)]
+            unseen_s, unseen_wall_s = (statistics.fmean(values) for values in zip(*unseen, strict=True))
+        step = self._step(choose, less)
+        self._samples.append((label, step))
+        self._at_s.append(time.perf_counter())
+        self._walls_s.append(self._wall_s if unseen_wall_s is None else unseen_wall_s)
+        if unseen_s is not None:
+            self._unseen.append(unseen_s / step.total)
+        self._put_weights_back()
+        if k == 0:
+            self._bucket.append(_time_bucket_copy(self._parameters, self._clock))
+
+    def assignment(self, k: int) -> dict[str, Precision]:
+        """The k-th assignment of a round."""
+        return dict(self._choices[k][1](self.graph))
+
+    def walls_s(self) -> list[float]:
+        """Of every step in `samples`, how long one like it took with all that it waited for; seconds."""
+        return list(self._walls_s)
+
+    def samples(self) -> list[tuple[str, float, float]]:
+        """Of every step that was looked at: its label, its seconds, and when it ended."""
+        return [
+            (label, step.total, at_s) for (label, step), at_s in zip(self._samples, self._at_s, strict=True)
+        ]
 
     def profile(
-        self, device_class: str, machine: Mapping[str, Any], emulated_share: float | None = None
+        self,
+        device_class: str,
+        machine: Mapping[str, Any],
+        emulated_share: float | None = None,
+        slow: Sequence[float] | None = None,
     ) -> Profile:
-        """The profile of all rounds so far: medians."""
+        """The profile of all rounds so far: medians.
+
+        `slow` says how slow the machine was at each of `samples`, where more is known of it than they tell.
+        """
         steps = [step for _, step in self._samples]
         totals: dict[str, list[float]] = defaultdict(list)
         for label, step in self._samples:
             totals[label].append(step.total)
-        pace = self._pace()
+        slow = self.pace() if slow is None else slow
         unseen = statistics.median(self._unseen) if self._unseen else 1.0
-        ops, casts = _medians(self._samples, pace, min(unseen, 1.0))
+        ops, casts = _medians(self._samples, slow, min(unseen, 1.0))
         return Profile(
             device_class=device_class,
             graph_hash=self.graph.hash,
@@ -150,9 +196,9 @@ class Profiler:
             machine=dict(machine),
             emulated_share=emulated_share,
             bucket_s_per_byte=_median(self._bucket),
-            noise=self.noise(),
-            drift=_robust_deviation(self.drift()),
-            error=_unseen_error(self._samples, pace),
+            noise=self._noise(slow),
+            drift=_robust_deviation(slow),
+            error=_unseen_error(self._samples, slow),
             num_steps=self._num_steps,
             seconds=time.perf_counter() - self._began_s,
             refused=self._refused(),
@@ -165,38 +211,32 @@ class Profiler:
         The time counts from the profiler's making; `least` rounds are taken in any case.
         """
         for done in range(1, most + 1):
-            begun_s = time.perf_counter()
             self.round()
-            now_s = time.perf_counter()
-            late = now_s - self._began_s + (now_s - begun_s) > seconds
-            if done >= least and (late or self.noise() / math.sqrt(done) < GOOD_ENOUGH):
+            if done >= least and self.enough(seconds):
                 return
 
-    def noise(self) -> float:
+    def enough(self, seconds: float) -> bool:
+        """Whether a step is known to half a per cent, or another round would end later than `seconds` after
+        the profiler's making."""
+        rounds = len(self._samples) / self.num_choices
+        passed_s = time.perf_counter() - self._began_s
+        late = passed_s + (passed_s - self._made_s) / rounds > seconds
+        return late or self._noise(self.pace()) / math.sqrt(rounds) < GOOD_ENOUGH
+
+    def pace(self) -> list[float]:
+        """How slow the machine was at each sample: a factor."""
+        return pace(*zip(*self.samples(), strict=True)) if self._samples else []
+
+    def _noise(self, slow: Sequence[float]) -> float:
         """How much a step differs from its like once drift is taken out: a part of its time."""
         usual: dict[str, list[float]] = defaultdict(list)
-        for (label, step), slow in zip(self._samples, self._pace(), strict=True):
-            usual[label].append(step.total / slow)
+        for (label, step), factor in zip(self._samples, slow, strict=True):
+            usual[label].append(step.total / factor)
         # Each median was taken from the same steps, which makes them look closer to it than they are.
-        lost = math.sqrt(self._rounds / (self._rounds - 1)) if self._rounds > 1 else 1.0
+        rounds = len(self._samples) / len(usual)
+        lost = math.sqrt(rounds / (rounds - 1)) if rounds > 1 else 1.0
         around = [time_s / statistics.median(times) for times in usual.values() for time_s in times]
         return lost * _robust_deviation(around)
-
-    def _pace(self) -> list[float]:
-        """The drift of the round that each sample is of."""
-        drift = self.drift()
-        return [drift[i // len(self._choices)] for i in range(len(self._samples))]
-
-    def drift(self) -> list[float]:
-        """How slow the machine was in each round, against the median round: median over its steps."""
-        per_round = len(self._choices)
-        totals = [
-            [self._samples[r * per_round + k][1].total for r in range(self._rounds)] for k in range(per_round)
-        ]
-        usual = [statistics.median(times) for times in totals]
-        return [
-            statistics.median(totals[k][r] / usual[k] for k in range(per_round)) for r in range(self._rounds)
-        ]
 
     def _refused(self) -> dict[str, dict[str, str]]:
         """What was left out because the device does not serve it: operator -> precision -> why."""
@@ -210,12 +250,14 @@ class Profiler:
         """A whole step; it changes the weights."""
         self._next_batch()
         self._runner.choose(choose, self._recorder, _everything if less else None)
+        begun_s = time.perf_counter()
         step = _timed_step(self._recorder, self._loss, self._parameters)
         start = self._clock.now()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         end = self._clock.now()
         self._clock.settle()
+        self._wall_s = time.perf_counter() - begun_s
         self._optimizer_s.append(self._clock.seconds(start, end))
         return step
 
@@ -223,12 +265,14 @@ class Profiler:
         """Seconds of a whole step without an observer, up to the optimizer's."""
         self._next_batch()
         self._runner.choose(choose, None, _everything if less else None)
+        begun_s = time.perf_counter()
         start = self._clock.now()
         self._loss().backward()  # type: ignore[no-untyped-call]
         end = self._clock.now()
-        self._clock.settle()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._clock.settle()
+        self._wall_s = time.perf_counter() - begun_s
         return self._clock.seconds(start, end)
 
     def _next_batch(self) -> None:
@@ -246,8 +290,19 @@ class Profiler:
         return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
 
 
+def _waiting(clock: Clock) -> Clock:
+    """The clock that waiting for a batch is timed with: a rank of a job waits in wall time, not in its own."""
+    return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
+
+
 def _everything(graph: OpGraph) -> tuple[str, ...]:
     return matching(graph, ["*"])
+
+
+def _num_choices(num_precisions: int, save_less: bool = False) -> int:
+    """Steps of a round: one of each precision, and of mixtures where there is more than one."""
+    num = num_precisions * (1 + MIXTURES_PER_PRECISION) if num_precisions > 1 else num_precisions
+    return 2 * num if save_less else num
 
 
 def _choices(
@@ -259,7 +314,7 @@ def _choices(
 
     An operator runs in FP32 where its kind does not have its precision, or the device refuses it.
     """
-    num = MIXTURES_PER_PRECISION * len(precisions)
+    num = _num_choices(len(precisions)) - len(precisions)
 
     def served(graph: OpGraph, wanted: Mapping[str, Precision]) -> dict[str, Precision]:
         without = {precision: refused(graph, precision) for precision in set(wanted.values())}
@@ -285,8 +340,7 @@ def _choices(
         return choose
 
     choices: list[tuple[str, Choose]] = [(str(precision), uniform(precision)) for precision in precisions]
-    if len(precisions) > 1:
-        choices += [(f"mixture {k + 1}", mixture(k)) for k in range(num)]
+    choices += [(f"mixture {k + 1}", mixture(k)) for k in range(num)]
     plain = [(label, choose, False) for label, choose in choices]
     return plain + [(f"{label}, saving less", choose, True) for label, choose in choices if save_less]
 
@@ -323,7 +377,7 @@ def check_finite(loss: torch.Tensor) -> None:
 
 
 def _medians(
-    samples: Sequence[tuple[str, StepTimes]], pace: Sequence[float], unseen: float = 1.0
+    samples: Sequence[tuple[str, StepTimes]], slowness: Sequence[float], unseen: float = 1.0
 ) -> tuple[dict[str, dict[str, Cost]], dict[tuple[str, str, str], Cost]]:
     """Median cost of each (operator, mode) and of each cast, over all steps that contained it.
 
@@ -332,7 +386,7 @@ def _medians(
     """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[tuple[str, str, str], list[Cost]] = defaultdict(list)
-    for (_, step), slow in zip(samples, pace, strict=True):
+    for (_, step), slow in zip(samples, slowness, strict=True):
         for node, cost in step.nodes:
             cost = Cost(cost.forward_s / slow, cost.backward_s / slow)
             if isinstance(node, Cast):
@@ -346,15 +400,16 @@ def _medians(
     return dict(ops), {key: _median_cost(costs, scale) for key, costs in casts.items()}
 
 
-def _unseen_error(samples: Sequence[tuple[str, StepTimes]], pace: Sequence[float]) -> float:
+def _unseen_error(samples: Sequence[tuple[str, StepTimes]], slowness: Sequence[float]) -> float:
     """By how much steps of mixed precision are missed by costs taken from all other steps: root mean square.
 
     Leave one out: what the profile would have said of that mixture, had it not seen it.
     """
     misses = []
     for label in dict.fromkeys(label for label, _ in samples if label.startswith("mixture")):
-        others = [(sample, slow) for sample, slow in zip(samples, pace, strict=True) if sample[0] != label]
-        own = [(step, slow) for (name, step), slow in zip(samples, pace, strict=True) if name == label]
+        pairs = list(zip(samples, slowness, strict=True))
+        others = [(sample, slow) for sample, slow in pairs if sample[0] != label]
+        own = [(step, slow) for (name, step), slow in pairs if name == label]
         ops, casts = _medians([sample for sample, _ in others], [slow for _, slow in others])
         predicted = measured = 0.0
         for j, (node, _) in enumerate(own[0][0].nodes):

@@ -56,6 +56,12 @@ def median(steps: Iterable[Phases]) -> Phases:
     return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
+def mean(steps: Iterable[Phases]) -> Phases:
+    """The mean of each phase over steps: what a rank pays that is paused now and then."""
+    taken = list(steps)
+    return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
+
+
 class PhaseTimer:
     """Times the steps of `model` from now on, in whatever loop; `steps` holds the last ones.
 

@@ -1,18 +1,18 @@
 """validate: random plans on the real ranks, predicted against measured.
 
-Everything takes turns, so that a drift of the machine falls on all alike: a round of the profile, one of the
-link, a few steps of every plan, and again. What a turn measured is divided by how slow its round of the
-profile was.
+Everything takes turns, so that a drift of the machine falls on all alike: in every turn the link, and then,
+in a new order each time, every step of the profile's round and a few steps of every plan. How slow each rank
+was at every moment is estimated from all of them together (qsync.predictor.pace) and taken out of all.
 """
 
 from __future__ import annotations
 
-import copy
 import random
-import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -26,11 +26,12 @@ from qsync.errors import CalibrationError
 from qsync.folders import Basis
 from qsync.graph import OpGraph
 from qsync.hybrids import agree_on_class, in_ddp
+from qsync.lockstep import Lockstep, job_clock
 from qsync.precision import PRECISIONS_BY_KIND, Precision
-from qsync.predictor.clocks import clock_for
 from qsync.predictor.links import Exchanged, median_exchange
 from qsync.predictor.loading import endless
-from qsync.predictor.profiler import MakeOptimizer, Profiler
+from qsync.predictor.pace import pace
+from qsync.predictor.profiler import MakeOptimizer
 from qsync.predictor.recorder import Recorder, look_s
 from qsync.profiles import Sensitivity
 from qsync.replayer import replay
@@ -89,13 +90,16 @@ def validate(
     usable = {name: [Precision(p) for p in texts] for name, texts in reversed(everyone)}
     plans = random_plans(graph, cluster, usable, num_plans, seed)
     for turn in range(turns):
-        ranks.turn([plan[own.name] for plan in plans], steps, f"turn {turn + 1} of {turns}")
-    basis = ranks.basis(graph, cluster)
-    found = agree("gathering steps", ranks.measured)
+        where = f"turn {turn + 1} of {turns}"
+        ranks.turn([plan[own.name] for plan in plans], steps, where, random.Random(f"{seed} {turn}"))
+    slow = ranks.slow()
+    cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
+    basis = ranks.basis(graph, cluster, slow, cap)
+    critical = ranks.critical(slow)
+    found = agree("gathering steps", lambda: ranks.measured(slow, critical))
     by_class: dict[str, list[dict[str, Any]]] = {}
     for (name, _), entries in zip(everyone, found, strict=True):
         by_class.setdefault(name, entries)
-    cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
     comparisons = tuple(
         compare(
             f"random {k + 1}", graph, basis.profiles,
@@ -142,15 +146,18 @@ def random_plans(
 
 @dataclass(slots=True)
 class _Seen:
-    """What one rank saw of one plan, a number or a table per turn."""
+    """What one rank saw of one plan in one turn. `busy_s` is what a step keeps this rank's device busy."""
 
-    phases: list[phases.Phases] = field(default_factory=list)
-    by_kind: list[dict[str, float]] = field(default_factory=list)
-    outside_s: list[float] = field(default_factory=list)
+    plan: int
+    phases: phases.Phases
+    busy_s: float
+    at_s: float
+    by_kind: dict[str, float]
+    outside_s: float
 
 
 class _Ranks:
-    """This rank's model, in DDP if there are others, with the profiler of a copy of it."""
+    """This rank's model, in DDP if there are others, with its profiler."""
 
     def __init__(
         self, model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: DeviceClass,
@@ -159,54 +166,67 @@ class _Ranks:
     ) -> None:  # fmt: skip
         self._own, self._progress, self._batches = own, progress, batches
         self._device = device_of(model)
-        twin = copy.deepcopy(model)
-        clock = clock_for(self._device, own.emulated_share)
-        trained = [p for p in twin.parameters() if p.requires_grad]
-        self._profiler = Profiler(
-            runtime.attach(twin, lambda graph: {}), api.loss_of(twin, batch, loss_fn), trained, precisions,
-            clock, make_optimizer, progress, loader=batches,
-        )  # fmt: skip
+        trained = [p for p in model.parameters() if p.requires_grad]
         self._program = runtime.attach(model, lambda graph: {})
         self._model = in_ddp(model, bucket_cap_mb) if jobs.world_size() > 1 else model
         self._loss = api.loss_of(self._model, batch, loss_fn)
-        self._optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
+        self._profile = Lockstep(
+            self._program, self._loss, api.loss_of(model, batch, loss_fn), trained, own, self._device,
+            precisions, make_optimizer, progress, batches,
+        )  # fmt: skip
+        self._optimizer = make_optimizer(trained)
         self._timer = phases.PhaseTimer(self._model, model)
+        clock = job_clock(self._device, own.emulated_share)
         self._clock, self._recorder = clock, Recorder(clock, look_s(clock))
         self._called: dict[str, Any] = {}  # when DDP was, last (start), and the model in it (end)
         if self._model is not model:
             for name, module in (("start", self._model), ("end", model)):
                 phases.before_calls(module, lambda name=name: self._called.update({name: clock.now()}))
         self._last_gradient: Any = None
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _: self._mark(clock.now()))
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda _: self._mark(clock.now()))
         self._links: list[Exchanged] = []
-        self._seen: dict[int, _Seen] = {}
+        self._seen: list[_Seen] = []
         for _ in range(2):  # DDP rebuilds its buckets after the first step
             self._step()
 
-    def turn(self, assignments: Sequence[Assignment], steps: int, where: str) -> None:
-        """A round of the profile and of the link, then every plan."""
-        self._barrier()
-        agree("profiling", self._profiler.round)
+    def turn(self, assignments: Sequence[Assignment], steps: int, where: str, order: random.Random) -> None:
+        """The link, and in an order of `order`'s every plan and every step of the profile's round.
+
+        All ranks begin each of them together.
+        """
         self._links.append(jobs.form_cluster(self._own, self._device, self._progress, rounds=2)[1])
-        for k, assignment in enumerate(assignments):
-            self._progress(f"{where}, plan {k + 1} of {len(assignments)}")
-            seen = self._seen.setdefault(k, _Seen())
-            self._program.choose(runtime.following(assignment))
-            self._barrier()
-            self._timer.restart()
-            for _ in range(WARM_UP + 1):  # the first one ends no period
-                self._step()
-            self._timer.settle()
-            self._timer.steps.clear()
-            for _ in range(steps):
-                self._step()
-            self._timer.settle()
-            seen.phases.append(phases.median(self._timer.steps))
-            self._program.choose(runtime.following(assignment), self._recorder)
-            self._recorded(_Seen())  # the first after a change of the graph
-            self._recorded(seen)
+        pieces = [(True, k) for k in range(self._profile.num_choices)]
+        pieces += [(False, k) for k in range(len(assignments))]
+        order.shuffle(pieces)
+        for of_profile, k in pieces:
+            if of_profile:
+                self._profile.measure(k)
+            else:
+                self._progress(f"{where}, plan {k + 1} of {len(assignments)}")
+                self._run(k, assignments[k], steps)
+
+    def _run(self, k: int, assignment: Assignment, steps: int) -> None:
+        """Steps of one plan: as they are, and then one taken apart."""
+        self._program.choose(runtime.following(assignment))
+        self._barrier()
+        self._timer.restart()
+        for _ in range(WARM_UP + 1):  # the first one ends no period
+            self._step()
+        self._timer.settle()
+        self._timer.steps.clear()
+        begun_s = time.thread_time()
+        for _ in range(steps):
+            self._step()
+        busy_s = (time.thread_time() - begun_s) / steps
+        self._timer.settle()
+        found = phases.mean(self._timer.steps)
+        if self._device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+            busy_s = found.compute_s
+        at_s = time.perf_counter()
+        self._program.choose(runtime.following(assignment), self._recorder)
+        self._recorded()  # the first after a change of the graph
+        self._seen.append(_Seen(k, found, busy_s, at_s, *self._recorded()))
 
     def _step(self) -> None:
         self._next_batch()
@@ -222,8 +242,8 @@ class _Ranks:
     def _mark(self, now: Any) -> None:
         self._last_gradient = now
 
-    def _recorded(self, seen: _Seen) -> None:
-        """One more step, taken apart node by node."""
+    def _recorded(self) -> tuple[dict[str, float], float]:
+        """One more step, taken apart: seconds by kind of node, and outside of the graph."""
         self._next_batch()
         self._recorder.start()
         loss = self._loss()
@@ -237,45 +257,57 @@ class _Ranks:
         for node, cost in times.nodes:
             kind = kind_of(node, ops)
             totals[kind] = totals.get(kind, 0.0) + cost.total_s
-        seen.by_kind.append(totals)
         # Buffers that DDP hands out before the model runs are communication, not the host's.
         handing_out_s = self._clock.seconds(**self._called) if self._called else 0.0
-        seen.outside_s.append(times.before - handing_out_s + times.outside.forward_s)
+        return totals, times.before - handing_out_s + times.outside.forward_s
 
-    def basis(self, graph: OpGraph, cluster: Cluster) -> Basis:
-        """What the rounds of all turns say, of every class."""
+    def slow(self) -> list[float]:
+        """How slow this rank was at each sample of its profile, and then at each of its plans' turns."""
+        samples = self._profile.profiler.samples()
+        samples += [(f"plan {one.plan}", one.busy_s, one.at_s) for one in self._seen]
+        labels, seconds, at_s = zip(*samples, strict=True)
+        return pace(labels, seconds, at_s)
+
+    def basis(self, graph: OpGraph, cluster: Cluster, slow: Sequence[float], cap: int | None) -> Basis:
+        """What the rounds of all turns say, of every class and the link."""
         exchanged = median_exchange(self._links)
-        profile = self._profiler.profile(self._own.name, machine(), self._own.emulated_share)
-        profile = jobs.with_toll(profile, exchanged)
+        slow = slow[: -len(self._seen)]
+        profile = jobs.with_toll(self._profile.profile(machine(), slow), exchanged)
         profiles = jobs.first_of_each_class(agree("gathering profiles", profile.to_json))
-        return Basis(
-            graph, Cluster(cluster.classes, exchanged.link), profiles, Sensitivity(graph.hash, "none", {}, 1)
-        )
+        cluster = Cluster(cluster.classes, exchanged.link)
+        cluster = self._profile.cluster_in_use(graph, profiles, cluster, cap, slow)
+        return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1))
 
-    def measured(self) -> list[dict[str, Any]]:
-        """Every plan's median turn, each turn at the pace of the profile's median round; as `Measured`."""
-        together = agree("gathering drift", self._profiler.drift)
-        drift = [statistics.fmean(of_rank) for of_rank in zip(*together, strict=True)]
+    def critical(self, slow: Sequence[float]) -> list[float]:
+        """How slow the rank was that the others waited for, at each of the plans' turns."""
+        own = [
+            (one.phases.blocked_s, at) for one, at in zip(self._seen, slow[-len(self._seen) :], strict=True)
+        ]
+        return [min(of_ranks)[1] for of_ranks in zip(*agree("gathering paces", lambda: own), strict=True)]
 
-        def median(values: Sequence[float]) -> float:
-            return statistics.median(v / slow for v, slow in zip(values, drift, strict=True))
+    def measured(self, slow: Sequence[float], critical: Sequence[float]) -> list[dict[str, Any]]:
+        """Every plan's median turn at the machine's usual pace, as `Measured`.
 
+        A rank's own parts are at its own pace; what all wait for, at that of the rank they waited for.
+        """
+        turns: dict[int, list[tuple[_Seen, float, float]]] = {}
+        for one, at, together in zip(self._seen, slow[-len(self._seen) :], critical, strict=True):
+            turns.setdefault(one.plan, []).append((one, at, together))
         return [
             {
-                "period_s": median([one.period_s for one in seen.phases]),
-                "host_s": median([
-                    one.host_s + one.optimizer_s + outside
-                    for one, outside in zip(seen.phases, seen.outside_s, strict=True)
-                ]),
-                "blocked_s": median([one.blocked_s for one in seen.phases]),
-                "loading_s": median([one.loading_s for one in seen.phases]),
+                "period_s": median(one.phases.period_s / together for one, _, together in of),
+                "host_s": median(
+                    (one.phases.host_s + one.phases.optimizer_s + one.outside_s) / at for one, at, _ in of
+                ),
+                "blocked_s": median(one.phases.blocked_s / together for one, _, together in of),
+                "loading_s": median(one.phases.loading_s / at for one, at, _ in of),
                 "by_kind": {
-                    kind: median([totals.get(kind, 0.0) for totals in seen.by_kind])
-                    for kind in dict.fromkeys(kind for totals in seen.by_kind for kind in totals)
+                    kind: median(one.by_kind.get(kind, 0.0) / at for one, at, _ in of)
+                    for kind in dict.fromkeys(kind for one, _, _ in of for kind in one.by_kind)
                 },
             }
-            for seen in self._seen.values()
-        ]  # fmt: skip
+            for _, of in sorted(turns.items())
+        ]
 
     @staticmethod
     def _barrier() -> None:

@@ -1,0 +1,135 @@
+"""A profile in the company that training has: all ranks step together, through DDP, as they will.
+
+Alone a rank finds its caches warm. Beside peers that compute, and all-reduces that run on its cores, the same
+operators take a few per cent longer, those that wait for memory up to a third (CPU, gloo, two ranks). So the
+steps that are timed are whole steps of the job, and what communication adds to them tells how fast the links
+are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync import runtime
+from qsync.cluster import Cluster, DeviceClass
+from qsync.contract import agree
+from qsync.graph import OpGraph
+from qsync.precision import Precision
+from qsync.predictor.clocks import Clock, ShareClock, clock_for
+from qsync.predictor.profiler import MakeOptimizer, Profiler, check_finite, check_scalar
+from qsync.profiles import Profile
+from qsync.replayer.links_in_use import in_use
+
+LEAST_ROUNDS, MOST_ROUNDS = 2, 12
+
+
+class Lockstep:
+    """The profiler of one rank of a job (or of a single process), a round at a time with all others.
+
+    `loss` runs the model in DDP, `bare` the module itself. Where classes have different numbers of
+    precisions, those with fewer begin their round again. Raises on every rank what any of them raised.
+
+    >>> together = Lockstep(program, loss, bare, parameters, own, device, precisions)
+    >>> together.fill(seconds=30.0)
+    """
+
+    def __init__(
+        self,
+        program: runtime.Program,
+        loss: Callable[[], torch.Tensor],
+        bare: Callable[[], torch.Tensor],
+        parameters: Sequence[torch.nn.Parameter],
+        own: DeviceClass,
+        device: torch.device,
+        precisions: Sequence[Precision],
+        make_optimizer: MakeOptimizer = torch.optim.AdamW,
+        progress: Callable[[str], None] = lambda text: None,
+        loader: Iterable[Any] | None = None,
+    ) -> None:
+        self._own = own
+        # A rank that finds its data unusable says so before others wait for its gradients.
+        agree("profiling", lambda: _check(bare()))
+        most = max(agree("profiling", lambda: len(precisions)))
+        made: list[Profiler] = []
+        clock = job_clock(device, own.emulated_share)
+        agree("profiling", lambda: made.append(Profiler(
+            program, loss, parameters, precisions, clock, make_optimizer, progress,
+            loader=loader, num_precisions=most,
+        )))  # fmt: skip
+        self.profiler = made[0]
+
+    @property
+    def num_choices(self) -> int:
+        """How many steps a round has, on every rank."""
+        return self.profiler.num_choices
+
+    def measure(self, k: int) -> None:
+        """The k-th step of a round, on all ranks."""
+        agree("profiling", partial(self.profiler.measure, k))
+
+    def round(self) -> None:
+        """One more step of every choice."""
+        for k in range(self.num_choices):
+            self.measure(k)
+
+    def fill(self, seconds: float) -> None:
+        """As many rounds as it takes until every rank knows its steps to half a per cent, in `seconds`."""
+        for done in range(1, MOST_ROUNDS + 1):
+            self.round()
+            if done >= LEAST_ROUNDS and all(agree("profiling", lambda: self.profiler.enough(seconds))):
+                return
+
+    def profile(self, machine: Mapping[str, object], slow: Sequence[float] | None = None) -> Profile:
+        """This rank's profile. In a job, copies to buckets are in the operators' backward times."""
+        found = self.profiler.profile(self._own.name, machine, self._own.emulated_share, slow)
+        return replace(found, bucket_s_per_byte=0.0) if dist.is_initialized() else found
+
+    def cluster_in_use(
+        self,
+        graph: OpGraph,
+        profiles: Mapping[str, Profile],
+        cluster: Cluster,
+        bucket_cap_bytes: int | None,
+        slow: Sequence[float] | None = None,
+    ) -> Cluster:
+        """The cluster with its link as fast as the steps of the profile say; the same on every rank."""
+        if not dist.is_initialized() or cluster.num_ranks == 1:
+            return cluster
+        slow = self.profiler.pace() if slow is None else slow
+        samples = list(zip(self.profiler.walls_s(), self.profiler.samples(), slow, strict=True))
+        own = [[wall_s, sample[1], factor] for wall_s, sample, factor in samples]
+        everyone = agree("gathering steps", lambda: own)
+        # Of the rank that computes longest: the others wait for it.
+        longest = [max(ranks, key=lambda rank: rank[1]) for ranks in zip(*everyone, strict=True)]
+        steps = [wall_s / factor for wall_s, _, factor in longest]
+        names = agree("gathering steps", lambda: [
+            self._own.name,
+            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in range(self.num_choices)],
+        ])  # fmt: skip
+        runs = []
+        for k in range(self.num_choices):
+            plan: dict[str, dict[str, Precision]] = {}
+            for name, chosen in names:
+                plan.setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
+            runs.append((plan, fmean(steps[k :: self.num_choices])))
+        return in_use(graph, profiles, cluster, runs, bucket_cap_bytes)
+
+
+def job_clock(device: torch.device, emulated_share: float | None = None) -> Clock:
+    """The clock for a rank of a job: on a CPU, with one thread, it leaves out what others do on its core."""
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone or device.type == "cuda" or torch.get_num_threads() > 1:
+        return clock_for(device, emulated_share)
+    return ShareClock(emulated_share or 1.0)
+
+
+def _check(loss: torch.Tensor) -> None:
+    check_scalar(loss)
+    check_finite(loss)
