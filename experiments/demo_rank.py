@@ -38,7 +38,7 @@ from qsync.experiments.ranks import Place, backend_of, placed
 from qsync.experiments.training import Runner, make_optimizer, persistent_bytes
 from qsync.experiments.workloads import Workload
 from qsync.folders import Basis, save_plan
-from qsync.hybrids import in_ddp
+from qsync.jobs import in_ddp
 from qsync.precision import Precision
 from qsync.predictor.clocks import clock_for
 from qsync.predictor.links import Exchanged, median_exchange

@@ -37,7 +37,7 @@ from qsync.experiments.training import make_optimizer
 from qsync.experiments.workloads import Batch, seeded
 from qsync.files import write_json, write_text
 from qsync.graph import OpGraph
-from qsync.hybrids import in_ddp
+from qsync.jobs import in_ddp
 from qsync.lowering import Cast, Run, can_save_less
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor import memory

@@ -153,6 +153,11 @@ class Profiler:
         """The k-th assignment of a round."""
         return dict(self._choices[k][1](self.graph))
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest step of a round, as it warmed up."""
+        return max(self._warm_up_s.values())
+
     def walls_s(self) -> list[float]:
         """Of every step in `samples`, how long one like it took with all that it waited for; seconds."""
         return list(self._walls_s)
@@ -291,7 +296,7 @@ class Profiler:
 
 
 def _waiting(clock: Clock) -> Clock:
-    """The clock that waiting for a batch is timed with: a rank of a job waits in wall time, not in its own."""
+    """The clock that waiting for a batch is timed with: a rank of a job waits in wall time, not its own."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
 
 

@@ -67,15 +67,11 @@ def profile(
         )
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
-    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(chosen_class)
-    for precision in chosen:
-        if precision not in chosen_class.precisions:
-            known = ", ".join(chosen_class.precisions)
-            raise UnsupportedError(f"{chosen_class.name} has no {precision}; it has {known}")
-    loss, trained = loss_of(model, example_inputs, loss_fn), _trained(model)
-    with _running(model) as program:
+    chosen = precisions_to_profile(chosen_class, precisions)
+    loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
+    with running(model) as program:
         clock = clock_for(device, chosen_class.emulated_share)
-        try:
+        with naming_operators(program, loss, trained):
             profiler = Profiler(
                 program, loss, trained, chosen, clock, make_optimizer, progress, save_less, loader
             )
@@ -83,12 +79,31 @@ def profile(
                 profiler.fill(seconds)
             for _ in range(rounds or 0):
                 profiler.round()
-        except CalibrationError:
-            variance(
-                Calibration(program, [loss], trained, [])
-            )  # names the operator that met NaN or Inf, if one did
-            raise
         return profiler.profile(chosen_class.name, machine(), chosen_class.emulated_share)
+
+
+@contextmanager
+def naming_operators(
+    program: runtime.Program, loss: Callable[[], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+) -> Iterator[None]:
+    """A CalibrationError inside comes out as one that names the operator that met NaN or Inf, if one did."""
+    try:
+        yield
+    except CalibrationError:
+        variance(Calibration(program, [loss], trained, []))
+        raise
+
+
+def precisions_to_profile(
+    device_class: DeviceClass, precisions: Sequence[Precision | str] | None = None
+) -> tuple[Precision, ...]:
+    """The given precisions, or those worth choosing from. Raises UnsupportedError for one the class lacks."""
+    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(device_class)
+    for precision in chosen:
+        if precision not in device_class.precisions:
+            known = ", ".join(device_class.precisions)
+            raise UnsupportedError(f"{device_class.name} has no {precision}; it has {known}")
+    return chosen
 
 
 def sensitivity(
@@ -129,8 +144,8 @@ def calibrating(
     """What indicators are given: the model as it runs precisions, its batches and its trained parameters."""
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
-    with _running(model) as program:
-        yield Calibration(program, losses, _trained(model), chosen, seed)
+    with running(model) as program:
+        yield Calibration(program, losses, trained_parameters(model), chosen, seed)
 
 
 def _measurable(
@@ -197,14 +212,14 @@ def wrap(
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
     """The graph of the model as `loss_fn` calls it: like `capture`, for a batch that holds targets too."""
     loss = loss_of(model, batch, loss_fn)
-    with _running(model) as program:
+    with running(model) as program:
         loss()
         if not program.lowered:
             capture(model, batch)  # says why there is nothing to trace
         return program.graph
 
 
-class _running:
+class running:
     """The model attached to a program for as long as something is measured on it, and left as it was."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -225,7 +240,8 @@ class _running:
         self._undisturbed.__exit__(*failure)
 
 
-def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The parameters that training changes. Raises CalibrationError where there are none."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise CalibrationError(

@@ -24,7 +24,8 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
     """Run `fn` on every rank and give every rank the results of all, in rank order; or raise on every rank.
 
     If `fn` raised on any rank, all ranks raise what the first such rank raised (its subclass of QSyncError,
-    else QSyncError) and name that rank and `step_name`. A single process without a process group just runs
+    else QSyncError) and name that rank and `step_name`. What has no name of ours comes last: it may be a rank
+    that waited in vain for the one with the cause. A single process without a process group just runs
     `fn`. Results must be JSON-able.
 
     >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster))
@@ -42,9 +43,9 @@ def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None =
         outcome = (kind, str(error) if isinstance(error, QSyncError) else f"{type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    for rank, (kind, message) in enumerate(outcomes):
-        if kind is not None:
-            raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
+    failed = [(rank, *outcome) for rank, outcome in enumerate(outcomes) if outcome[0] is not None]
+    for rank, kind, message in sorted(failed, key=lambda one: one[1] is QSyncError):
+        raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
     return [json.loads(payload) for _, payload in outcomes]
 
 

@@ -83,7 +83,7 @@ def hybrid(
     agree("wrapping the model", lambda: api.wrap(model, chosen, device_class=own.name) and None)
     if not distributed:
         return model
-    parallel = in_ddp(model, bucket_cap_mb)
+    parallel = jobs.in_ddp(model, bucket_cap_mb)
     if folder is not None:
         _watch_drift(parallel, plan, folder, own.name)
     return parallel
@@ -125,15 +125,6 @@ def _watch_once(timeout_s: float) -> None:
         liveness.start(timeout_s)
 
 
-def in_ddp(model: torch.nn.Module, bucket_cap_mb: float | None = None) -> DistributedDataParallel:
-    """The model in DDP with gradients living in the buckets, as replay assumes."""
-    device = device_of(model)
-    ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(
-        model, device_ids=ids, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=True
-    )
-
-
 def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: str | None) -> Any:
     """This rank's device class; an error on one rank is raised on all."""
     found = []
@@ -161,11 +152,11 @@ def _make_plan(
     if plan is None:
         basis = jobs.form_basis(
             model, batch, loss_fn, own, formed, graph=graph, precisions=precisions,
-            make_optimizer=make_optimizer, progress=progress, loader=loader,
+            make_optimizer=make_optimizer, progress=progress, loader=loader, bucket_cap_mb=bucket_cap_mb,
         )  # fmt: skip
         progress("allocation")
         plan = _on_rank_zero("planning", lambda: choose(
-            graph, basis.profiles, basis.sensitivity, cluster, bucket_cap_bytes=cap, **options
+            graph, basis.profiles, basis.sensitivity, basis.cluster, bucket_cap_bytes=cap, **options
         ), folder, basis)  # fmt: skip
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})

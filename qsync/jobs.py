@@ -7,6 +7,7 @@ Every phase is one `agree`: an error on one rank is raised, with its rank, on al
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,20 +17,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import qsync
-from qsync import api
+from qsync import api, runtime
 from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.contract import agree, check_same
-from qsync.devices import candidates, detect_class, device_of
+from qsync.devices import detect_class, device_of, machine
 from qsync.errors import MismatchError
 from qsync.folders import Basis
 from qsync.graph import OpGraph, digest
+from qsync.lockstep import Lockstep
 from qsync.precision import Precision
 from qsync.predictor.links import Exchanged, measure_link
+from qsync.predictor.profiler import check_finite, check_scalar
 from qsync.profiles import Profile, Sensitivity
 
 Progress = Callable[[str], None]
+
+# Profiling a class takes no longer than this, but for the rounds it takes in any case.
+PROFILE_S = 30.0
 
 
 def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
@@ -122,26 +129,86 @@ def form_basis(
     rounds: int | None = None,
     progress: Progress = lambda text: None,
     loader: Iterable[Any] | None = None,
+    bucket_cap_mb: float | None = None,
 ) -> Basis:
-    """Profile every class on its own ranks, all at the same time, and gather the sensitivity of the model.
+    """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
-    The ranks of a class measure alike; the first one's profile stands for the class. Each rank takes the
-    sensitivity on its own batch, and the mean over ranks counts.
+    The link of the basis's cluster is the one measured, as fast as those steps say. The ranks of a class
+    measure alike; the first one's profile stands for the class. Each rank takes the sensitivity on its own
+    batch, and the mean over ranks counts.
     """
-    chosen = precisions or candidates(own)
-
-    def measure() -> dict[str, Any]:
-        profile = api.profile(
-            model, example_batch, loss_fn, device_class=own, precisions=chosen, rounds=rounds,
-            make_optimizer=make_optimizer, progress=progress, loader=loader,
-        )  # fmt: skip
-        return with_toll(profile, exchanged).to_json()
-
     cluster, exchanged = formed
-    profiles = first_of_each_class(agree("profiling", measure))
+    if world_size() > 1:
+        cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
+        with api.running(model) as program:
+            together = _lockstep(
+                program, model, example_batch, loss_fn, own, precisions,
+                make_optimizer, bucket_cap_mb, progress, loader,
+            )  # fmt: skip
+            if rounds is None:
+                together.fill(PROFILE_S)
+            for _ in range(rounds or 0):
+                together.round()
+            profile = with_toll(together.profile(machine()), exchanged)
+            profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
+            cluster = together.cluster_in_use(graph, profiles, cluster, cap)
+        del together
+        gc.collect()  # a DDP that is gone takes its hooks along
+    else:
+        profile = api.profile(
+            model, example_batch, loss_fn, device_class=own, precisions=precisions, rounds=rounds,
+            seconds=PROFILE_S, make_optimizer=make_optimizer, progress=progress, loader=loader,
+        )  # fmt: skip
+        profiles = {own.name: profile}
     progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(model, [example_batch], loss_fn).to_json())
     return Basis(graph, cluster, profiles, mean_sensitivity(found))
+
+
+def _lockstep(
+    program: runtime.Program, model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None,
+    own: DeviceClass, precisions: Sequence[Precision | str] | None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer], bucket_cap_mb: float | None, progress: Progress,
+    loader: Iterable[Any] | None,
+) -> Lockstep:  # fmt: skip
+    chosen: list[Precision] = []
+    trained: list[torch.nn.Parameter] = []
+
+    def check() -> None:
+        chosen.extend(api.precisions_to_profile(own, precisions))
+        trained.extend(api.trained_parameters(model))
+
+    agree("profiling", check)
+    bare = api.loss_of(model, batch, loss_fn)
+
+    def named() -> torch.Tensor:
+        with api.naming_operators(program, bare, trained):
+            loss = bare()
+            check_scalar(loss)
+            check_finite(loss)
+        return loss
+
+    def parallel(group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+        return api.loss_of(in_ddp(model, bucket_cap_mb, group), batch, loss_fn)
+
+    return Lockstep(
+        program, named, parallel, trained, own, device_of(model), chosen, make_optimizer, progress, loader
+    )
+
+
+def in_ddp(
+    model: torch.nn.Module, bucket_cap_mb: float | None = None, group: dist.ProcessGroup | None = None
+) -> DistributedDataParallel:
+    """The model in DDP with gradients living in the buckets, as replay assumes."""
+    device = device_of(model)
+    ids = [device.index] if device.type == "cuda" else None
+    return DistributedDataParallel(
+        model,
+        device_ids=ids,
+        bucket_cap_mb=bucket_cap_mb,
+        gradient_as_bucket_view=True,
+        process_group=group,
+    )
 
 
 def with_toll(profile: Profile, exchanged: Exchanged) -> Profile:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from statistics import fmean
 from typing import Any
@@ -23,28 +24,32 @@ from qsync.contract import agree
 from qsync.graph import OpGraph
 from qsync.precision import Precision
 from qsync.predictor.clocks import Clock, ShareClock, clock_for
-from qsync.predictor.profiler import MakeOptimizer, Profiler, check_finite, check_scalar
+from qsync.predictor.profiler import MakeOptimizer, Profiler
 from qsync.profiles import Profile
 from qsync.replayer.links_in_use import in_use
 
 LEAST_ROUNDS, MOST_ROUNDS = 2, 12
+# For how long ranks wait for the gradients of one that failed in the midst of a step: seconds, or steps.
+LEAST_PATIENCE_S, PATIENCE = 30.0, 20
 
 
 class Lockstep:
     """The profiler of one rank of a job (or of a single process), a round at a time with all others.
 
-    `loss` runs the model in DDP, `bare` the module itself. Where classes have different numbers of
-    precisions, those with fewer begin their round again. Raises on every rank what any of them raised.
+    `bare` runs the model itself: a rank whose data or kernels are unusable finds out while nobody waits for
+    its gradients. `in_ddp` puts it in DDP, on the process group it is given, and returns what runs it there.
+    Where classes have different numbers of precisions, those with fewer begin their round again. Raises on
+    every rank what any of them raised.
 
-    >>> together = Lockstep(program, loss, bare, parameters, own, device, precisions)
+    >>> together = Lockstep(program, bare, in_ddp, parameters, own, device, precisions)
     >>> together.fill(seconds=30.0)
     """
 
     def __init__(
         self,
         program: runtime.Program,
-        loss: Callable[[], torch.Tensor],
         bare: Callable[[], torch.Tensor],
+        in_ddp: Callable[[dist.ProcessGroup], Callable[[], torch.Tensor]],
         parameters: Sequence[torch.nn.Parameter],
         own: DeviceClass,
         device: torch.device,
@@ -54,16 +59,22 @@ class Lockstep:
         loader: Iterable[Any] | None = None,
     ) -> None:
         self._own = own
-        # A rank that finds its data unusable says so before others wait for its gradients.
-        agree("profiling", lambda: _check(bare()))
         most = max(agree("profiling", lambda: len(precisions)))
         made: list[Profiler] = []
-        clock = job_clock(device, own.emulated_share)
+        stepping = bare
+
+        def loss() -> torch.Tensor:
+            return stepping()
+
         agree("profiling", lambda: made.append(Profiler(
-            program, loss, parameters, precisions, clock, make_optimizer, progress,
-            loader=loader, num_precisions=most,
+            program, loss, parameters, precisions, job_clock(device, own.emulated_share), make_optimizer,
+            progress, loader=loader, num_precisions=most,
         )))  # fmt: skip
         self.profiler = made[0]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            longest_s = max(agree("profiling", lambda: self.profiler.longest_s))
+            patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * longest_s))
+            stepping = in_ddp(dist.new_group(timeout=patience))
 
     @property
     def num_choices(self) -> int:
@@ -113,6 +124,8 @@ class Lockstep:
             self._own.name,
             [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in range(self.num_choices)],
         ])  # fmt: skip
+        # Batches come between steps, and are not in what was timed.
+        profiles = {name: replace(profile, loading_s=0.0) for name, profile in profiles.items()}
         runs = []
         for k in range(self.num_choices):
             plan: dict[str, dict[str, Precision]] = {}
@@ -128,8 +141,3 @@ def job_clock(device: torch.device, emulated_share: float | None = None) -> Cloc
     if alone or device.type == "cuda" or torch.get_num_threads() > 1:
         return clock_for(device, emulated_share)
     return ShareClock(emulated_share or 1.0)
-
-
-def _check(loss: torch.Tensor) -> None:
-    check_scalar(loss)
-    check_finite(loss)

@@ -25,7 +25,7 @@ from qsync.devices import candidates, device_of, machine
 from qsync.errors import CalibrationError
 from qsync.folders import Basis
 from qsync.graph import OpGraph
-from qsync.hybrids import agree_on_class, in_ddp
+from qsync.hybrids import agree_on_class
 from qsync.lockstep import Lockstep, job_clock
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.links import Exchanged, median_exchange
@@ -168,12 +168,17 @@ class _Ranks:
         self._device = device_of(model)
         trained = [p for p in model.parameters() if p.requires_grad]
         self._program = runtime.attach(model, lambda graph: {})
-        self._model = in_ddp(model, bucket_cap_mb) if jobs.world_size() > 1 else model
-        self._loss = api.loss_of(self._model, batch, loss_fn)
+        self._model = model
+
+        def parallel(group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+            self._model = jobs.in_ddp(model, bucket_cap_mb, group)
+            return api.loss_of(self._model, batch, loss_fn)
+
         self._profile = Lockstep(
-            self._program, self._loss, api.loss_of(model, batch, loss_fn), trained, own, self._device,
+            self._program, api.loss_of(model, batch, loss_fn), parallel, trained, own, self._device,
             precisions, make_optimizer, progress, batches,
         )  # fmt: skip
+        self._loss = api.loss_of(self._model, batch, loss_fn)
         self._optimizer = make_optimizer(trained)
         self._timer = phases.PhaseTimer(self._model, model)
         clock = job_clock(self._device, own.emulated_share)
