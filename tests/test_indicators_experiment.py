@@ -53,9 +53,15 @@ def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
     assert found["tiny"]["to_default"]["variance"][str(BUDGETS[0])]["mean"] == pytest.approx(1)
     assert [len(table.columns) for table in tables(found)] == [2] * (2 + len(BUDGETS) + 2)
     content = {
-        "summary": found, "seeds": [0, 1], "commit": "abc", "machine": {"processor": "CPU", "torch": "2"}
+        "summary": found, "seeds": [0, 1], "commit": "abc", "machine": {"processor": "CPU", "torch": "2"},
+        "scale": {"steps": 2},
     }  # fmt: skip
-    assert markdown(content).count("\n| ") == 1 + (len(INDICATORS) - 1) * 2 + 2
+    text = markdown(content)
+    assert text.count("\n| ") == 1 + (len(INDICATORS) - 1) * 2 + 2 + len(INDICATORS)
+    assert (
+        f"held-out loss, plan by the truth itself | {found['tiny']['heldout']['empirical']['mean']:+.4f} ± "
+        in text
+    )
     assert picture(rows, tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,4 +80,11 @@ def test_a_plan_saves_its_share_at_least_variance():
         first: Precision.BF16, second: Precision.FP32, third: Precision.FP32
     }  # fmt: skip
     assert set(plan_at(graph, sensitivity, 1.0).values()) == {Precision.INT8}
+    small = {"bf16": 3e-11, "int8": 2e-11}  # among sensitivities of ten decades the least is still found
+    sensitivity = Sensitivity(
+        graph.hash, "made", {first: small, second: {"bf16": 1e-8, "int8": 1e-7}, third: dear}
+    )
+    assert plan_at(graph, sensitivity, 0.4) == {
+        first: Precision.INT8, second: Precision.FP32, third: Precision.FP32
+    }  # fmt: skip
     assert rate("linear", Precision.FP32) == 1.0 < rate("conv2d", PRECISIONS[0])
