@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.graph import OpGraph
-from qsync.lowering import FUSED, Cast, Run
+from qsync.lowering import Cast, Run
 from qsync.predictor.kept import Kept
 from qsync.predictor.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, Span, layout
 from qsync.predictor.memory import bytes_throughout, margin_bytes
@@ -85,9 +85,8 @@ class Footprints:
         first = layout.position.get(root)
         entered = None
         if first is None:
-            number = self.tables.wiring.number[root]
-            value, anchor = self.tables.wiring.inputs[number], self.tables.wiring.anchor[number]
-            entered = (value.kind, value.dtype, value.shape, None if anchor is None else anchor - base)
+            value = self.tables.wiring.inputs[self.tables.wiring.number[root]]
+            entered = (value.kind, value.dtype, value.shape)
         ends = any(layout.ops[i].kind == "output" for i in involved) or not base
         return entered, base if ends else None, tuple(self._part(root, i, base) for i in involved)
 
@@ -119,7 +118,7 @@ class Footprints:
         values = (*op.inputs, *op.kept)
         taken = tuple(run.operands[j] for j in view if j < len(op.inputs))
         saves = tuple((j in kept.inputs, values[j] in kept.indices) for j in view)
-        return taken, saves, run.form == FUSED
+        return taken, saves  # whether it runs in a product's epilogue, the product says, whose value it reads
 
     def _see(self, lowered: Tabulated, lives: Lifetimes) -> Ints:
         """A number for what every family sees of every operator that makes or reads it."""

@@ -86,6 +86,87 @@ def test_views_sums_and_what_all_blocks_read_take_the_same_memory_either_way():
         check(graph, drawn(graph, seed), num_ranks=1 + seed % 2)
 
 
+def test_what_is_made_at_the_very_start_is_no_example_for_what_is_made_later():
+    """Its last moment is the end of the step, which is nobody else's."""
+    builder = Builder()
+    x = builder.enter("x", (4, 8))
+    for j in range(3):
+        builder.follow(f"relu{j}", "relu", x)
+    builder.loss("loss", builder.linear("fc", x, 8))
+    check(builder.build(), {})
+
+
+def test_of_two_operands_of_a_sum_the_one_made_first_goes_on():
+    """In the second block the operands are made in the other order, at the same distances from the sum."""
+    builder = Builder()
+    p = builder.linear("p", builder.enter("x", (4, 8)), 8)
+    first = (
+        builder.follow("a1", "relu", p),
+        builder.follow("b1", "gelu", p),
+        builder.follow("c1", "tanh", p),
+    )
+    builder.loss("loss1", builder.follow("sum1", "add", *first[:2]))
+    second = [builder.follow("b2", "gelu", p), builder.follow("a2", "relu", p)]
+    builder.follow("c2", "tanh", p)
+    builder.follow("d2", "tanh", p)
+    builder.loss("loss2", builder.follow("sum2", "add", *second[::-1]))
+    check(builder.build(), {})
+
+
+def test_an_activation_runs_with_its_product_however_far_that_is():
+    builder = Builder()
+    x = builder.enter("x", (4, 8))
+    for block, num_between in enumerate((0, 3, 1)):
+        y = builder.linear(f"fc{block}", x, 8)
+        for j in range(num_between):
+            builder.loss(f"between{block}.{j}", x)
+        builder.loss(f"loss{block}", builder.follow(f"relu{block}", "relu", y))
+    check(builder.build(), {f"fc{block}": Precision.INT8 for block in range(3)})
+
+
+def test_images_are_put_in_order_only_where_the_first_operand_was_not():
+    """Two sums of the same two results, of which a lowered convolution turned one."""
+    builder = Builder()
+    shape = (4, 8, 8, 8)
+    x = builder.enter("x", shape)
+
+    def conv(name: str, x: str) -> str:
+        return builder.op(
+            name,
+            "conv2d",
+            Role.ADJUSTABLE,
+            [x, builder.enter(f"{name}.weight", (8, 8, 3, 3), "parameter")],
+            shape,
+        )
+
+    plain, turned = conv("plain", x), conv("turned", x)
+    for block, operands in enumerate(((plain, turned), (turned, plain))):
+        summed = builder.follow(f"sum{block}", "add", *operands)
+        builder.loss(f"loss{block}", conv(f"reads{block}", summed))
+    lowered = ("turned", "reads0", "reads1")
+    check(builder.build(), dict.fromkeys(lowered, Precision.INT8), device="other")
+
+
+def test_a_weight_is_cast_where_its_first_product_stands():
+    """An embedding reads the table before the product does, and at different distances."""
+    builder = Builder()
+    for block in range(2):
+        tokens = builder.enter(f"tokens{block}", (4,), dtype="int64")
+        table = builder.enter(f"table{block}", (8, 8), "parameter")
+        x = builder.op(f"rows{block}", "embedding", Role.ADJUSTABLE, [table], (4, 8), kept=[tokens])
+        ends = [f"between{block}", f"head{block}"][:: 1 if block else -1]
+        for name in ends:
+            x = (
+                builder.linear(name, x, 8, weight=table)
+                if name.startswith("head")
+                else builder.follow(name, "gelu", x)
+            )
+        builder.loss(f"loss{block}", x)
+    graph = builder.build()
+    for seed in range(8):
+        check(graph, drawn(graph, seed))
+
+
 def test_tensors_are_followed_once_for_every_distinct_case(monkeypatch):
     followed = []
     real = lifetimes.Lifetimes.of

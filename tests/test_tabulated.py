@@ -68,9 +68,9 @@ def test_an_operator_without_operands_is_no_other_s_neighbour():
     """Numbers of neighbourhoods with and without operands must not meet."""
     builder = Builder()
     x = builder.enter("x", (4, 8))
-    for j in range(70):
-        builder.op(f"made{j}", "other", Role.FIXED, [], (j + 1,))
     builder.loss("loss", builder.linear("fc", x, 8))
+    for j in range(200):
+        builder.op(f"made{j}", "other", Role.FIXED, [], (j + 1,))
     graph = builder.build()
     assert Tabulated(graph, {}).lowered() == lower(graph, {})
 
