@@ -109,6 +109,27 @@ def test_captured_models_are_replayed_alike(family):
         check(graph, drawn(graph, seed), with_measured_casts(graph, profile, seed), cluster, cap=10_000)
 
 
+def test_equal_layers_may_have_been_measured_differently():
+    """In another order, not in every type, and casts of images in both orders."""
+    graph = images(3)
+    profile = profile_of(graph, precisions=CPU_PRECISIONS)
+    ops = {op: dict(reversed(of.items())) if op.startswith("1.") else of for op, of in profile.ops.items()}
+    ops["2.relu"] = {"fp32": ops["2.relu"]["fp32"]}
+    casts = {
+        (op.name, f"fp32{order}", target): Cost(1e-3 * k + len(order), 2e-3 * k)
+        for k, op in enumerate(graph.ops)
+        for order in ("", " channels_last")
+        for target in ("bf16", "int8_image")
+    }
+    for seed in range(8):
+        check(
+            graph,
+            drawn(graph, seed, (Precision.BF16, Precision.INT8)),
+            replace(profile, ops=ops, casts=casts),
+            cluster_of({"infer": 1}),
+        )
+
+
 def test_a_plan_that_saves_less_is_replayed_as_it_says():
     graph = encoder(2)
     profile = profile_of(graph)
