@@ -31,6 +31,7 @@ from qsync.profiles import Cost, Profile
 # The first step after another assignment takes a few tenths of a millisecond longer: much of one this short.
 SHORT_STEP_S = 0.5
 NUM_UNSEEN = 2
+MOST_ROUNDS = 12
 # A step known to this part of its time is known well enough: replay's own error is larger.
 GOOD_ENOUGH = 0.005
 # How many mixed steps are timed for each uniform one.
@@ -95,7 +96,7 @@ class Profiler:
         self._choices = [choices[k % len(choices)] for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
         self._at_s: list[float] = []
-        self._walls_s: list[float] = []
+        self._walls: list[tuple[int, float]] = []
         self._wall_s = 0.0
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
@@ -106,8 +107,12 @@ class Profiler:
         self._warm_up_s: dict[str, float] = {}
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         progress("profile, tracing")
-        self._step(*self._choices[0][1:])
-        for label, choose, less in self._choices:
+        tracing = self._step(*self._choices[0][1:])
+        self._put_weights_back()
+        for k, (label, choose, less) in enumerate(self._choices):
+            if k == 0 and tracing.total - tracing.before > SHORT_STEP_S:
+                self._warm_up_s[label] = tracing.total - tracing.before
+                continue
             progress(f"profile {label}, warm-up")
             self._warm_up_s[label] = self._step(choose, less).total
             self._put_weights_back()
@@ -142,7 +147,7 @@ class Profiler:
         step = self._step(choose, less)
         self._samples.append((label, step))
         self._at_s.append(time.perf_counter())
-        self._walls_s.append(self._wall_s if unseen_wall_s is None else unseen_wall_s)
+        self._walls.append((k, self._wall_s if unseen_wall_s is None else unseen_wall_s))
         if unseen_s is not None:
             self._unseen.append(unseen_s / step.total)
         self._put_weights_back()
@@ -158,9 +163,10 @@ class Profiler:
         """Seconds of the longest step of a round, as it warmed up."""
         return max(self._warm_up_s.values())
 
-    def walls_s(self) -> list[float]:
-        """Of every step in `samples`, how long one like it took with all that it waited for; seconds."""
-        return list(self._walls_s)
+    def walls(self) -> list[tuple[int, float]]:
+        """Of every step in `samples`, which of a round it was, and the seconds that one like it took with all
+        that it waited for."""
+        return list(self._walls)
 
     def samples(self) -> list[tuple[str, float, float]]:
         """Of every step that was looked at: its label, its seconds, and when it ended."""
@@ -210,23 +216,25 @@ class Profiler:
             loading_s=self._loading.wait_s if self._loading else 0.0,
         )
 
-    def fill(self, seconds: float, least: int = 2, most: int = 12) -> None:
-        """As many rounds as it takes to know a step to half a per cent, and no longer than `seconds` in all.
+    def fill(self, seconds: float) -> None:
+        """As many steps as it takes to know one to half a per cent, and no longer than `seconds` in all.
 
-        The time counts from the profiler's making; `least` rounds are taken in any case.
+        The time counts from the profiler's making. Every step of a round is taken once, and one of each
+        precision twice, in any case.
         """
-        for done in range(1, most + 1):
-            self.round()
-            if done >= least and self.enough(seconds):
-                return
+        while self.wants_more(seconds):
+            self.measure(len(self._samples) % self.num_choices)
 
-    def enough(self, seconds: float) -> bool:
-        """Whether a step is known to half a per cent, or another round would end later than `seconds` after
-        the profiler's making."""
-        rounds = len(self._samples) / self.num_choices
+    def wants_more(self, seconds: float) -> bool:
+        """Whether `fill` would take another step."""
+        done = len(self._samples)
+        if done < self.num_choices + len(self._precisions):
+            return True
+        rounds = done / self.num_choices
+        known = done % self.num_choices == 0 and self._noise(self.pace()) / math.sqrt(rounds) < GOOD_ENOUGH
         passed_s = time.perf_counter() - self._began_s
-        late = passed_s + (passed_s - self._made_s) / rounds > seconds
-        return late or self._noise(self.pace()) / math.sqrt(rounds) < GOOD_ENOUGH
+        late = passed_s + (passed_s - self._made_s) / done > seconds
+        return not known and not late and rounds < MOST_ROUNDS
 
     def pace(self) -> list[float]:
         """How slow the machine was at each sample: a factor."""

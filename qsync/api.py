@@ -48,8 +48,8 @@ def profile(
     model.
 
     `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
-    is used. Takes as many rounds of steps as are needed to know a step to half a per cent, in at most
-    `seconds` (two at the least), or `rounds`. With `save_less` following operators are also timed as they run
+    is used. Takes as many steps as are needed to know one to half a per cent, in at most `seconds` (each
+    once and every precision twice in any case), or `rounds` of them. With `save_less` following operators are also timed as they run
     when they save less for backward (`Plan.save_less`), which takes twice as long. From `loader` a batch is
     taken before every step, and only timed: pass what the training loop iterates (a DataLoader, or a
     generator that also moves batches to the device), and the profile knows how long a step waits for it

@@ -28,7 +28,6 @@ from qsync.predictor.profiler import MakeOptimizer, Profiler
 from qsync.profiles import Profile
 from qsync.replayer.links_in_use import in_use
 
-LEAST_ROUNDS, MOST_ROUNDS = 2, 12
 # For how long ranks wait for the gradients of one that failed in the midst of a step: seconds, or steps.
 LEAST_PATIENCE_S, PATIENCE = 30.0, 20
 
@@ -91,11 +90,11 @@ class Lockstep:
             self.measure(k)
 
     def fill(self, seconds: float) -> None:
-        """As many rounds as it takes until every rank knows its steps to half a per cent, in `seconds`."""
-        for done in range(1, MOST_ROUNDS + 1):
-            self.round()
-            if done >= LEAST_ROUNDS and all(agree("profiling", lambda: self.profiler.enough(seconds))):
-                return
+        """As many steps as it takes until every rank knows them to half a per cent, in `seconds`."""
+        k = 0
+        while any(agree("profiling", lambda: self.profiler.wants_more(seconds))):
+            self.measure(k)
+            k = (k + 1) % self.num_choices
 
     def profile(self, machine: Mapping[str, object], slow: Sequence[float] | None = None) -> Profile:
         """This rank's profile. In a job, copies to buckets are in the operators' backward times."""
@@ -114,8 +113,8 @@ class Lockstep:
         if not dist.is_initialized() or cluster.num_ranks == 1:
             return cluster
         slow = self.profiler.pace() if slow is None else slow
-        samples = list(zip(self.profiler.walls_s(), self.profiler.samples(), slow, strict=True))
-        own = [[wall_s, sample[1], factor] for wall_s, sample, factor in samples]
+        samples = zip(self.profiler.walls(), self.profiler.samples(), slow, strict=True)
+        own = [[wall_s, sample[1], factor] for (_, wall_s), sample, factor in samples]
         everyone = agree("gathering steps", lambda: own)
         # Of the rank that computes longest: the others wait for it.
         longest = [max(ranks, key=lambda rank: rank[1]) for ranks in zip(*everyone, strict=True)]
@@ -131,7 +130,10 @@ class Lockstep:
             plan: dict[str, dict[str, Precision]] = {}
             for name, chosen in names:
                 plan.setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
-            runs.append((plan, fmean(steps[k :: self.num_choices])))
+            of_plan = [
+                one for (which, _), one in zip(self.profiler.walls(), steps, strict=True) if which == k
+            ]
+            runs.append((plan, fmean(of_plan)))
         return in_use(graph, profiles, cluster, runs, bucket_cap_bytes)
 
 
