@@ -32,6 +32,8 @@ from qsync.profiles import Cost, Profile
 SHORT_STEP_S = 0.5
 NUM_UNSEEN = 2
 MOST_ROUNDS = 12
+# So many mixtures show every kind of cast there is.
+FEW_MIXTURES = 2
 # A step known to this part of its time is known well enough: replay's own error is larger.
 GOOD_ENOUGH = 0.005
 # How many mixed steps are timed for each uniform one.
@@ -110,7 +112,9 @@ class Profiler:
         tracing = self._step(*self._choices[0][1:])
         self._put_weights_back()
         for k, (label, choose, less) in enumerate(self._choices):
-            if k == 0 and tracing.total - tracing.before > SHORT_STEP_S:
+            is_long = tracing.total - tracing.before > SHORT_STEP_S
+            if is_long and (k == 0 or k >= len(self._precisions) + FEW_MIXTURES):
+                # Long steps do not mind how they begin, and by now every kernel is compiled.
                 self._warm_up_s[label] = tracing.total - tracing.before
                 continue
             progress(f"profile {label}, warm-up")
@@ -219,8 +223,8 @@ class Profiler:
     def fill(self, seconds: float) -> None:
         """As many steps as it takes to know one to half a per cent, and no longer than `seconds` in all.
 
-        The time counts from the profiler's making. Every step of a round is taken once, and one of each
-        precision twice, in any case.
+        The time counts from the profiler's making. Every step of a round is taken once, and
+        the first twice, in any case.
         """
         while self.wants_more(seconds):
             self.measure(len(self._samples) % self.num_choices)
@@ -228,7 +232,7 @@ class Profiler:
     def wants_more(self, seconds: float) -> bool:
         """Whether `fill` would take another step."""
         done = len(self._samples)
-        if done < self.num_choices + len(self._precisions):
+        if done <= self.num_choices:
             return True
         rounds = done / self.num_choices
         known = done % self.num_choices == 0 and self._noise(self.pace()) / math.sqrt(rounds) < GOOD_ENOUGH
@@ -246,10 +250,12 @@ class Profiler:
         for (label, step), factor in zip(self._samples, slow, strict=True):
             usual[label].append(step.total / factor)
         # Each median was taken from the same steps, which makes them look closer to it than they are.
-        rounds = len(self._samples) / len(usual)
-        lost = math.sqrt(rounds / (rounds - 1)) if rounds > 1 else 1.0
-        around = [time_s / statistics.median(times) for times in usual.values() for time_s in times]
-        return lost * _robust_deviation(around)
+        around = []
+        for times in usual.values():
+            lost = math.sqrt(len(times) / (len(times) - 1)) if len(times) > 1 else 0.0
+            middle = statistics.median(times)
+            around += [lost * (time_s / middle - 1.0) for time_s in times] if lost else []
+        return _robust_deviation(around) if around else 0.0
 
     def _refused(self) -> dict[str, dict[str, str]]:
         """What was left out because the device does not serve it: operator -> precision -> why."""

@@ -49,12 +49,12 @@ def profile(
 
     `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
     is used. Takes as many steps as are needed to know one to half a per cent, in at most `seconds` (each
-    once and every precision twice in any case), or `rounds` of them. With `save_less` following operators are also timed as they run
-    when they save less for backward (`Plan.save_less`), which takes twice as long. From `loader` a batch is
-    taken before every step, and only timed: pass what the training loop iterates (a DataLoader, or a
-    generator that also moves batches to the device), and the profile knows how long a step waits for it
-    (`Profile.loading_s`); without it data loading is no part of what is predicted. The model's weights,
-    buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
+    once and the first twice in any case), or `rounds` of them. With `save_less` following operators are
+    also timed as they run when they save less for backward (`Plan.save_less`), which takes twice as long.
+    From `loader` a batch is taken before every step, and only timed: pass what the training loop iterates (a
+    DataLoader, or a generator that also moves batches to the device), and the profile knows how long a step
+    waits for it (`Profile.loading_s`); without it data loading is no part of what is predicted. The model's
+    weights, buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
     CalibrationError for an empty batch, a loader that gives none or a loss that is not finite, TracingError
     for a model that cannot be traced.
 
