@@ -34,7 +34,7 @@ from qsync.errors import QSyncError
 from qsync.experiments import report, workloads
 from qsync.experiments.demo_runs import ALONE, FAST, WEAK, Planned, planned_runs, replayed
 from qsync.experiments.memory import step_peak_bytes
-from qsync.experiments.ranks import Place, backend_of, placed
+from qsync.experiments.ranks import Place, backend_of, leave, placed
 from qsync.experiments.training import Runner, make_optimizer, persistent_bytes
 from qsync.experiments.workloads import Workload
 from qsync.folders import Basis, save_plan
@@ -63,9 +63,7 @@ def main() -> None:
             with watch:
                 _run(config, place)
     except QSyncError as error:
-        if int(os.environ["RANK"]) == 0:
-            print(f"qsync demo: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        leave("demo", error)
 
 
 def _run(config: dict[str, Any], place: Place) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
 from qsync.backend.allocation import keep_freed_memory
+from qsync.errors import QSyncError
 from qsync.experiments.emulation import Throttle, pin_to_core, throttled
 
 # On a machine with one kind of device, the rank that plays the inference device.
@@ -51,6 +55,15 @@ def placed(weak_share: float) -> Iterator[Place]:
             yield Place(torch.device("cpu"), weak_share, throttle)
         return
     yield Place(torch.device("cpu"), None, None)
+
+
+def leave(command: str, error: QSyncError) -> NoReturn:
+    """End this rank with exit code 2; rank 0 says why, and the others let it finish its sentence."""
+    if int(os.environ["RANK"]) == 0:
+        print(f"qsync {command}: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(1.0)  # torchrun ends all ranks as soon as one is gone
+    sys.exit(2)
 
 
 def backend_of() -> str:

@@ -20,7 +20,7 @@ from qsync import jobs, liveness
 from qsync.errors import QSyncError
 from qsync.experiments import subjects
 from qsync.experiments.demo_runs import FAST, WEAK
-from qsync.experiments.ranks import backend_of, placed
+from qsync.experiments.ranks import backend_of, leave, placed
 from qsync.experiments.training import make_optimizer
 from qsync.progress import shown_on_rank_zero
 from qsync.replayer.comparison import Validation
@@ -137,9 +137,7 @@ def main() -> None:
                     folder=config["out"], progress=progress,
                 )  # fmt: skip
     except QSyncError as error:
-        if rank == 0:
-            print(f"qsync validate: {error}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        leave("validate", error)
 
 
 if __name__ == "__main__":

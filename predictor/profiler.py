@@ -121,6 +121,7 @@ class Profiler:
             self._warm_up_s[label] = self._step(choose, less).total
             self._put_weights_back()
         self._optimizer_s.clear()
+        self._typical_s = [self._warm_up_s[label] for label, _, _ in self._choices]
         self.graph = runner.graph
         self._made_s = time.perf_counter() - self._began_s
 
@@ -144,7 +145,7 @@ class Profiler:
         label, choose, less = self._choices[k]
         self._progress(f"profile {label}, round {len(self._samples) // self.num_choices + 1}")
         unseen_s = unseen_wall_s = None
-        if self._warm_up_s[label] < SHORT_STEP_S:
+        if self._typical_s[k] < SHORT_STEP_S:
             self._unseen_step(choose, less)
             unseen = [(self._unseen_step(choose, less), self._wall_s) for _ in range(NUM_UNSEEN)]
             unseen_s, unseen_wall_s = (statistics.fmean(values) for values in zip(*unseen, strict=True))
@@ -162,10 +163,13 @@ class Profiler:
         """The k-th assignment of a round."""
         return dict(self._choices[k][1](self.graph))
 
-    @property
-    def longest_s(self) -> float:
-        """Seconds of the longest step of a round, as it warmed up."""
-        return max(self._warm_up_s.values())
+    def typical_s(self) -> list[float]:
+        """About how many seconds each step of a round takes; decides how it is timed."""
+        return list(self._typical_s)
+
+    def steps_with(self, typical_s: Sequence[float]) -> None:
+        """Time each step as one that takes so long: ranks that step together must do it alike."""
+        self._typical_s = list(typical_s)
 
     def walls(self) -> list[tuple[int, float]]:
         """Of every step in `samples`, which of a round it was, and the seconds that one like it took with all

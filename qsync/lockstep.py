@@ -71,8 +71,11 @@ class Lockstep:
         )))  # fmt: skip
         self.profiler = made[0]
         if dist.is_initialized() and dist.get_world_size() > 1:
-            longest_s = max(agree("profiling", lambda: self.profiler.longest_s))
-            patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * longest_s))
+            # Of each step, the rank that takes longest: all time it in the same way, and wait for it.
+            everyone = agree("profiling", self.profiler.typical_s)
+            typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+            self.profiler.steps_with(typical_s)
+            patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * max(typical_s)))
             stepping = in_ddp(dist.new_group(timeout=patience))
 
     @property
