@@ -39,8 +39,8 @@ from qsync.experiments.training import Runner, make_optimizer, persistent_bytes
 from qsync.experiments.workloads import Workload
 from qsync.folders import Basis, save_plan
 from qsync.jobs import in_ddp
+from qsync.lockstep import job_clock
 from qsync.precision import Precision
-from qsync.predictor.clocks import clock_for
 from qsync.predictor.links import Exchanged, median_exchange
 from qsync.predictor.profiler import Profiler
 from qsync.profiles import Profile
@@ -131,7 +131,7 @@ class Measuring:
         program = runtime.attach(model, lambda graph: {})
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
-            clock_for(self._place.device, self._own.emulated_share), make_optimizer(workload.lr), self._show,
+            job_clock(self._place.device, self._own.emulated_share), make_optimizer(workload.lr), self._show,
             loader=self._loader(workload),
         )  # fmt: skip
 
