@@ -98,8 +98,8 @@ class Profiler:
         self._choices = [choices[k % len(choices)] for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
         self._at_s: list[float] = []
-        self._walls: list[tuple[int, float]] = []
-        self._wall_s = 0.0
+        self._beyond: list[tuple[int, float]] = []
+        self._beyond_s = 0.0  # of the last step: its wall time less its own
         self._optimizer_s: list[float] = []
         self._bucket: list[float] = []
         self._unseen: list[float] = []  # what a step takes if nobody looks, as a part of what it takes else
@@ -144,15 +144,15 @@ class Profiler:
         """
         label, choose, less = self._choices[k]
         self._progress(f"profile {label}, round {len(self._samples) // self.num_choices + 1}")
-        unseen_s = unseen_wall_s = None
+        unseen_s = beyond_s = None
         if self._typical_s[k] < SHORT_STEP_S:
             self._unseen_step(choose, less)
-            unseen = [(self._unseen_step(choose, less), self._wall_s) for _ in range(NUM_UNSEEN)]
-            unseen_s, unseen_wall_s = (statistics.fmean(values) for values in zip(*unseen, strict=True))
+            unseen = [(self._unseen_step(choose, less), self._beyond_s) for _ in range(NUM_UNSEEN)]
+            unseen_s, beyond_s = (statistics.fmean(values) for values in zip(*unseen, strict=True))
         step = self._step(choose, less)
         self._samples.append((label, step))
         self._at_s.append(time.perf_counter())
-        self._walls.append((k, self._wall_s if unseen_wall_s is None else unseen_wall_s))
+        self._beyond.append((k, self._beyond_s if beyond_s is None else beyond_s))
         if unseen_s is not None:
             self._unseen.append(unseen_s / step.total)
         self._put_weights_back()
@@ -171,10 +171,10 @@ class Profiler:
         """Time each step as one that takes so long: ranks that step together must do it alike."""
         self._typical_s = list(typical_s)
 
-    def walls(self) -> list[tuple[int, float]]:
-        """Of every step in `samples`, which of a round it was, and the seconds that one like it took with all
-        that it waited for."""
-        return list(self._walls)
+    def beyond(self) -> list[tuple[int, float]]:
+        """Of every step in `samples`, which of a round it was, and the seconds by which one like it took
+        longer than this rank's own work: what it waited for, where the clock tells work from waiting."""
+        return list(self._beyond)
 
     def samples(self) -> list[tuple[str, float, float]]:
         """Of every step that was looked at: its label, its seconds, and when it ended."""
@@ -273,14 +273,14 @@ class Profiler:
         """A whole step; it changes the weights."""
         self._next_batch()
         self._runner.choose(choose, self._recorder, _everything if less else None)
-        begun_s = time.perf_counter()
+        begun_s, begun = time.perf_counter(), self._clock.now()
         step = _timed_step(self._recorder, self._loss, self._parameters)
         start = self._clock.now()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         end = self._clock.now()
         self._clock.settle()
-        self._wall_s = time.perf_counter() - begun_s
+        self._beyond_s = time.perf_counter() - begun_s - self._clock.seconds(begun, end)
         self._optimizer_s.append(self._clock.seconds(start, end))
         return step
 
@@ -288,14 +288,14 @@ class Profiler:
         """Seconds of a whole step without an observer, up to the optimizer's."""
         self._next_batch()
         self._runner.choose(choose, None, _everything if less else None)
-        begun_s = time.perf_counter()
-        start = self._clock.now()
+        begun_s, start = time.perf_counter(), self._clock.now()
         self._loss().backward()  # type: ignore[no-untyped-call]
         end = self._clock.now()
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        done = self._clock.now()
         self._clock.settle()
-        self._wall_s = time.perf_counter() - begun_s
+        self._beyond_s = time.perf_counter() - begun_s - self._clock.seconds(start, done)
         return self._clock.seconds(start, end)
 
     def _next_batch(self) -> None:

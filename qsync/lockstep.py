@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ class Lockstep:
         progress: Callable[[str], None] = lambda text: None,
         loader: Iterable[Any] | None = None,
     ) -> None:
-        self._own = own
+        self._own, self._clock = own, job_clock(device, own.emulated_share)
         most = max(agree("profiling", lambda: len(precisions)))
         made: list[Profiler] = []
         stepping = bare
@@ -66,8 +65,8 @@ class Lockstep:
             return stepping()
 
         agree("profiling", lambda: made.append(Profiler(
-            program, loss, parameters, precisions, job_clock(device, own.emulated_share), make_optimizer,
-            progress, loader=loader, num_precisions=most,
+            program, loss, parameters, precisions, self._clock, make_optimizer, progress,
+            loader=loader, num_precisions=most,
         )))  # fmt: skip
         self.profiler = made[0]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -110,33 +109,32 @@ class Lockstep:
         profiles: Mapping[str, Profile],
         cluster: Cluster,
         bucket_cap_bytes: int | None,
-        slow: Sequence[float] | None = None,
     ) -> Cluster:
-        """The cluster with its link as fast as the steps of the profile say; the same on every rank."""
-        if not dist.is_initialized() or cluster.num_ranks == 1:
+        """The cluster with its link as fast as the steps of the profile say; the same on every rank.
+
+        Where some rank's clock does not tell its work from waiting (GPUs, several threads), the link stays as
+        it was measured between barriers.
+        """
+        told = agree("gathering steps", lambda: isinstance(self._clock, ShareClock))
+        if not dist.is_initialized() or cluster.num_ranks == 1 or not all(told):
             return cluster
-        slow = self.profiler.pace() if slow is None else slow
-        samples = zip(self.profiler.walls(), self.profiler.samples(), slow, strict=True)
-        own = [[wall_s, sample[1], factor] for (_, wall_s), sample, factor in samples]
+        samples = zip(self.profiler.beyond(), self.profiler.samples(), strict=True)
+        own = [[sample[1], beyond_s] for (_, beyond_s), sample in samples]
         everyone = agree("gathering steps", lambda: own)
-        # Of the rank that computes longest: the others wait for it.
-        longest = [max(ranks, key=lambda rank: rank[1]) for ranks in zip(*everyone, strict=True)]
-        steps = [wall_s / factor for wall_s, _, factor in longest]
         names = agree("gathering steps", lambda: [
             self._own.name,
             [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in range(self.num_choices)],
         ])  # fmt: skip
-        # Batches come between steps, and are not in what was timed.
-        profiles = {name: replace(profile, loading_s=0.0) for name, profile in profiles.items()}
-        runs = []
+        plans: list[dict[str, dict[str, Precision]]] = []
         for k in range(self.num_choices):
-            plan: dict[str, dict[str, Precision]] = {}
+            plans.append({})
             for name, chosen in names:
-                plan.setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
-            of_plan = [
-                one for (which, _), one in zip(self.profiler.walls(), steps, strict=True) if which == k
-            ]
-            runs.append((plan, fmean(of_plan)))
+                plans[k].setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
+        runs = []
+        for (k, _), ranks in zip(self.profiler.beyond(), zip(*everyone, strict=True), strict=True):
+            # Of the rank that works longest: the others wait for it.
+            rank = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
+            runs.append((plans[k], names[rank][0], ranks[rank][1]))
         return in_use(graph, profiles, cluster, runs, bucket_cap_bytes)
 
 

@@ -280,7 +280,7 @@ class _Ranks:
         profile = jobs.with_toll(self._profile.profile(machine(), slow), exchanged)
         profiles = jobs.first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster = Cluster(cluster.classes, exchanged.link)
-        cluster = self._profile.cluster_in_use(graph, profiles, cluster, cap, slow)
+        cluster = self._profile.cluster_in_use(graph, profiles, cluster, cap)
         return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "none", {}, 1))
 
     def critical(self, slow: Sequence[float]) -> list[float]:

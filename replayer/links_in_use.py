@@ -13,7 +13,7 @@ from qsync.graph import OpGraph
 from qsync.precision import Precision
 from qsync.profiles import Profile
 from qsync.replayer.costs import ClassCosts
-from qsync.replayer.simulate import Exchange, checked_lowerings, steady_step
+from qsync.replayer.simulate import Exchange, Work, checked_lowerings, steady_step
 
 # How many times slower than between barriers an all-reduce may be found, and faster.
 FACTORS = np.geomspace(1 / 4, 4, 65)
@@ -23,31 +23,36 @@ def in_use(
     graph: OpGraph,
     profiles: Mapping[str, Profile],
     cluster: Cluster,
-    runs: Sequence[tuple[Mapping[str, Mapping[str, Precision]], float]],
+    runs: Sequence[tuple[Mapping[str, Mapping[str, Precision]], str, float]],
     bucket_cap_bytes: int | None = None,
 ) -> Cluster:
     """The cluster with its links as many times slower or faster as makes replay right for the mean run.
 
-    `runs` are plans with the seconds that a step under them took; the mean, as some steps take longer where a
-    rank is paused now and then. Where steps do not depend on the links,
-    because their work hides behind compute, they stay as they were measured (ours).
+    `runs` are plans, each with a class and the seconds by which a step of that class took longer than its own
+    work. The mean, as some take longer where a rank is paused now and then. Where steps do not depend on the
+    links, because their work hides behind compute, they stay as they were measured (ours).
 
-    >>> in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, 0.21)])
+    >>> in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
     """
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
-    works = []
-    for plan, _ in runs:
-        lowerings = checked_lowerings(graph, plan, profiles, cluster)
-        works.append([exchange.work(ClassCosts(one, profiles[name])) for name, one in lowerings.items()])
-
-    measured_s = sum(seconds for _, seconds in runs)
+    names = [device_class.name for device_class in cluster.classes]
+    known: dict[int, list[Work]] = {}
+    for plan, _, _ in runs:
+        if id(plan) not in known:
+            lowerings = checked_lowerings(graph, plan, profiles, cluster)
+            known[id(plan)] = [exchange.work(ClassCosts(lowerings[n], profiles[n])) for n in names]
+    waited = [(known[id(plan)], names.index(name)) for plan, name, _ in runs]
+    beyond_s = sum(seconds for _, _, seconds in runs)
 
     def miss(factor: float) -> float:
         durations = [factor * seconds for seconds in exchange.durations_s]
-        steps = (steady_step(of, durations, cluster.link, factor * exchange.broadcast_s) for of in works)
-        return abs(math.log(sum(step.reduced_s for step in steps) / measured_s))
+        predicted_s = 0.0
+        for works, c in waited:
+            step = steady_step(works, durations, cluster.link, factor * exchange.broadcast_s)
+            predicted_s += step.reduced_s - works[c].total_s
+        return abs(predicted_s - beyond_s) / len(runs)
 
-    best = min(FACTORS, key=lambda factor: (round(miss(factor), 4), abs(math.log(factor))))
+    best = min(FACTORS, key=lambda factor: (round(miss(factor), 6), abs(math.log(factor))))
 
     def scaled(link: Link) -> Link:
         return replace(link, latency_s=best * link.latency_s, bytes_per_s=link.bytes_per_s / best)
