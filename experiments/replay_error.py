@@ -214,7 +214,8 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
     right.set_xticks(range(len(results)), [f"{e['model']}\n{e['ranks']}" for e in results], fontsize=8)
     right.set(ylabel="|error|, %", yscale="log")
     right.set_title("Median to 95th percentile of |error|, by model and ranks")
-    right.legend(fontsize=7)
+    right.set_ylim(top=1.6 * right.get_ylim()[1])  # room for the legend
+    right.legend(fontsize=7, ncols=len(METHODS), loc="upper center")
     for axis in (left.xaxis, left.yaxis, right.yaxis):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FormatStrFormatter("%g"))
