@@ -10,6 +10,7 @@ pytestmark = pytest.mark.dist
 
 def test_ranks_with_other_precisions_keep_step_and_copies_count_once(tmp_path):
     body = """
+from qsync import jobs
 from qsync.predictor.profiler import Profiler
 
 if rank == 1:  # as where one rank's steps are long, and would be timed in another way
@@ -22,9 +23,20 @@ if rank == 1:  # as where one rank's steps are long, and would be timed in anoth
     Profiler.__init__ = slowly
 chosen = ["fp32", "bf16"] if rank else ["fp32"]
 names = ["strong", "weak"]
+calls = []
+in_ddp = jobs.in_ddp
+
+def counted(*args, **options):
+    parallel = in_ddp(*args, **options)
+    parallel.register_forward_pre_hook(lambda *_: calls.append(1))
+    return parallel
+
+jobs.in_ddp = counted
 validation, basis = qsync.validate(
-    make(), batch(), loss_fn, num_plans=2, turns=2, steps=2, precisions=chosen, device_class=names[rank]
+    make(), batch(seed=rank), loss_fn, num_plans=2, turns=2, steps=2, precisions=chosen,
+    device_class=names[rank],
 )
+say(f"through DDP: {len(calls) > 20}")
 say(f"timed: {[sorted({m.partition(' ')[0] for m in basis.profiles[n].ops['inner.0']}) for n in names]}")
 say(f"steps: {[basis.profiles[n].num_steps for n in names]}")
 say(f"copies: {[basis.profiles[n].bucket_s_per_byte for n in names]}")
@@ -37,6 +49,7 @@ dist.destroy_process_group()
     first, second = said(output, "steps")
     assert first == second and len(set(first.strip("[]").split(", "))) == 1
     assert said(output, "copies") == ["[0.0, 0.0]"] * 2
+    assert said(output, "through DDP") == ["True", "True"]
     assert said(output, "strong") == ["[{'fp32'}, {'fp32'}]"] * 2
 
 
