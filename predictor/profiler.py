@@ -106,7 +106,7 @@ class Profiler:
         self._began_s = time.perf_counter()
         self._num_steps = 0
         self._optimizer = make_optimizer(self._parameters)
-        self._warm_up_s: dict[str, float] = {}
+        self._typical_s: list[float] = []
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         progress("profile, tracing")
         tracing = self._step(*self._choices[0][1:])
@@ -115,13 +115,12 @@ class Profiler:
             is_long = tracing.total - tracing.before > SHORT_STEP_S
             if is_long and (k == 0 or k >= len(self._precisions) + FEW_MIXTURES):
                 # Long steps do not mind how they begin, and by now every kernel is compiled.
-                self._warm_up_s[label] = tracing.total - tracing.before
+                self._typical_s.append(tracing.total - tracing.before)
                 continue
             progress(f"profile {label}, warm-up")
-            self._warm_up_s[label] = self._step(choose, less).total
+            self._typical_s.append(self._step(choose, less).total)
             self._put_weights_back()
         self._optimizer_s.clear()
-        self._typical_s = [self._warm_up_s[label] for label, _, _ in self._choices]
         self.graph = runner.graph
         self._made_s = time.perf_counter() - self._began_s
 
@@ -227,8 +226,8 @@ class Profiler:
     def fill(self, seconds: float) -> None:
         """As many steps as it takes to know one to half a per cent, and no longer than `seconds` in all.
 
-        The time counts from the profiler's making. Every step of a round is taken once, and
-        the first twice, in any case.
+        The time counts from the profiler's making. Every step of a round is taken once, and the first twice,
+        in any case.
         """
         while self.wants_more(seconds):
             self.measure(len(self._samples) % self.num_choices)

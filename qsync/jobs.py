@@ -126,7 +126,6 @@ def form_basis(
     graph: OpGraph,
     precisions: Sequence[Precision | str] | None = None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
-    rounds: int | None = None,
     progress: Progress = lambda text: None,
     loader: Iterable[Any] | None = None,
     bucket_cap_mb: float | None = None,
@@ -145,10 +144,7 @@ def form_basis(
                 program, model, example_batch, loss_fn, own, precisions,
                 make_optimizer, bucket_cap_mb, progress, loader,
             )  # fmt: skip
-            if rounds is None:
-                together.fill(PROFILE_S)
-            for _ in range(rounds or 0):
-                together.round()
+            together.fill(PROFILE_S)
             profile = with_toll(together.profile(machine()), exchanged)
             profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
             cluster = together.cluster_in_use(graph, profiles, cluster, cap)
@@ -156,8 +152,8 @@ def form_basis(
         gc.collect()  # a DDP that is gone takes its hooks along
     else:
         profile = api.profile(
-            model, example_batch, loss_fn, device_class=own, precisions=precisions, rounds=rounds,
-            seconds=PROFILE_S, make_optimizer=make_optimizer, progress=progress, loader=loader,
+            model, example_batch, loss_fn, device_class=own, precisions=precisions, seconds=PROFILE_S,
+            make_optimizer=make_optimizer, progress=progress, loader=loader,
         )  # fmt: skip
         profiles = {own.name: profile}
     progress("sensitivity")

@@ -1,9 +1,11 @@
 """A profile in the company that training has: all ranks step together, through DDP, as they will.
 
 Alone a rank finds its caches warm. Beside peers that compute, and all-reduces that run on its cores, the same
-operators take a few per cent longer, those that wait for memory up to a third (CPU, gloo, two ranks). So the
-steps that are timed are whole steps of the job, and what communication adds to them tells how fast the links
-are in use.
+operators take a few per cent longer, those that wait for memory up to a quarter (CPU, gloo, two ranks). So
+the steps that are timed are whole steps of the job, and what communication adds to them tells how fast the
+links are in use. That needs clocks that tell a rank's work from waiting. Where some rank has none (GPUs,
+several threads a rank), the ranks step together without DDP, copies to buckets are timed by themselves, and
+links stay as they were measured between barriers.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ LEAST_PATIENCE_S, PATIENCE = 30.0, 20
 
 
 class Lockstep:
-    """The profiler of one rank of a job (or of a single process), a round at a time with all others.
+    """The profiler of one rank of a job (or of a single process), a step at a time with all others.
 
     `bare` runs the model itself: a rank whose data or kernels are unusable finds out while nobody waits for
     its gradients. `in_ddp` puts it in DDP, on the process group it is given, and returns what runs it there.
@@ -56,7 +58,10 @@ class Lockstep:
         progress: Callable[[str], None] = lambda text: None,
         loader: Iterable[Any] | None = None,
     ) -> None:
-        self._own, self._clock = own, job_clock(device, own.emulated_share)
+        clock = job_clock(device, own.emulated_share)
+        self._own = own
+        # Whether steps go through DDP.
+        self.in_ddp = all(agree("profiling", lambda: isinstance(clock, ShareClock))) and _has_peers()
         most = max(agree("profiling", lambda: len(precisions)))
         made: list[Profiler] = []
         stepping = bare
@@ -65,17 +70,18 @@ class Lockstep:
             return stepping()
 
         agree("profiling", lambda: made.append(Profiler(
-            program, loss, parameters, precisions, self._clock, make_optimizer, progress,
+            program, loss, parameters, precisions, clock, make_optimizer, progress,
             loader=loader, num_precisions=most,
         )))  # fmt: skip
         self.profiler = made[0]
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if _has_peers():
             # Of each step, the rank that takes longest: all time it in the same way, and wait for it.
             everyone = agree("profiling", self.profiler.typical_s)
             typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
             self.profiler.steps_with(typical_s)
             patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * max(typical_s)))
-            stepping = in_ddp(dist.new_group(timeout=patience))
+            if self.in_ddp:
+                stepping = in_ddp(dist.new_group(timeout=patience))
 
     @property
     def num_choices(self) -> int:
@@ -86,11 +92,6 @@ class Lockstep:
         """The k-th step of a round, on all ranks."""
         agree("profiling", partial(self.profiler.measure, k))
 
-    def round(self) -> None:
-        """One more step of every choice."""
-        for k in range(self.num_choices):
-            self.measure(k)
-
     def fill(self, seconds: float) -> None:
         """As many steps as it takes until every rank knows them to half a per cent, in `seconds`."""
         k = 0
@@ -99,9 +100,9 @@ class Lockstep:
             k = (k + 1) % self.num_choices
 
     def profile(self, machine: Mapping[str, object], slow: Sequence[float] | None = None) -> Profile:
-        """This rank's profile. In a job, copies to buckets are in the operators' backward times."""
+        """This rank's profile. Through DDP, copies to buckets are in the operators' backward times."""
         found = self.profiler.profile(self._own.name, machine, self._own.emulated_share, slow)
-        return replace(found, bucket_s_per_byte=0.0) if dist.is_initialized() else found
+        return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
 
     def cluster_in_use(
         self,
@@ -110,13 +111,8 @@ class Lockstep:
         cluster: Cluster,
         bucket_cap_bytes: int | None,
     ) -> Cluster:
-        """The cluster with its link as fast as the steps of the profile say; the same on every rank.
-
-        Where some rank's clock does not tell its work from waiting (GPUs, several threads), the link stays as
-        it was measured between barriers.
-        """
-        told = agree("gathering steps", lambda: isinstance(self._clock, ShareClock))
-        if not dist.is_initialized() or cluster.num_ranks == 1 or not all(told):
+        """The cluster with its link as fast as the steps of the profile say; the same on every rank."""
+        if not self.in_ddp:
             return cluster
         samples = zip(self.profiler.beyond(), self.profiler.samples(), strict=True)
         own = [[sample[1], beyond_s] for (_, beyond_s), sample in samples]
@@ -140,7 +136,10 @@ class Lockstep:
 
 def job_clock(device: torch.device, emulated_share: float | None = None) -> Clock:
     """The clock for a rank of a job: on a CPU, with one thread, it leaves out what others do on its core."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    if alone or device.type == "cuda" or torch.get_num_threads() > 1:
+    if not _has_peers() or device.type == "cuda" or torch.get_num_threads() > 1:
         return clock_for(device, emulated_share)
     return ShareClock(emulated_share or 1.0)
+
+
+def _has_peers() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1

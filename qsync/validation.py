@@ -178,6 +178,8 @@ class _Ranks:
             self._program, api.loss_of(model, batch, loss_fn), parallel, trained, own, self._device,
             precisions, make_optimizer, progress, batches,
         )  # fmt: skip
+        if jobs.world_size() > 1 and not self._profile.in_ddp:
+            self._model = jobs.in_ddp(model, bucket_cap_mb)
         self._loss = api.loss_of(self._model, batch, loss_fn)
         self._optimizer = make_optimizer(trained)
         self._timer = phases.PhaseTimer(self._model, model)

@@ -53,6 +53,19 @@ dist.destroy_process_group()
     assert said(output, "strong") == ["[{'fp32'}, {'fp32'}]"] * 2
 
 
+def test_where_clocks_do_not_tell_work_from_waiting_profiles_stay_out_of_ddp(tmp_path):
+    """Else the wait for the slowest rank's gradients would be counted as an operator's."""
+    body = """
+torch.set_num_threads(2 if rank else 1)
+validation, basis = qsync.validate(
+    make(), batch(seed=rank), loss_fn, num_plans=1, turns=2, steps=2, device_class=["strong", "weak"][rank]
+)
+say(f"copies: {[basis.profiles[n].bucket_s_per_byte > 0 for n in ('strong', 'weak')]}")
+dist.destroy_process_group()
+"""
+    assert said(launch(tmp_path, body), "copies") == ["[True, True]"] * 2
+
+
 @pytest.mark.parametrize("call", [6, 14])
 def test_a_rank_that_fails_ends_the_profile_on_all(tmp_path, call):
     """At the 6th step the ranks are still on their own, at the 14th the other waits for its gradients."""
