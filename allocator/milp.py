@@ -1,0 +1,242 @@
+"""The exact solver: every class's assignment of least variance, as a mixed-integer program (HiGHS, by scipy).
+
+A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k is
+complete, d_k its all-reduce alone and e_k what that takes from compute, a step is never shorter than
+
+    (l + r_k) of any class + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j                     (ours)
+
+since before bucket k starts every earlier all-reduce has either taken its toll or been waited for. These rows
+are linear in the choices (`linear`), so what the programs say is a bound that no plan falls below. What they
+find is replayed: where replay adds more than the rows (a class that waits for another) they are solved again
+for a target shorter by that, where an assignment needs too much memory it is cut off, and what is returned was
+replayed in any case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync.allocator.linear import LinearClass
+from qsync.allocator.program import Sum, total
+from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.state import State
+from qsync.precision import Precision
+from qsync.replayer import step_time
+
+Assignments = dict[str, dict[str, Precision]]
+Row = tuple[Sum, float, float]
+
+# Rows are scaled so that the target is this: HiGHS keeps them to a millionth, so to 1e-9 of the target.
+_SCALE = 1e3
+# The variance of the plan that is known is scaled to this: HiGHS stops at differences of a millionth.
+_KNOWN = 1e4
+# How often a class is solved again because replay, or memory, says more than its rows.
+_MAX_ROUNDS = 12
+# With so few choices every assignment that replay refuses is cut off by itself, which is exact.
+_FEW, _MAX_CUTS = 12, 20000
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What the solver found. `bound` is a variance that no plan within time and memory falls below.
+
+    `status` is "optimal" (`gap` is within what was asked) or "time-limited".
+    """
+
+    assignments: Mapping[str, Mapping[str, Precision]]
+    variance: float
+    bound: float
+    status: str
+    seconds: float
+
+    @property
+    def gap(self) -> float:
+        """The part of the variance by which a better plan might be better."""
+        return max(0.0, 1.0 - self.bound / self.variance) if self.variance > 0.0 else 0.0
+
+
+def solve(
+    state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
+) -> Solution:
+    """Make the variance least, beginning with what `state` has, which must hold; ends with `state` there.
+
+    >>> solve(state, ["infer"], target_s=0.1).gap
+    """
+    begun, best, least = time.perf_counter(), state.assignments(), state.variance
+    settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
+    bound, candidate = settled, {name: dict(found) for name, found in best.items()}
+    parts = [_Class(state, name, target_s, lowerable) for name in lowerable]
+    for number, part in enumerate(parts):
+        left = time_limit_s - (time.perf_counter() - begun)
+        bound += part.solve(left / (len(parts) - number), gap)
+        candidate[part.name] = part.best
+    tightened = target_s
+    for _ in range(_MAX_ROUNDS):
+        state.restore(candidate)
+        if holds(state, target_s):
+            break
+        late = state.late_step_s() / target_s - 1.0
+        tightened *= 1.0 - min(max(late, 1e-6), 0.1)
+        if time.perf_counter() - begun > time_limit_s:
+            break
+        for part in parts:
+            left = time_limit_s - (time.perf_counter() - begun)
+            candidate[part.name] = part.within(tightened, left / len(parts), gap) or candidate[part.name]
+    if holds(state, target_s):
+        recover(state, lowerable, target_s, PRIORITIES[1])
+    if holds(state, target_s) and state.variance < least:
+        best, least = state.assignments(), state.variance
+    state.restore(best)
+    seconds = time.perf_counter() - begun
+    bound = min(bound, least)
+    solution = Solution(best, least, bound, "optimal", seconds)
+    if solution.gap > max(gap, 1e-9):
+        solution = Solution(best, least, bound, "time-limited", seconds)
+    return solution
+
+
+class _Class:
+    """One class: its program, the rows of its step, and the best assignment found so far."""
+
+    def __init__(self, state: State, name: str, target_s: float, lowerable: Sequence[str]) -> None:
+        self.name, self._state, self._target_s = name, state, target_s
+        self._one = state.classes[name]
+        self.best = {op: self._one.precision(op) for op in self._one.part.choices}
+        self._variance = self._one.variance
+        self._weight = _KNOWN / self._variance if self._variance > 0.0 else 1.0
+        self._beside = [
+            one.work.slower(1 + state.late.get(other, 0.0))
+            for other, one in state.classes.items()
+            if other not in lowerable
+        ]
+        self._linear = LinearClass(state.problem.graph, self._one.part, self._weight, _KNOWN)
+        self._cuts: list[Row] = []
+        self._forward = total(self._linear.forward_s)
+        self._rows: dict[int, Sum] = {}
+        self._until(0)
+
+    def solve(self, time_limit_s: float, gap: float) -> float:
+        """Find the best assignment; the variance that none falls below."""
+        if self._variance == 0.0:
+            return 0.0
+        end = time.perf_counter() + time_limit_s
+        few = sum(len(bits) > 1 for bits in self._linear.chosen.values()) <= _FEW
+        bound, exact, target_s = 0.0, True, self._target_s
+        for _ in range(_MAX_CUTS if few else _MAX_ROUNDS):
+            found, least = self._solved(target_s, end - time.perf_counter(), gap)
+            if exact:
+                bound = max(bound, least)
+            if found is None:
+                break
+            over = self._over(found)
+            if over is None:
+                self.best = found
+                break
+            if time.perf_counter() > end:
+                break
+            if few:
+                self._cuts.append(self._linear.excluding(found))
+            else:
+                exact = False
+                late, row = over
+                target_s *= 1.0 - late
+                if row is not None:
+                    self._cuts.append(row)
+        return bound
+
+    def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
+        """The best assignment for another target, if there is one in the time."""
+        return self._solved(target_s, time_limit_s, gap)[0] if self._variance > 0.0 else None
+
+    def _solved(
+        self, target_s: float, time_limit_s: float, gap: float
+    ) -> tuple[dict[str, Precision] | None, float]:
+        """An assignment that keeps the rows, and the least variance that any has."""
+        end, bound = time.perf_counter() + time_limit_s, 0.0
+        while True:
+            rows = [(row, -np.inf, _SCALE * target_s / self._target_s * (1 + TOLERANCE)) for row in self._rows.values()]
+            result = self._linear.program.solve(
+                also=[*rows, *self._cuts], gap=gap / 2, time_limit_s=end - time.perf_counter()
+            )
+            if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
+                bound = max(bound, (result.mip_dual_bound + self._linear.settled_cost) / self._weight)
+            elif result.status == 2:  # nothing is better than the plan that is known
+                bound = self._variance
+            if result.x is None:
+                return None, bound
+            broken = self._broken(result.x, target_s)
+            if broken is None:
+                return self._linear.assignment(result.x), bound
+            self._until(broken)
+
+    def _broken(self, point: np.ndarray, target_s: float) -> int | None:
+        """The bucket whose row, not yet among them, is broken most."""
+        forward, backward = self._forward.at(point), np.array([s.at(point) for s in self._linear.backward_s])
+        until = np.cumsum(backward[::-1])[::-1]
+        worst, most = None, target_s * (1 + 1e-8)
+        for k, ready in enumerate(self._ready()):
+            seconds = self._seconds(k, forward, float(until[max(ready, 0)]))
+            if k not in self._rows and seconds > most:
+                worst, most = k, seconds
+        return worst
+
+    def _ready(self) -> list[int]:
+        """The operator until whose backward each row counts: the whole step first, then every bucket."""
+        return [0, *(bucket.ready for bucket in self._state.problem.exchange.buckets)]
+
+    def _until(self, k: int) -> None:
+        """Add the row of the whole step (0), or of a bucket (from 1)."""
+        ready = max(self._ready()[k], 0)
+        seconds = Sum()
+        seconds.add(self._forward)
+        for part in self._linear.backward_s[ready:]:
+            seconds.add(part)
+        factor = self._seconds(k, 1.0, 0.0) - self._seconds(k, 0.0, 0.0)
+        row = Sum(constant=self._seconds(k, 0.0, 0.0) * _SCALE / self._target_s)
+        row.add(seconds, factor * _SCALE / self._target_s)
+        self._rows[k] = row
+
+    def _seconds(self, k: int, forward_s: float, backward_s: float) -> float:
+        """Seconds that a step takes at the least, by row k."""
+        exchange, profile = self._state.problem.exchange, self._one.part.profile
+        ready = self._ready()[k]
+        copied = float(exchange.copied_bytes[max(ready, 0) :].sum())
+        if k == 0 or ready < 0:
+            copied += exchange.unused_bytes
+        lead = profile.loading_s + profile.host_s + profile.outside.total_s
+        own = lead + forward_s + backward_s + copied * profile.bucket_s_per_byte + profile.optimizer_s
+        seconds = own * (1 + self._state.late.get(self.name, 0.0)) + exchange.broadcast_s
+        if k == 0:
+            return seconds
+        tolls, alone = self._one.work.tolls_s, exchange.durations_s
+        lost = sum(min(toll, duration) for toll, duration in zip(tolls[: k - 1], alone, strict=False))
+        return seconds + lost + sum(alone[k - 1 :])
+
+    def _over(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
+        """None if replay of this class beside those that stand holds; else the part by which it is late, and a row
+        that memory asks for."""
+        state, move = self._state, self._state.move(self.name, assignment)
+        work = self._one.work.slower(1 + state.late.get(self.name, 0.0))
+        late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0
+        row = None if self._one.fits() else self._less_memory(assignment)
+        state.back(move)
+        return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None
+
+    def _less_memory(self, assignment: Mapping[str, Precision]) -> Row:
+        """The memory of assignments near this one, as far as single changes say, within the budget (ours)."""
+        state, one = self._state, self._one
+        peak, budget = one.peak_bytes, one.part.budget_bytes
+        row = Sum(constant=float(peak - budget))
+        for op, bits in self._linear.chosen.items():
+            for precision, bit in bits.items():
+                if precision is not assignment[op]:
+                    move = state.move(self.name, {op: precision})
+                    row.add(bit, float(one.peak_bytes - peak))
+                    state.back(move)
+        scaled = Sum()
+        scaled.add(row, _SCALE / budget)
+        return scaled, -np.inf, 0.0

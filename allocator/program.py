@@ -1,0 +1,171 @@
+"""A mixed-integer linear program, written in expressions whose values are 0 or 1, or sums of them; for HiGHS.
+
+The logic of bits is linear: z = a and b is z <= a, z <= b, z >= a + b - 1, and z need not be declared whole
+where a and b are (Glover and Woolsey, 1974).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
+from scipy.sparse import csr_array
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class Sum:
+    """constant + sum of coefficient x column."""
+
+    terms: dict[int, float] = field(default_factory=dict)
+    constant: float = 0.0
+
+    def add(self, other: Sum, times: float = 1.0) -> None:
+        """Add a multiple of another sum to this one."""
+        self.constant += times * other.constant
+        for column, coefficient in other.terms.items():
+            self.terms[column] = self.terms.get(column, 0.0) + times * coefficient
+
+    def at(self, point: FloatArray) -> float:
+        """The value where the columns have these values."""
+        return self.constant + sum(c * float(point[column]) for column, c in self.terms.items())
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is the same whatever the columns are."""
+        return not self.terms
+
+
+ZERO, ONE = Sum(), Sum(constant=1.0)
+
+
+def total(parts: Iterable[Sum]) -> Sum:
+    """The sum of sums."""
+    found = Sum()
+    for part in parts:
+        found.add(part)
+    return found
+
+
+def negated(bit: Sum) -> Sum:
+    """1 - bit."""
+    found = Sum(constant=1.0)
+    found.add(bit, -1.0)
+    return found
+
+
+class Program:
+    """Columns in [0, 1], rows, and what to make least."""
+
+    def __init__(self) -> None:
+        self._cost: list[float] = []
+        self._whole: list[bool] = []
+        self._rows: list[tuple[Sum, float, float]] = []
+
+    @property
+    def num_columns(self) -> int:
+        return len(self._cost)
+
+    def choice(self, costs: Sequence[float]) -> list[Sum]:
+        """One bit for each of some alternatives, of which exactly one is taken."""
+        if len(costs) == 1:
+            return [ONE]
+        bits = [self._column(cost, True) for cost in costs]
+        self.row(total(bits), 1.0, 1.0)
+        return bits
+
+    def bit(self) -> Sum:
+        """A column that other rows hold at 0 or 1."""
+        return self._column(0.0, False)
+
+    def row(self, what: Sum, least: float = -np.inf, most: float = np.inf) -> None:
+        """least <= what <= most."""
+        self._rows.append((what, least, most))
+
+    def all_of(self, bits: Iterable[Sum]) -> Sum:
+        """The bit that is 1 where all of these are."""
+        open_ = [bit for bit in bits if not (bit.settled and bit.constant == 1.0)]
+        if any(bit.settled for bit in open_):
+            return ZERO
+        if len(open_) < 2:
+            return open_[0] if open_ else ONE
+        found = self.bit()
+        together = total(open_)
+        for bit in open_:
+            self._at_most(found, bit)
+        together.add(found, -1.0)
+        self.row(together, most=len(open_) - 1.0)
+        return found
+
+    def any_of(self, bits: Iterable[Sum]) -> Sum:
+        """The bit that is 1 where any of these is."""
+        return negated(self.all_of([negated(bit) for bit in bits]))
+
+    def at_least_any(self, bits: Sequence[Sum]) -> Sum:
+        """No less than any of these: the least such is the bit that is 1 where any is."""
+        if any(bit.settled and bit.constant == 1.0 for bit in bits):
+            return ONE
+        open_ = [bit for bit in bits if not bit.settled]
+        if len(open_) < 2:
+            return open_[0] if open_ else ZERO
+        found = self.bit()
+        for bit in open_:
+            self._at_most(bit, found)
+        return found
+
+    def _at_most(self, small: Sum, large: Sum) -> None:
+        gap = Sum()
+        gap.add(large)
+        gap.add(small, -1.0)
+        self.row(gap, least=0.0)
+
+    def solve(
+        self,
+        cost: Sum | None = None,
+        *,
+        also: Sequence[tuple[Sum, float, float]] = (),
+        gap: float = 1e-9,
+        time_limit_s: float | None = None,
+        relaxed: bool = False,
+    ) -> OptimizeResult:
+        """Make `cost` least (that of the choices, if None) under all rows and some more; scipy's result.
+
+        `relaxed`: choices may be mixed.
+        """
+        rows = [*self._rows, *also]
+        weights = np.array(self._cost)
+        if cost is not None:
+            weights = np.zeros(self.num_columns)
+            weights[list(cost.terms)] = list(cost.terms.values())
+        options: dict[str, float] = {"mip_rel_gap": gap}
+        if time_limit_s is not None:
+            options["time_limit"] = max(time_limit_s, 0.01)
+        return milp(
+            weights,
+            integrality=None if relaxed else np.array(self._whole, dtype=np.int8),
+            bounds=Bounds(0.0, 1.0),
+            constraints=[self._matrix(rows)] if rows else [],
+            options=options,
+        )
+
+    def cost_of(self, point: FloatArray) -> float:
+        """What the choices of a point cost."""
+        return float(np.dot(self._cost, point))
+
+    def _column(self, cost: float, whole: bool) -> Sum:
+        self._cost.append(cost)
+        self._whole.append(whole)
+        return Sum({len(self._cost) - 1: 1.0})
+
+    def _matrix(self, rows: Sequence[tuple[Sum, float, float]]) -> LinearConstraint:
+        start = np.cumsum([0, *(len(what.terms) for what, _, _ in rows)])
+        columns = np.fromiter((c for what, _, _ in rows for c in what.terms), dtype=np.int64, count=start[-1])
+        values = np.fromiter((v for what, _, _ in rows for v in what.terms.values()), dtype=np.float64, count=start[-1])
+        matrix = csr_array((values, columns, start), shape=(len(rows), self.num_columns))
+        least = np.array([low - what.constant for what, low, _ in rows])
+        most = np.array([high - what.constant for what, _, high in rows])
+        return LinearConstraint(matrix, least, most)
