@@ -2,7 +2,7 @@
 
 from qsync.allocator.baselines import uniform
 from qsync.allocator.certificate import Certificate, check_plan
-from qsync.allocator.greedy import allocate
+from qsync.allocator.solving import allocate
 from qsync.allocator.reasons import Reason, explain
 from qsync.allocator.refused import Refusal, refusals
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync.allocator.greedy import as_plan
+from qsync.allocator.solving import as_plan
 from qsync.cluster import Cluster
 from qsync.errors import UnsupportedError
 from qsync.graph import OpGraph

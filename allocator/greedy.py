@@ -1,167 +1,47 @@
-"""Which operators run in which precision on each class: the fastest feasible start, then recovery."""
+"""The fast solver: recovery from a few starts, in two orders, and exchanges (QSync's two stages, extended)."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 
-from qsync.allocator.fastest import fastest_start, uniform_starts
-from qsync.allocator.problem import Problem, pose
-from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.exchanges import exchange
+from qsync.allocator.fastest import uniform_starts
+from qsync.allocator.recovery import PRIORITIES, holds, recover
 from qsync.allocator.state import State
-from qsync.cluster import Cluster
-from qsync.errors import FormatError, InfeasibleError
-from qsync.graph import OpGraph
-from qsync.plans import ClassPlan, Plan, Predicted
 from qsync.precision import Precision
-from qsync.profiles import Profile, Sensitivity
-from qsync.replayer import replay
 
 Assignments = dict[str, dict[str, Precision]]
 
-
-def allocate(
-    graph: OpGraph,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity,
-    cluster: Cluster,
-    *,
-    target_s: float | None = None,
-    slack: float = 0.0,
-    budgets: Mapping[str, int] | None = None,
-    pins: Mapping[str, str | Precision] | None = None,
-    lower_all: bool = False,
-    margin: float = 0.0,
-    bucket_cap_bytes: int | None = None,
-) -> Plan:
-    """The plan that lowers just enough operators on just the weak classes that nobody waits.
-
-        minimise sum over classes c of (n_c / N^2) sum over operators of omega   (design.md; QSync,
-        arXiv:2407.02327) such that the step takes at most T and every class fits in its memory
-
-    T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in
-    FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only
-    with `lower_all`, or where FP32 does not fit in its memory. `budgets` (bytes by class) take the place of
-    the cluster's memory; `pins` map patterns of operator names to precisions. With `margin` the lowered
-    classes reach the target even when their compute takes that part longer than predicted, as far as the
-    fastest start allows: a step waits for whoever is late, and a class planned to the last millisecond is
-    late at every other step (ours). Raises InfeasibleError naming
-    the binding constraint and by how much it is missed, MismatchError where graph, profiles, sensitivity and
-    cluster do not belong together, and what `pose` raises.
-
-    >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
-    """
-    if not 0.0 <= slack < math.inf:
-        raise FormatError(
-            f"slack must not be negative or infinite, found {slack}; 0.05 allows steps 5 % longer than the "
-            "least"
-        )
-    if not 0.0 <= margin < 1.0:
-        raise FormatError(f"margin must be at least 0 and less than 1, found {margin}; 0.03 is usual")
-    if target_s is not None and not 0.0 < target_s < math.inf:
-        raise FormatError(f"the target must be positive and finite, found {target_s}; give seconds")
-    problem = pose(
-        graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, bucket_cap_bytes=bucket_cap_bytes
-    )
-    state = State(problem)
-    lowerable = _lowerable(state, lower_all)
-    for name in lowerable:
-        fastest_start(state, name)
-    target = state.step_s() * (1 + slack) if target_s is None else target_s
-    _check_reachable(state, target, lower_all)
-    state.late = dict.fromkeys(lowerable, _affordable(state, lowerable, target, margin))
-    best = _best(state, lowerable, target)
-    plan = as_plan(
-        graph, best, profiles, cluster, problem=problem, target_s=target, bucket_cap_bytes=bucket_cap_bytes
-    )
-    return replace(plan, margin=margin or None)
+# With more operators to choose for than this, counted class by class, recovery has time for one start only.
+_MANY = 400
+# Exchanges and recovery take turns so often at the most.
+_MAX_EXCHANGES = 4
 
 
-def _affordable(state: State, lowerable: list[str], target_s: float, margin: float) -> float:
-    """The margin, or the part of it that the fastest start can keep, to a thousandth."""
+def greedy(state: State, lowerable: list[str], target_s: float) -> None:
+    """Raise the weak classes, which stand at their fastest, as far as time and memory allow.
 
-    def kept(part: float) -> bool:
-        state.late = dict.fromkeys(lowerable, part)
-        return state.late_step_s() <= target_s * (1 + TOLERANCE)
-
-    if kept(margin):
-        return margin
-    low, high = 0.0, margin
-    for _ in range(10):
-        middle = (low + high) / 2
-        low, high = (middle, high) if kept(middle) else (low, middle)
-    return low
-
-
-def as_plan(
-    graph: OpGraph,
-    assignments: Mapping[str, Mapping[str, Precision]],
-    profiles: Mapping[str, Profile],
-    cluster: Cluster,
-    *,
-    sensitivity: Sensitivity | None = None,
-    problem: Problem | None = None,
-    target_s: float | None = None,
-    bucket_cap_bytes: int | None = None,
-) -> Plan:
-    """A plan of these assignments with what full replay predicts for it; no sensitivity, no variance."""
-    timeline = replay(graph, assignments, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
-    classes = {}
-    for device_class in cluster.classes:
-        name, weight = device_class.name, device_class.count / cluster.num_ranks**2
-        assignment = {op.name: assignments[name].get(op.name, Precision.FP32) for op in graph.adjustable}
-        if problem is not None:
-            variance = sum(problem.classes[name].variance[op][p] for op, p in assignment.items())
-        else:
-            variance = (
-                weight * sum(sensitivity[op, p] for op, p in assignment.items()) if sensitivity else 0.0
-            )
-        entry = timeline[name]
-        predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
-        profile = profiles[name]
-        classes[name] = ClassPlan(assignment, predicted, profile.hash, origin=profile.origin)
-    return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes)
-
-
-def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """The weak classes: all but the one whose FP32 step takes least, if FP32 fits in its memory."""
-    strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
-    return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
-
-
-def _check_reachable(state: State, target_s: float, lower_all: bool) -> None:
-    step_s = state.step_s()
-    if step_s <= target_s * (1 + TOLERANCE):
-        return
-    slowest = max(state.classes, key=lambda name: state.classes[name].work.total_s)
-    advice = (
-        "give a longer target"
-        if lower_all
-        else "give a longer target, or let the strongest class be lowered too"
-    )
-    raise InfeasibleError(
-        f"no plan reaches a step of {target_s:.6g} s: the fastest one takes {step_s:.6g} s, "
-        f"{step_s - target_s:.3g} s too long, and {slowest} is the slowest class; {advice}"
-    )
-
-
-def _best(state: State, lowerable: list[str], target_s: float) -> Assignments:
-    """Recovery from every start that reaches the target and in every order; the one that adds least variance.
+    Recovery from every start that reaches the target and in every order; the one that adds least variance.
 
     Beside the fastest start, every uniform assignment is a start, so the plan never adds more variance than
     the best uniform choice that is fast enough (ours). Of equals the first stands.
     """
     best, least = state.assignments(), state.variance
-    for start in list(_starts(state, lowerable)):
-        for priority in PRIORITIES:
+    choices = sum(len(state.problem.classes[name].choices) for name in lowerable)
+    few = choices <= _MANY
+    for start in list(_starts(state, lowerable))[: None if few else 1]:
+        for priority in PRIORITIES if few else PRIORITIES[-1:]:
             state.restore(start)
             if not holds(state, target_s):
                 break
             recover(state, lowerable, target_s, priority)
             if state.variance < least:
                 best, least = state.assignments(), state.variance
-    return best
+    state.restore(best)
+    for _ in range(_MAX_EXCHANGES if few else 0):
+        if not exchange(state, lowerable, target_s):
+            break
+        recover(state, lowerable, target_s, PRIORITIES[-1])
 
 
 def _starts(state: State, lowerable: list[str]) -> Iterator[Assignments]:

@@ -167,7 +167,9 @@ class LinearClass:
         if not open_:
             return {mode(settled): ONE}
         if len(types) != 2:
-            raise MismatchError(f"{op.name} reads values that may be carried in {', '.join(types)}: use the greedy solver")
+            raise MismatchError(
+                f"{op.name} reads values that may be carried in {', '.join(types)}: use the greedy solver"
+            )
         one, other = types
         alike, others, mixed = mode([*settled, one]), mode([*settled, other]), mode([*settled, one, other])
         if alike == others:
@@ -188,9 +190,7 @@ class LinearClass:
                 run = Run(op.name, mode, (), output, form, order)
                 self._add(i, bit_of, partial(run_cost, self._part.profile, run, op))
 
-    def _ways(
-        self, i: int, product: int | None, follower: int | None
-    ) -> Iterator[tuple[str, str, str, Sum]]:
+    def _ways(self, i: int, product: int | None, follower: int | None) -> Iterator[tuple[str, str, str, Sum]]:
         """Mode, type handed on, and form in which operator i may run, with the bit that it does."""
         op, ops = self._graph.ops[i], self._graph.ops
         if op.role is Role.ADJUSTABLE:
@@ -205,7 +205,9 @@ class LinearClass:
         computed_there = ZERO
         if product is not None:
             computed_there = total(
-                bit for p, bit in self.chosen[ops[product].name].items() if rule.computes(ops[product], p, False)
+                bit
+                for p, bit in self.chosen[ops[product].name].items()
+                if rule.computes(ops[product], p, False)
             )
         for mode, bit in self._modes[i].items():
             output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
@@ -240,7 +242,11 @@ class LinearClass:
         takers = self._takers(value)
         if owner is None or not takers:
             return
-        entry = self._graph.inputs[value] if value < self._wiring.offset else self._graph.ops[value - self._wiring.offset]
+        entry = (
+            self._graph.inputs[value]
+            if value < self._wiring.offset
+            else self._graph.ops[value - self._wiring.offset]
+        )
         parameter = value < self._wiring.offset and self._graph.inputs[value].kind == "parameter"
         carried = self._carried[value]
         for target, bits in takers.items():
@@ -288,4 +294,3 @@ class LinearClass:
                 for taken, bit in by_type.items():
                     found.setdefault(taken, []).append(bit)
         return found
-

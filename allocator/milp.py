@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -91,12 +91,30 @@ def solve(
     if holds(state, target_s) and state.variance < least:
         best, least = state.assignments(), state.variance
     state.restore(best)
-    seconds = time.perf_counter() - begun
-    bound = min(bound, least)
-    solution = Solution(best, least, bound, "optimal", seconds)
-    if solution.gap > max(gap, 1e-9):
-        solution = Solution(best, least, bound, "time-limited", seconds)
-    return solution
+    return _solution(state, bound, gap, begun)
+
+
+def judge(
+    state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
+) -> Solution:
+    """What `state` has, with a bound beside it: the least variance if operators could be mixed in precision.
+
+    Takes a fraction of the time that `solve` does, and the bound is a little lower.
+
+    >>> judge(state, ["infer"], target_s=0.1).gap
+    """
+    begun = time.perf_counter()
+    bound = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
+    for name in lowerable:
+        left = time_limit_s - (time.perf_counter() - begun)
+        bound += _Class(state, name, target_s, lowerable).relaxed(left)
+    return _solution(state, bound, gap, begun)
+
+
+def _solution(state: State, bound: float, gap: float, begun: float) -> Solution:
+    variance, seconds = state.variance, time.perf_counter() - begun
+    solution = Solution(state.assignments(), variance, min(bound, variance), "optimal", seconds)
+    return solution if solution.gap <= max(gap, 1e-9) else replace(solution, status="time-limited")
 
 
 class _Class:
@@ -148,22 +166,33 @@ class _Class:
                     self._cuts.append(row)
         return bound
 
+    def relaxed(self, time_limit_s: float) -> float:
+        """The variance that no assignment falls below, as far as mixtures of precisions say."""
+        if self._variance == 0.0:
+            return 0.0
+        return self._solved(self._target_s, time_limit_s, 0.0, relaxed=True)[1]
+
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
         """The best assignment for another target, if there is one in the time."""
         return self._solved(target_s, time_limit_s, gap)[0] if self._variance > 0.0 else None
 
     def _solved(
-        self, target_s: float, time_limit_s: float, gap: float
+        self, target_s: float, time_limit_s: float, gap: float, relaxed: bool = False
     ) -> tuple[dict[str, Precision] | None, float]:
         """An assignment that keeps the rows, and the least variance that any has."""
         end, bound = time.perf_counter() + time_limit_s, 0.0
         while True:
-            rows = [(row, -np.inf, _SCALE * target_s / self._target_s * (1 + TOLERANCE)) for row in self._rows.values()]
+            most = _SCALE * target_s / self._target_s * (1 + TOLERANCE)
+            rows = [(row, -np.inf, most) for row in self._rows.values()]
             result = self._linear.program.solve(
-                also=[*rows, *self._cuts], gap=gap / 2, time_limit_s=end - time.perf_counter()
+                also=[*rows, *self._cuts],
+                gap=gap / 2,
+                time_limit_s=end - time.perf_counter(),
+                relaxed=relaxed,
             )
-            if result.mip_dual_bound is not None and np.isfinite(result.mip_dual_bound):
-                bound = max(bound, (result.mip_dual_bound + self._linear.settled_cost) / self._weight)
+            least = result.fun if relaxed else result.mip_dual_bound
+            if least is not None and np.isfinite(least):
+                bound = max(bound, (least + self._linear.settled_cost) / self._weight)
             elif result.status == 2:  # nothing is better than the plan that is known
                 bound = self._variance
             if result.x is None:

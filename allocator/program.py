@@ -164,7 +164,9 @@ class Program:
     def _matrix(self, rows: Sequence[tuple[Sum, float, float]]) -> LinearConstraint:
         start = np.cumsum([0, *(len(what.terms) for what, _, _ in rows)])
         columns = np.fromiter((c for what, _, _ in rows for c in what.terms), dtype=np.int64, count=start[-1])
-        values = np.fromiter((v for what, _, _ in rows for v in what.terms.values()), dtype=np.float64, count=start[-1])
+        values = np.fromiter(
+            (v for what, _, _ in rows for v in what.terms.values()), dtype=np.float64, count=start[-1]
+        )
         matrix = csr_array((values, columns, start), shape=(len(rows), self.num_columns))
         least = np.array([low - what.constant for what, low, _ in rows])
         most = np.array([high - what.constant for what, _, high in rows])

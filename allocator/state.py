@@ -18,7 +18,7 @@ class Move:
 
     device_class: str
     changes: tuple[Change, ...]
-    work: Work
+    work: Work | None
 
 
 class ClassState:
@@ -28,7 +28,9 @@ class ClassState:
         self.part = part
         self.lowering = Lowering(problem.graph, part.highest, part.device_class.narrow)
         self.costs = ClassCosts(self.lowering, part.profile)
-        self.work = problem.exchange.work(self.costs)
+        self._exchange = problem.exchange
+        self._work: Work | None = None  # not asked for since the last change
+        self._beside_s = self.work.total_s - self.costs.total_s
         self._memory = StepMemory(
             self.lowering.lowered(),
             optimizer_bytes=part.profile.optimizer_bytes,
@@ -45,6 +47,23 @@ class ClassState:
         positions = tuple(positions)
         self.costs.update(positions)
         self._stale.update(positions)
+
+    @property
+    def work(self) -> Work:
+        """The class's step as it is now."""
+        if self._work is None:
+            self._work = self._exchange.work(self.costs)
+        return self._work
+
+    def work_was(self, work: Work | None) -> Work | None:
+        """Set what the class's step is, None if that is not known yet; what it was."""
+        self._work, before = work, self._work
+        return before
+
+    @property
+    def alone_s(self) -> float:
+        """Seconds of the class's own step, as in `work` but at less cost: no step is shorter."""
+        return self.costs.total_s + self._beside_s
 
     @property
     def peak_bytes(self) -> int:
@@ -81,16 +100,13 @@ class State:
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
         """Give some operators of one class other precisions; `back` undoes it exactly."""
-        state = self.classes[device_class]
-        work, changes = state.work, []
+        state, changes = self.classes[device_class], []
         for op, precision in assignment.items():
             if state.precision(op) is not precision:
                 change = state.lowering.assign(op, precision)
                 state.changed(change.touched)
                 changes.append(change)
-        if changes:
-            state.work = self.problem.exchange.work(state.costs)
-        return Move(device_class, tuple(changes), work)
+        return Move(device_class, tuple(changes), state.work_was(None) if changes else None)
 
     def back(self, move: Move) -> None:
         """Undo the last move not yet undone."""
@@ -98,7 +114,8 @@ class State:
         for change in reversed(move.changes):
             state.lowering.undo(change)
             state.changed(change.touched)
-        state.work = move.work
+        if move.changes:
+            state.work_was(move.work)
 
     def step_s(self) -> float:
         """Seconds of the step as replay predicts them."""

@@ -200,6 +200,11 @@ def plan(
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
     ] = None,
+    solver: Annotated[str, typer.Option(help="milp (exact) or greedy (fast on huge models).")] = "milp",
+    gap: Annotated[
+        float, typer.Option(help="Part by which the plan may add more variance than the least.")
+    ] = 1e-3,
+    time_limit: Annotated[float, typer.Option(help="Seconds that the exact solver may take.")] = 20.0,
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
@@ -217,6 +222,7 @@ def plan(
         found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
         budgets=budgets, pins=pins, lower_all=lower_all, margin=margin,
         bucket_cap_bytes=int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
+        solver=solver, gap=gap, time_limit_s=time_limit,
     )  # fmt: skip
     certificate = check_plan(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
@@ -229,6 +235,13 @@ def plan(
         _print_json(chosen.to_json())
         return
     console.print(_plan_table(chosen))
+    if chosen.gap is not None:
+        console.print(
+            f"No plan adds less than {chosen.bound:.3g} variance at this step and memory; this one adds "
+            f"{chosen.added_variance:.3g}, {chosen.gap:.1%} of it perhaps needlessly ({chosen.solver})"
+            if chosen.gap > 1e-6 else "No plan adds less variance at this step and memory (proved)",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
 
 

@@ -65,6 +65,8 @@ class Plan:
     target_s: float | None = None
     bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
     margin: float | None = None  # the part by which lowered classes may be late and still reach the target
+    solver: str | None = None  # that chose the assignments: "milp" or "greedy"
+    bound: float | None = None  # below which the added variance of no plan for this problem can fall
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -74,6 +76,20 @@ class Plan:
                 "or plan again"
             )
         return self.classes[device_class]
+
+    @property
+    def added_variance(self) -> float | None:
+        """Of all classes together; None if nothing was predicted."""
+        found = [entry.predicted.added_variance for entry in self.classes.values() if entry.predicted]
+        return sum(found) if len(found) == len(self.classes) else None
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the added variance by which a better plan might be better; None if that is not known."""
+        added = self.added_variance
+        if self.bound is None or added is None:
+            return None
+        return max(0.0, 1.0 - self.bound / added) if added > 0.0 else 0.0
 
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this plan was made for `graph`; both sides are named."""
@@ -128,7 +144,7 @@ class Plan:
             )
             for name, class_plan in self.classes.items()
         }
-        return replace(self, classes=classes, step_s=None)
+        return replace(self, classes=classes, step_s=None, bound=None)
 
     def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
         """A plan in which following operators (gelu, layer_norm, dropout ...) that match save less for
@@ -149,7 +165,7 @@ class Plan:
             )
             for name in chosen
         }
-        return replace(self, classes={**self.classes, **changed}, step_s=None)
+        return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None)
 
     def diff(self, other: Plan) -> str:
         """One line per operator and class whose precision differs, and per class in which others save less.
@@ -191,6 +207,10 @@ class Plan:
         body["bucket_cap_bytes"] = self.bucket_cap_bytes
         if self.margin is not None:
             body["margin"] = self.margin
+        if self.solver is not None:
+            body["solver"] = self.solver
+        if self.bound is not None:
+            body["bound"] = self.bound
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -222,7 +242,7 @@ class Plan:
         header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
         plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
-            value.get("margin"),
+            value.get("margin"), value.get("solver"), value.get("bound"),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan
