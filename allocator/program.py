@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, milp
-from scipy.sparse import csr_array
+
+if TYPE_CHECKING:  # half a second to import, which only solving needs
+    from scipy.optimize import LinearConstraint, OptimizeResult
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -136,6 +138,8 @@ class Program:
 
         `relaxed`: choices may be mixed.
         """
+        from scipy.optimize import Bounds, milp
+
         rows = [*self._rows, *also]
         weights = np.array(self._cost)
         if cost is not None:
@@ -162,6 +166,9 @@ class Program:
         return Sum({len(self._cost) - 1: 1.0})
 
     def _matrix(self, rows: Sequence[tuple[Sum, float, float]]) -> LinearConstraint:
+        from scipy.optimize import LinearConstraint
+        from scipy.sparse import csr_array
+
         start = np.cumsum([0, *(len(what.terms) for what, _, _ in rows)])
         columns = np.fromiter((c for what, _, _ in rows for c in what.terms), dtype=np.int64, count=start[-1])
         values = np.fromiter(
