@@ -27,7 +27,7 @@ def exchange(state: State, classes: Sequence[str], target_s: float) -> bool:
         dear = {op: one.part.variance[op][one.precision(op)] for op in one.part.choices}
         dear = {op: v for op, v in dear.items() if v > _LEAST * one.variance}
         payers = _payers(state, name) if dear else []
-        for op in sorted(dear, key=lambda op: -dear[op]):  # noqa: B023
+        for op in sorted(dear, key=lambda op: -dear[op]):
             for precision in reversed(one.part.choices[op]):
                 if is_raise(state, name, op, precision) and _paid(
                     state, name, op, precision, payers, target_s

@@ -1,11 +1,11 @@
-"""One class's step as sums over choices of precision: the lowered graph, with bits for what is not chosen yet.
+"""One class's step as sums over choices of precision: the lowered graph while nothing is chosen yet.
 
-    seconds(x) = sum over nodes of (price of the node as it would run) x (the bit that it runs so)
+    seconds = sum over ways of running a node of (its price that way) x (the bit that it runs that way)
 
-Exact: at every whole choice the sums are what `qsync.replayer` makes of that assignment (ours). What runs how,
-and which casts there are, is asked of lowering's functions, case by case; nothing of the rule is said here. The
-bits that follow from the choices (what a value is carried in, who wants 16 bits, the order of images) are
-conjunctions of them.
+Exact: at every whole choice the sums are what `qsync.replayer` makes of that assignment (ours). What runs
+how, and which casts there are, is asked of lowering's functions, case by case; nothing of the rule is said
+here. The bits that follow from the choices (what a value is carried in, who wants 16 bits, the order of
+images) are conjunctions of them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The exact solver: every class's assignment of least variance, as a mixed-integer program (HiGHS, by scipy).
 
-A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k is
-complete, d_k its all-reduce alone and e_k what that takes from compute, a step is never shorter than
+A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k
+is complete, d_k its all-reduce alone and e_k what that takes from compute, a step is never shorter than
 
-    (l + r_k) of any class + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j                     (ours)
+    (l + r_k) of any class + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j                   (ours)
 
-since before bucket k starts every earlier all-reduce has either taken its toll or been waited for. These rows
-are linear in the choices (`linear`), so what the programs say is a bound that no plan falls below. What they
-find is replayed: where replay adds more than the rows (a class that waits for another) they are solved again
-for a target shorter by that, where an assignment needs too much memory it is cut off, and what is returned was
-replayed in any case.
+since before bucket k starts every earlier all-reduce has either taken its toll or been waited for. These
+rows are linear in the choices (`linear`), so what the programs say is a bound that no plan falls below. What
+they find is replayed: where replay adds more than the rows (a class that waits for another) they are solved
+again for a target shorter by that, where an assignment needs too much memory it is cut off, and what is
+returned was replayed in any case. Memory is in no row, so where it binds the bound is the lower for it.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ class _Class:
         return seconds + lost + sum(alone[k - 1 :])
 
     def _over(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
-        """None if replay of this class beside those that stand holds; else the part by which it is late, and a row
-        that memory asks for."""
+        """None if replay of this class beside those that stand holds; else the part by which it is late, and
+        a row that memory asks for."""
         state, move = self._state, self._state.move(self.name, assignment)
         work = self._one.work.slower(1 + state.late.get(self.name, 0.0))
         late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0

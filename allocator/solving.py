@@ -55,10 +55,11 @@ def allocate(
     fastest start allows: a step waits for whoever is late, and a class planned to the last millisecond is
     late at every other step (ours).
 
-    `solver` is "milp" (HiGHS, to within `gap` of the least variance or until `time_limit_s` is up) or "greedy"
-    (QSync's two stages, and exchanges). The plan says below which variance none can fall (`Plan.bound`), with
-    either. Raises InfeasibleError naming the binding constraint and by how much it is missed, MismatchError
-    where graph, profiles, sensitivity and cluster do not belong together, and what `pose` raises.
+    `solver` is "milp" (HiGHS, to within `gap` of the least variance or until `time_limit_s` is up) or
+    "greedy" (QSync's two stages, and exchanges). The plan says below which variance none can fall
+    (`Plan.bound`), with either. Raises InfeasibleError naming the binding constraint and by how much it is
+    missed, MismatchError where graph, profiles, sensitivity and cluster do not belong together, and what
+    `pose` raises.
 
     >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """

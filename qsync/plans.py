@@ -85,7 +85,7 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """The part of the added variance by which a better plan might be better; None if that is not known."""
+        """The part of the added variance that a better plan might not add; None if that is not known."""
         added = self.added_variance
         if self.bound is None or added is None:
             return None
