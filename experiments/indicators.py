@@ -7,13 +7,18 @@ held-out loss after training on under that plan. Beside it: is the joint effect 
 single effects?
 
 Gradient errors and losses are measured; step times are simulated: FLOPs over the rates of `RATES`.
+
+The truth takes hours, plans take minutes: `--again indicators.json` takes the sensitivities of that run and
+measures only the gradient errors of the plans anew.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
@@ -31,15 +36,16 @@ import qsync
 from qsync import runtime
 from qsync.api import calibrating
 from qsync.devices import machine
+from qsync.errors import MismatchError
 from qsync.experiments.demo_rank import commit
 from qsync.experiments.indicator_report import markdown, picture, summary, tables
 from qsync.experiments.subjects import NAMES, subject
 from qsync.experiments.workloads import Workload, evaluate
-from qsync.files import write_bytes, write_json
+from qsync.files import read_json, write_bytes, write_json
 from qsync.graph import OpGraph
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 from qsync.predictor.calibration import Calibration
-from qsync.predictor.empirical import gradient_errors
+from qsync.predictor.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.registry import INDICATORS
 from qsync.profiles import Sensitivity
 
@@ -57,20 +63,27 @@ TRAINED_AT = 0.6
 BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (64, 8)}
 
 Assignment = Mapping[str, Precision]
+Row = dict[str, Any]  # the figures of one model and seed
+Omega = Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How much is run: `warm_up` FP32 steps before, `steps` after, `random_plans` for joint effects."""
+    """How much is run: `warm_up` FP32 steps before, `steps` after, `random_plans` for joint effects.
+
+    Plans are judged on `unseen` batches: few of them say little, because errors differ by decades between
+    batches (a GPT's by four).
+    """
 
     seeds: int = 5
     warm_up: int = 40
     steps: int = 10
     num_batches: int | None = None
+    unseen: int = 32
     random_plans: int = 3
 
 
-QUICK = Scale(seeds=1, warm_up=4, steps=2, num_batches=1, random_plans=2)
+QUICK = Scale(seeds=1, warm_up=4, steps=2, num_batches=1, unseen=2, random_plans=2)
 
 
 def main(
@@ -79,21 +92,27 @@ def main(
     seeds: int = 5,
     quick: bool = False,
     processes: int = 1,
+    again: Path | None = typer.Option(None, help="An earlier run: measure only its plans anew."),  # noqa: B008
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
     scale, tree = QUICK if quick else Scale(seeds=seeds), commit()
-    tasks = [(name, seed, scale) for seed in range(scale.seeds) for name in models]
+    earlier = {} if again is None else read_json(again)
+    tasks = [
+        (name, seed, scale, None if again is None else _row_of(earlier, name, seed, again))
+        for seed in range(scale.seeds)
+        for name in models
+    ]
     with Console(stderr=True).status("indicators") as status:
         if processes == 1:
             rows = []
-            for name, seed, _ in tasks:
-                status.update(f"{name}, seed {seed}")
-                rows.append(_task((name, seed, scale)))
+            for task in tasks:
+                status.update(f"{task[0]}, seed {task[1]}")
+                rows.append(_task(task))
         else:
             with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
                 rows = []
-                for (name, seed, _), row in zip(tasks, pool.map(_task, tasks), strict=True):
-                    status.update(f"{name}, seed {seed}: done")
+                for task, row in zip(tasks, pool.map(_task, tasks), strict=True):
+                    status.update(f"{task[0]}, seed {task[1]}: done")
                     rows.append(row)
                     write_json(out.with_suffix(".part.json"), {"rows": rows})
     content = {
@@ -101,6 +120,7 @@ def main(
         "machine": {**machine(), "threads": 1},
         "qsync": qsync.__version__,
         "commit": tree,
+        "sensitivities": earlier.get("commit", tree),  # the commit that measured them
         "seeds": list(range(scale.seeds)),
         "scale": asdict(scale),
         "rates": RATES,
@@ -114,62 +134,122 @@ def main(
         Console().print(table)
 
 
-def _task(task: tuple[str, int, Scale]) -> dict[str, Any]:
-    name, seed, scale = task
+def _row_of(earlier: Mapping[str, Any], name: str, seed: int, path: Path) -> Row:
+    for row in earlier["rows"]:
+        if (row["model"], row["seed"]) == (name, seed):
+            return dict(row)
+    raise MismatchError(
+        f"{path} has no sensitivities of {name}, seed {seed}; choose among its models and seeds, or measure "
+        "them by leaving out --again"
+    )
+
+
+def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
+    name, seed, scale, earlier = task
     torch.set_num_threads(1)
     torch._dynamo.reset()
     size, num = BATCHES[name]
-    return judge(subject(name, size), seed, scale, scale.num_batches or num)
+    workload = subject(name, size)
+    if earlier is None:
+        return judge(workload, seed, scale, scale.num_batches or num)
+    return judge_again(workload, scale, earlier)
 
 
-def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> dict[str, Any]:
+def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
     """All figures of one model and seed."""
     model = workload.make_model(seed)
     train(model, workload, seed, range(scale.warm_up))
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
-    unseen = [workload.batch(seed, step, 2) for step in range(num_batches)]
-
-    def loss_fn(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return workload.loss_fn(model(batch[0]), batch[1])
-
+    loss_fn = _loss(workload)
     found: dict[str, Sensitivity] = {
         name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
         for name in INDICATORS
     }
     truth = found["empirical"]
-    with calibrating(model, unseen, loss_fn, precisions=PRECISIONS, seed=seed) as calibration:
-        calibration.assign({})
-        norm = sum(float(part.square().sum()) for part in calibration.gradient(0))
-        graph = calibration.runner.graph
-        plans = {
-            (name, budget): plan_at(graph, sensitivity, budget)
-            for name, sensitivity in found.items()
-            for budget in BUDGETS
-        }
-        errors = _once_each(plans, calibration)
+    omega = {name: sensitivity.omega for name, sensitivity in found.items()}
+    judged, plans = judge_plans(model, workload, seed, scale, omega)
     with calibrating(model, seen, loss_fn, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.forward(0)
+        graph = calibration.runner.graph
         drawn = [_drawn_plan(graph, seed, number) for number in range(scale.random_plans)]
         joint = gradient_errors(calibration, drawn)
     return {
         "model": workload.name,
         "seed": seed,
-        "omega": {name: sensitivity.omega for name, sensitivity in found.items()},
+        "omega": omega,
         "spearman": {
             name: {str(p): correlation(sensitivity, truth, p) for p in PRECISIONS}
             for name, sensitivity in found.items()
             if name != "empirical"
         },
-        "squared_gradient": norm,
-        "plan_error": {
-            name: {str(budget): errors[name, budget] / norm for budget in BUDGETS} for name in found
-        },
+        **judged,
         "joint": [
             {"joint": error, "sum": sum(truth[op, p] for op, p in plan.items())}
             for error, plan in zip(joint, drawn, strict=True)
         ],
         "heldout": heldout(model, workload, seed, scale, {name: plans[name, TRAINED_AT] for name in found}),
     }
+
+
+def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
+    """An earlier run's row with the gradient errors of its plans measured anew, on `scale.unseen` batches.
+
+    The plans, and with them the losses of training under them, are those of its sensitivities. Raises
+    MismatchError where these are of other weights: where |g|^2 of the first unseen batch is another.
+    """
+    model = workload.make_model(earlier["seed"])
+    train(model, workload, earlier["seed"], range(scale.warm_up))
+    judged, _ = judge_plans(model, workload, earlier["seed"], scale, earlier["omega"])
+    before, now = (row["squared_gradient"][0] for row in (earlier, judged))
+    if not math.isclose(before, now, rel_tol=1e-6):
+        raise MismatchError(
+            f"the earlier sensitivities of {workload.name}, seed {earlier['seed']}, are of other weights: "
+            f"|g|^2 of one batch was {before:.6g} and is {now:.6g}; measure them anew by leaving out --again"
+        )
+    return {**earlier, **judged}
+
+
+def judge_plans(
+    model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]
+) -> tuple[Row, dict[tuple[str, float], Assignment]]:
+    """The gradient error of the plan that each indicator leads to, and these plans by (indicator, saving).
+
+    Measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them, its standard
+    error, and every batch.
+    """
+    unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
+    with calibrating(model, unseen, _loss(workload), precisions=PRECISIONS, seed=seed) as calibration:
+        calibration.assign({})
+        squares = [
+            sum(float(part.square().sum()) for part in calibration.gradient(batch))
+            for batch in range(len(unseen))
+        ]
+        graph = calibration.runner.graph
+        plans: dict[tuple[str, float], Assignment] = {
+            (name, saving): plan_at(graph, Sensitivity(graph.hash, name, found), saving)
+            for name, found in omega.items()
+            for saving in BUDGETS
+        }
+        errors = _once_each(plans, calibration)
+    norm = statistics.fmean(squares)
+    relative = {key: [error / norm for error in by_batch] for key, by_batch in errors.items()}
+    judged = {
+        "squared_gradient": squares,
+        "plan_error": {
+            name: {str(saving): spread(relative[name, saving]) for saving in BUDGETS} for name in omega
+        },
+    }
+    return judged, plans
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of these batches, its standard error, and the batches themselves."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": statistics.fmean(values), "standard_error": error, "by_batch": list(values)}
+
+
+def _loss(workload: Workload) -> Callable[[torch.nn.Module, Any], torch.Tensor]:
+    return lambda model, batch: workload.loss_fn(model(batch[0]), batch[1])
 
 
 def train(model: torch.nn.Module, workload: Workload, seed: int, steps: range) -> None:
@@ -256,10 +336,10 @@ def heldout(
 
 def _once_each(
     plans: Mapping[tuple[str, float], Assignment], calibration: Calibration
-) -> dict[tuple[str, float], float]:
-    """The measured gradient error of each plan; indicators that agree share a measurement."""
+) -> dict[tuple[str, float], list[float]]:
+    """The gradient error of each plan on each batch; indicators that agree share a measurement."""
     different = {tuple(sorted(plan.items())): plan for plan in plans.values()}
-    errors = dict(zip(different, gradient_errors(calibration, list(different.values())), strict=True))
+    errors = dict(zip(different, errors_by_batch(calibration, list(different.values())), strict=True))
     return {key: errors[tuple(sorted(plan.items()))] for key, plan in plans.items()}
 
 

@@ -10,6 +10,7 @@ estimates this from far fewer passes: here each operator and precision takes one
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -55,32 +56,42 @@ def gradient_errors(
 
     >>> gradient_errors(calibration, [{"fc1": Precision.INT8}, {"fc2": Precision.BF16}])
     """
+    return [statistics.fmean(errors) for errors in errors_by_batch(calibration, assignments, draws)]
+
+
+def errors_by_batch(
+    calibration: Calibration, assignments: Sequence[Mapping[str, Precision]], draws: int = DRAWS
+) -> list[list[float]]:
+    """As `gradient_errors`, but one error per batch of the calibration: what a standard error is made from.
+
+    >>> errors_by_batch(calibration, [{"fc1": Precision.INT8}])
+    [[0.021, 0.018, 0.027]]
+    """
     batches = range(len(calibration.losses))
     calibration.assign({})
     exact = [calibration.gradient(batch) for batch in batches]
-    return [_error(calibration, assignment, exact, draws) for assignment in assignments]
+    return [_errors(calibration, assignment, exact, draws) for assignment in assignments]
 
 
-def _error(
+def _errors(
     calibration: Calibration,
     assignment: Mapping[str, Precision],
     exact: Sequence[Sequence[torch.Tensor]],
     draws: int,
-) -> float:
+) -> list[float]:
     calibration.assign(assignment)
     drawn = range(draws if Precision.INT8_ALL in assignment.values() else 1)
     found = [
-        _distance(calibration.gradient(batch, draw), gradient)
+        torch.stack([_distance(calibration.gradient(batch, draw), gradient) for draw in drawn]).mean()
         for batch, gradient in enumerate(exact)
-        for draw in drawn
     ]
-    error = float(torch.stack(found).mean())
-    if not math.isfinite(error):
+    errors: list[float] = torch.stack(found).tolist()
+    if not all(map(math.isfinite, errors)):
         lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
         raise CalibrationError(
             f"with {lowered} the gradient is NaN or Inf; clean the batch, or leave that precision out"
         )
-    return error
+    return errors
 
 
 def _distance(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:

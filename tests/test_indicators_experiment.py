@@ -33,7 +33,7 @@ def tiny() -> Workload:
 
 @pytest.fixture(scope="module")
 def rows():
-    return [judge(tiny(), seed, Scale(2, 2, 2, 1, 2), 1) for seed in (0, 1)]
+    return [judge(tiny(), seed, Scale(seeds=2, warm_up=2, steps=2, num_batches=1, unseen=3, random_plans=2), 1) for seed in (0, 1)]
 
 
 def test_every_indicator_is_judged_by_every_figure(rows):
