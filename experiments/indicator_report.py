@@ -24,9 +24,15 @@ Rows = Sequence[Mapping[str, Any]]
 def summary(rows: Rows) -> dict[str, Any]:
     """Per model: figures of every indicator, each a mean over seeds with the half-width of its 95 % interval.
 
-    `spearman[indicator][precision]`; `plan_error[indicator][budget]` is relative to |g|^2, a geometric mean;
-    `to_default[indicator][budget]` how many times the default's plan, seed by seed, a geometric mean with a
-    factor for an interval; `heldout[indicator]` minus that of FP32; `joint` the ratio of joint effect to sum.
+    `spearman[indicator][precision]`; `plan_error[indicator][budget]` is relative to |g|^2, a mean over
+    batches and a geometric one over seeds; `to_default[indicator][budget]` how many times the default's plan,
+    batch by batch, a geometric mean with a factor for the interval over seeds, and `means_to_default` the
+    same of the means over batches; `heldout[indicator]` minus that of FP32; `joint_to_sum` the ratio of joint
+    effects to sums.
+
+    Batch by batch, because a mean over batches can be that of one: where a sequence's gradient is chaotic,
+    its error is thousands of times that of others, and weights that differ by a thousandth decide which plan
+    has less of it.
     """
     models = dict.fromkeys(row["model"] for row in rows)
     return {model: _of_model([row for row in rows if row["model"] == model]) for model in models}
@@ -37,10 +43,9 @@ def _of_model(rows: Rows) -> dict[str, Any]:
     budgets = list(rows[0]["plan_error"]["variance"])
     precisions = list(rows[0]["spearman"]["variance"])
 
-    def ratio(name: str, budget: str) -> dict[str, float | None]:
-        return geometric(
-            row["plan_error"][name][budget] / row["plan_error"]["variance"][budget] for row in rows
-        )
+    def means_ratio(name: str, budget: str) -> dict[str, float | None]:
+        pairs = [(row["plan_error"][who][budget]["mean"] for who in (name, "variance")) for row in rows]
+        return geometric(error / default for error, default in pairs)
 
     return {
         "spearman": {
@@ -49,10 +54,14 @@ def _of_model(rows: Rows) -> dict[str, Any]:
             for name in indicators if name != "empirical"
         },
         "plan_error": {
-            name: {b: geometric(row["plan_error"][name][b] for row in rows) for b in budgets}
+            name: {b: geometric(row["plan_error"][name][b]["mean"] for row in rows) for b in budgets}
             for name in indicators
         },
-        "to_default": {name: {b: ratio(name, b) for b in budgets} for name in indicators},
+        "to_default": {
+            name: {b: geometric(to_default(row, name, b) for row in rows) for b in budgets}
+            for name in indicators
+        },
+        "means_to_default": {name: {b: means_ratio(name, b) for b in budgets} for name in indicators},
         "heldout": {
             name: mean(row["heldout"][name] - row["heldout"]["fp32"] for row in rows) for name in indicators
         },
@@ -64,6 +73,14 @@ def _of_model(rows: Rows) -> dict[str, Any]:
             ) for p in precisions
         },
     }  # fmt: skip
+
+
+def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
+    """How many times the default's the error of this indicator's plan is: geometric mean over batches."""
+    errors, default = (row["plan_error"][who][budget]["by_batch"] for who in (name, "variance"))
+    found = geometric(error / other for error, other in zip(errors, default, strict=True))["mean"]
+    assert found is not None
+    return found
 
 
 def mean(values: Iterable[float]) -> dict[str, float | None]:
@@ -96,7 +113,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
             table.add_row(name, *(f"{cell['mean']:.2f} ({cell['least']:.2f})" for cell in cells))
         shown.append(table)
     for budget in first["to_default"]["variance"]:
-        title = f"Gradient error of the plan that saves {float(budget):.0%} of what can be, of the default's"
+        title = f"Gradient error of the plan that saves {float(budget):.0%}, of the default's, batch by batch"
         table = _table(title, models)
         for name in first["to_default"]:
             cells = [found[model]["to_default"][name][budget] for model in models]
@@ -118,20 +135,27 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 def markdown(content: Mapping[str, Any]) -> str:
     """README's table: rank correlation, and the gradient error of plans against the default's, per model."""
     found, machine = content["summary"], content["machine"]
-    models = list(found)
+    models, seeds, scale = list(found), content["seeds"], content["scale"]
     first = found[models[0]]
-    budget = list(first["to_default"]["variance"])[-1]
-    saved = f"{float(budget):.0%}"
-    seeds = f"means over {len(content['seeds'])} seeds" if len(content["seeds"]) > 1 else "one seed"
-    interval = " (geometric mean, 95 % interval)" if len(content["seeds"]) > 1 else ""
+    budgets = list(first["to_default"]["variance"])
+    several, saved = len(seeds) > 1, " and ".join(f"{float(budget):.0%}" for budget in budgets)
+    means = f"means over {len(seeds)} seeds" if several else "one seed"
+    measured = (
+        f"commit {content['commit']}"
+        if content["sensitivities"] == content["commit"]
+        else f"commit {content['commit']}, sensitivities {content['sensitivities']}"
+    )
     lines = [
-        f"Spearman's correlation with the truth in BF16 / INT8, {seeds}. Below, the gradient error, on",
-        f"unseen batches, of plans that save {saved} of the time that can be saved, as a multiple of the "
-        f"default's{interval}.",
-        f"Last, the held-out loss after {content['scale']['steps']} more steps of training under them, "
-        f"minus that after as many in FP32{' (mean and 95 % interval)' if interval else ''}.",
-        f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, commit "
-        f"{content['commit']}; step times of plans are simulated.",
+        f"Spearman's correlation with the truth in BF16 / INT8, {means}. Below, the gradient "
+        f"error of plans that save {saved}",
+        "of the time that can be saved, as a multiple of the default's on each of "
+        f"{scale['unseen']} unseen batches "
+        f"(geometric mean{' over batches and seeds, 95 % interval over seeds' if several else ''}).",
+        f"Last, the held-out loss after {scale['steps']} more steps of training under those that save "
+        f"{float(budgets[-1]):.0%}, minus that after as many in",
+        f"FP32{' (mean and 95 % interval)' if several else ''}. "
+        f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, {measured};",
+        "step times of plans are simulated.",
         "",
         f"| | {' | '.join(models)} |",
         "|---" * (len(models) + 1) + "|",
@@ -142,12 +166,15 @@ def markdown(content: Mapping[str, Any]) -> str:
             for model in models
         ]
         lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
-    for name in first["to_default"]:
-        if name != "variance":
-            cells = [_range(found[model]["to_default"][name][budget]) for model in models]
-            lines.append(f"| plan by {_shown(name)} | {' | '.join(cells)} |")
-    cells = [f"{found[model]['plan_error']['variance'][budget]['mean']:.1e}" for model in models]
-    lines.append(f"| plan by {_shown('variance')}, of \\|g\\|² | {' | '.join(cells)} |")
+    for budget in budgets:
+        for name in first["to_default"]:
+            if name != "variance":
+                cells = [_range(found[model]["to_default"][name][budget]) for model in models]
+                lines.append(f"| {float(budget):.0%}, plan by {_shown(name)} | {' | '.join(cells)} |")
+        cells = [f"{found[model]['plan_error']['variance'][budget]['mean']:.1e}" for model in models]
+        lines.append(
+            f"| {float(budget):.0%}, plan by {_shown('variance')}, of \\|g\\|² | {' | '.join(cells)} |"
+        )
     for name in first["heldout"]:
         if name != "fp32":
             cells = [_small(found[model]["heldout"][name]) for model in models]

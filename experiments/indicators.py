@@ -71,8 +71,8 @@ Omega = Mapping[str, Mapping[str, float]]
 class Scale:
     """How much is run: `warm_up` FP32 steps before, `steps` after, `random_plans` for joint effects.
 
-    Plans are judged on `unseen` batches: few of them say little, because errors differ by decades between
-    batches (a GPT's by four).
+    Plans are judged on `unseen` batches: errors differ between batches by up to four decades, so few say
+    little.
     """
 
     seeds: int = 5

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from statistics import fmean
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import qsync
-from qsync.experiments.indicator_report import geometric, markdown, mean, picture, summary, tables
-from qsync.experiments.indicators import BUDGETS, PRECISIONS, Scale, judge, plan_at, rate
+from qsync.errors import MismatchError
+from qsync.experiments.indicator_report import (
+    geometric,
+    markdown,
+    mean,
+    picture,
+    summary,
+    tables,
+    to_default,
+)
+from qsync.experiments.indicators import (
+    BUDGETS,
+    PRECISIONS,
+    Scale,
+    judge,
+    judge_again,
+    main,
+    plan_at,
+    rate,
+    spread,
+)
 from qsync.experiments.workloads import Workload
+from qsync.files import write_json
 from qsync.precision import Precision
 from qsync.predictor.registry import INDICATORS
 from qsync.profiles import Sensitivity
+
+SCALE = Scale(seeds=2, warm_up=2, steps=2, num_batches=1, unseen=3, random_plans=2)
 
 
 def tiny() -> Workload:
@@ -33,7 +58,7 @@ def tiny() -> Workload:
 
 @pytest.fixture(scope="module")
 def rows():
-    return [judge(tiny(), seed, Scale(seeds=2, warm_up=2, steps=2, num_batches=1, unseen=3, random_plans=2), 1) for seed in (0, 1)]
+    return [judge(tiny(), seed, SCALE, 1) for seed in (0, 1)]
 
 
 def test_every_indicator_is_judged_by_every_figure(rows):
@@ -42,7 +67,9 @@ def test_every_indicator_is_judged_by_every_figure(rows):
         assert set(row["spearman"]) == set(INDICATORS) - {"empirical"}
         assert set(row["heldout"]) == {"fp32", *INDICATORS}
         assert all(-1 <= value <= 1 for found in row["spearman"].values() for value in found.values())
-        assert all(error > 0 for found in row["plan_error"].values() for error in found.values())
+        errors = [error for found in row["plan_error"].values() for error in found.values()]
+        assert all(len(error["by_batch"]) == 3 == len(row["squared_gradient"]) for error in errors)
+        assert all(error["mean"] > 0 and error["standard_error"] > 0 for error in errors)
         assert all(entry["joint"] > 0 and entry["sum"] > 0 for entry in row["joint"])
 
 
@@ -53,14 +80,49 @@ def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
     assert found["tiny"]["to_default"]["variance"][str(BUDGETS[0])]["mean"] == pytest.approx(1)
     assert [len(table.columns) for table in tables(found)] == [2] * (2 + len(BUDGETS) + 2)
     content = {
-        "summary": found, "seeds": [0, 1], "commit": "abc", "machine": {"processor": "CPU", "torch": "2"},
-        "scale": {"steps": 2},
+        "summary": found, "seeds": [0, 1], "commit": "abc", "sensitivities": "def",
+        "machine": {"processor": "CPU", "torch": "2"}, "scale": {"steps": 2, "unseen": 3},
     }  # fmt: skip
     text, cells = markdown(content), found["tiny"]["heldout"]
-    assert text.count("\n| ") == 1 + (len(INDICATORS) - 1) * 2 + 2 + len(INDICATORS)
-    assert "unseen batches, of plans that save 60%" in text and "after 2 more steps" in text
+    # Names of models, Spearman, plans at each saving and the default's own, held-out losses, joint effects.
+    others = len(INDICATORS) - 1
+    assert text.count("\n| ") == 1 + others + len(BUDGETS) * (others + 1) + len(INDICATORS) + 1
+    assert "of plans that save 30% and 60%" in text and "each of 3 unseen batches" in text
+    assert "after 2 more steps" in text and "commit abc, sensitivities def" in text
     assert f"held-out loss, plan by the truth itself | {cells['empirical']['mean']:+.0e} ± " in text
     assert picture(rows, tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_are_compared_batch_by_batch():
+    """A batch on which every error is huge counts as much as any other."""
+    by_batch = {"variance": [1.0, 1.0, 1e4], "fisher": [2.0, 4.0, 1e4]}
+    row = {"plan_error": {name: {"0.3": spread(errors)} for name, errors in by_batch.items()}}
+    assert to_default(row, "fisher", "0.3") == pytest.approx(2.0)
+    assert spread([1.0, 3.0]) == {"mean": 2.0, "standard_error": 1.0, "by_batch": [1.0, 3.0]}
+
+
+def test_plans_are_measured_anew_from_the_sensitivities_of_an_earlier_run(rows):
+    again = judge_again(tiny(), replace(SCALE, unseen=4), rows[1])
+    for name, found in rows[1]["plan_error"].items():
+        for saving, before in found.items():
+            now = again["plan_error"][name][saving]["by_batch"]
+            before_of_norm, now_of_norm = (
+                [error * fmean(row["squared_gradient"]) for error in errors]
+                for row, errors in ((rows[1], before["by_batch"]), (again, now))
+            )
+            assert now_of_norm[:3] == pytest.approx(before_of_norm) and len(now) == 4
+    assert {key for key in again if again[key] != rows[1][key]} == {"squared_gradient", "plan_error"}
+
+
+def test_sensitivities_of_other_weights_are_not_taken(rows):
+    with pytest.raises(MismatchError, match="tiny, seed 1, are of other weights: .* by leaving out --again"):
+        judge_again(tiny(), replace(SCALE, warm_up=3), rows[1])
+
+
+def test_a_model_that_the_earlier_run_lacks_is_named(tmp_path):
+    earlier = write_json(tmp_path / "earlier.json", {"rows": [], "commit": "abc"})
+    with pytest.raises(MismatchError, match="no sensitivities of vgg, seed 0; choose among its"):
+        main(tmp_path / "out.json", ["vgg"], again=earlier)
 
 
 def test_means_and_intervals_by_hand():

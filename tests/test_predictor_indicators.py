@@ -13,7 +13,7 @@ from qsync.api import calibrating
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.errors import CalibrationError, UnsupportedError
 from qsync.precision import Precision
-from qsync.predictor.empirical import gradient_errors
+from qsync.predictor.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.registry import INDICATORS
 
 
@@ -62,8 +62,10 @@ def test_the_truth_is_a_mean_over_batches_and_draws():
         for data in ([x], [2 * x], [x, 2 * x])
     )
     assert both == pytest.approx((one + other) / 2)
-    with calibrating(model, [x], summed) as calibration:
+    with calibrating(model, [x, 2 * x], summed) as calibration:
+        by_batch = errors_by_batch(calibration, [{"0": Precision.BF16}])
         few, many = (gradient_errors(calibration, [{"0": Precision.INT8_ALL}], draws)[0] for draws in (1, 4))
+    assert by_batch == [[pytest.approx(one), pytest.approx(other)]]
     assert few != many  # every draw rounds otherwise
     assert few == pytest.approx(many, rel=0.3)
 
