@@ -20,6 +20,9 @@ from qsync.precision import Precision
 
 Rows = Sequence[Mapping[str, Any]]
 
+# README shows plans by these at every saving, those by the others at the largest alone.
+NEAREST = ("empirical", "fisher", "hessian")
+
 
 def summary(rows: Rows) -> dict[str, Any]:
     """Per model: figures of every indicator, each a mean over seeds with the half-width of its 95 % interval.
@@ -168,7 +171,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
     for budget in budgets:
         for name in first["to_default"]:
-            if name != "variance":
+            if name in NEAREST or (name != "variance" and budget == budgets[-1]):
                 cells = [_range(found[model]["to_default"][name][budget]) for model in models]
                 lines.append(f"| {float(budget):.0%}, plan by {_shown(name)} | {' | '.join(cells)} |")
         cells = [f"{found[model]['plan_error']['variance'][budget]['mean']:.1e}" for model in models]

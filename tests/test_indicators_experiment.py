@@ -13,6 +13,7 @@ from torch import nn
 import qsync
 from qsync.errors import MismatchError
 from qsync.experiments.indicator_report import (
+    NEAREST,
     geometric,
     markdown,
     mean,
@@ -86,7 +87,7 @@ def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
     text, cells = markdown(content), found["tiny"]["heldout"]
     # Names of models, Spearman, plans at each saving and the default's own, held-out losses, joint effects.
     others = len(INDICATORS) - 1
-    assert text.count("\n| ") == 1 + others + len(BUDGETS) * (others + 1) + len(INDICATORS) + 1
+    assert text.count("\n| ") == 1 + others + (len(NEAREST) + 1) + (others + 1) + len(INDICATORS) + 1
     assert "of plans that save 30% and 60%" in text and "each of 3 unseen batches" in text
     assert "after 2 more steps" in text and "commit abc, sensitivities def" in text
     assert f"held-out loss, plan by the truth itself | {cells['empirical']['mean']:+.0e} ± " in text
