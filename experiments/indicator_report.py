@@ -151,12 +151,12 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines = [
         f"Spearman's correlation with the truth in BF16 / INT8, {means}. Below, the gradient "
         f"error of plans that save {saved}",
-        "of the time that can be saved, as a multiple of the default's on each of "
-        f"{scale['unseen']} unseen batches "
-        f"(geometric mean{' over batches and seeds, 95 % interval over seeds' if several else ''}).",
-        f"Last, the held-out loss after {scale['steps']} more steps of training under those that save "
-        f"{float(budgets[-1]):.0%}, minus that after as many in",
-        f"FP32{' (mean and 95 % interval)' if several else ''}. "
+        f"of the time that can be saved, as a multiple of the default's on each of {scale['unseen']} unseen "
+        "batches",
+        f"(geometric mean{' over batches and seeds, 95 % interval over seeds' if several else ''}). "
+        f"Last, the held-out loss after {scale['steps']} more",
+        f"steps of training under those that save {float(budgets[-1]):.0%}, minus that after as many in "
+        f"FP32{' (mean and 95 % interval)' if several else ''}.",
         f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, {measured};",
         "step times of plans are simulated.",
         "",

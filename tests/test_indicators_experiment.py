@@ -89,7 +89,7 @@ def test_the_report_has_means_intervals_tables_and_a_picture(rows, tmp_path):
     others = len(INDICATORS) - 1
     assert text.count("\n| ") == 1 + others + (len(NEAREST) + 1) + (others + 1) + len(INDICATORS) + 1
     assert "of plans that save 30% and 60%" in text and "each of 3 unseen batches" in text
-    assert "after 2 more steps" in text and "commit abc, sensitivities def" in text
+    assert "after 2 more\nsteps" in text and "commit abc, sensitivities def" in text
     assert f"held-out loss, plan by the truth itself | {cells['empirical']['mean']:+.0e} ± " in text
     assert picture(rows, tmp_path / "scatter.png").read_bytes().startswith(b"\x89PNG")
 
