@@ -151,7 +151,8 @@ class Measuring:
 
     def basis(self) -> Basis:
         """The basis from all rounds so far."""
-        profile = self._profiler.profile(self._own.name, machine(), self._own.emulated_share)
+        here = machine(self._place.device)
+        profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
         profile = jobs.with_toll(profile, median_exchange([exchanged for _, exchanged in self._links]))
         profiles = jobs.first_of_each_class(agree("gathering profiles", profile.to_json))
         alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
@@ -161,7 +162,7 @@ class Measuring:
         return Basis(self._graph, cluster, profiles, self._sensitivity)
 
     def _alone_profile(self) -> dict[str, Any] | None:
-        return self._alone.profile(ALONE, machine()).to_json() if self._alone else None
+        return self._alone.profile(ALONE, machine(self._place.device)).to_json() if self._alone else None
 
 
 def _train(

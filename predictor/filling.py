@@ -68,8 +68,8 @@ def fill(
     grown = 1.0 if same else _size(graph) / max(_size(before), 1)
     outside = Cost(profile.outside.forward_s * grown, profile.outside.backward_s * grown)
     return replace(
-        profile, shapes_hash=graph.shapes_hash, ops=ops, casts=casts, outside=outside,
-        step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
+        profile, shapes_hash=graph.shapes_hash, batch=graph.batch_shapes, ops=ops, casts=casts,
+        outside=outside, step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
         loading_s=profile.loading_s * grown,
     )  # fmt: skip

@@ -221,6 +221,8 @@ class Profiler:
             seconds=time.perf_counter() - self._began_s,
             refused=self._refused(),
             loading_s=self._loading.wait_s if self._loading else 0.0,
+            model=self.graph.model,
+            batch=self.graph.batch_shapes,
         )
 
     def fill(self, seconds: float) -> None:

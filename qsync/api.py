@@ -79,7 +79,7 @@ def profile(
                 profiler.fill(seconds)
             for _ in range(rounds or 0):
                 profiler.round()
-        return profiler.profile(chosen_class.name, machine(), chosen_class.emulated_share)
+        return profiler.profile(chosen_class.name, machine(device), chosen_class.emulated_share)
 
 
 @contextmanager

@@ -42,6 +42,10 @@ ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", help="cluster.toml to plan for.", show_default="the folder's cluster.json"),
 ]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Take profiles of other batch shapes, machines or versions, as what-if."),
+]
 
 
 def main() -> None:
@@ -205,10 +209,11 @@ def plan(
         float, typer.Option(help="Part by which the plan may add more variance than the least.")
     ] = 1e-3,
     time_limit: Annotated[float, typer.Option(help="Seconds that the exact solver may take.")] = 20.0,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    from qsync.allocator import allocate, check_plan
+    from qsync.allocator import allocate, check_plan, doubts
     from qsync.whatif import load_basis
 
     pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
@@ -217,7 +222,7 @@ def plan(
         raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
     if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
         raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
-    found = load_basis(basis, cluster)
+    found = load_basis(basis, cluster, force=force)
     chosen = allocate(
         found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
         budgets=budgets, pins=pins, lower_all=lower_all, margin=margin,
@@ -231,8 +236,9 @@ def plan(
     if not certificate.ok:
         raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
     chosen.save(out)
+    warnings = doubts(found.graph, chosen, found.profiles, found.cluster, budgets)
     if as_json:
-        _print_json(chosen.to_json())
+        _print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
     console.print(_plan_table(chosen))
     if chosen.gap is not None:
@@ -242,6 +248,8 @@ def plan(
             if chosen.gap > 1e-6 else "No plan adds less variance at this step and memory (proved)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
+    for warning in warnings:
+        console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
 
 
@@ -251,6 +259,7 @@ def explain(
     basis: BasisFolder = None,
     cluster: ClusterFile = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Why each lowered operator is lowered, why others cannot be, and what fills the memory."""
@@ -258,7 +267,7 @@ def explain(
     from qsync.allocator import refusals
     from qsync.replayer import peaks
 
-    chosen, found = _load(plan_file, basis, cluster)
+    chosen, found = _load(plan_file, basis, cluster, force)
     memory = peaks(found.graph, chosen, found.profiles, found.cluster)
     if picture is not None:
         from qsync.experiments import memory_picture
@@ -361,6 +370,7 @@ def replay(
         int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of these steps.")] = 0,
+    force: Force = False,
     as_json: Json = False,
 ) -> None:
     """What a step under a plan takes on every rank, and where each waits (simulated)."""
@@ -369,7 +379,7 @@ def replay(
     from qsync.replayer import vary
     from qsync.replayer.trace import write_trace
 
-    chosen, found = _load(plan_file, basis, cluster)
+    chosen, found = _load(plan_file, basis, cluster, force)
     timeline = simulate(
         found.graph, chosen, found.profiles, found.cluster, bucket_cap_bytes=chosen.bucket_cap_bytes
     )
@@ -464,7 +474,7 @@ def diff(
     )
 
 
-def _load(plan_file: Path, basis: Path | None, cluster: Path | None) -> tuple[Any, Any]:
+def _load(plan_file: Path, basis: Path | None, cluster: Path | None, force: bool) -> tuple[Any, Any]:
     """A plan and what it was made from, known to belong together."""
     from qsync.plans import Plan
     from qsync.whatif import load_basis
@@ -474,7 +484,7 @@ def _load(plan_file: Path, basis: Path | None, cluster: Path | None) -> tuple[An
         raise QSyncError(
             f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis"
         )
-    found = load_basis(basis or plan_file.parent, cluster)
+    found = load_basis(basis or plan_file.parent, cluster, force=force)
     chosen.check_graph(found.graph)
     return chosen, found
 

@@ -23,6 +23,7 @@ class DeviceClass:
 
     `emulated_share` is set when the class is emulated: the share of its core that such a rank is given.
     `datasheet` names the data sheet of a device that is not here: what is planned for it is simulated.
+    `hardware` is the name of the GPU or processor, if it is known: a profile of another is refused.
     """
 
     name: str
@@ -32,6 +33,7 @@ class DeviceClass:
     precisions: tuple[Precision, ...]
     emulated_share: float | None = None
     datasheet: str | None = None
+    hardware: str | None = None
 
     @property
     def narrow(self) -> str | None:
@@ -154,7 +156,10 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
     if device not in ("cpu", "cuda"):
         raise FormatError(f"{where}: device must be 'cpu' or 'cuda', found {device!r}")
     name, sheet = field(entry, "name", str, where), entry.get("datasheet")
-    return DeviceClass(name, device, count, memory, precisions, share, sheet)
+    hardware = entry.get("hardware")
+    if hardware is not None and not isinstance(hardware, str):
+        raise FormatError(f"{where}: hardware must be the name of a GPU or processor, found {hardware!r}")
+    return DeviceClass(name, device, count, memory, precisions, share, sheet, hardware)
 
 
 def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+import qsync
 from qsync import backend
 from qsync.cluster import DeviceClass
 from qsync.precision import Precision
@@ -29,17 +30,22 @@ def detect_class(
     On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks.
     `emulated_share` is the share of its core that an emulated rank gets.
     """
-    kernels = backend.select(device)
+    kernels, hardware = backend.select(device), hardware_of(device)
     if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name, memory = properties.name, properties.total_memory
+        name, memory = hardware, torch.cuda.get_device_properties(device).total_memory
     else:
-        name = f"{_processor()}-{torch.get_num_threads()}t"
+        name = f"{hardware}-{torch.get_num_threads()}t"
         memory = _host_memory_bytes() // max(ranks_on_host, 1)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if emulated_share is not None:
         slug += f"-emulated-{emulated_share:g}"
-    return DeviceClass(slug, device.type, 1, memory, kernels.precisions(), emulated_share)
+    precisions = kernels.precisions()
+    return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
+
+
+def hardware_of(device: torch.device) -> str:
+    """The name of a GPU, or of the processor."""
+    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
 
 
 def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
@@ -53,10 +59,12 @@ def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
     return tuple(p for p in device_class.precisions if p not in unwanted)
 
 
-def machine() -> dict[str, Any]:
-    """What results are measured on: processor, GPUs, threads and versions."""
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What results are measured on: processor, GPUs, threads, versions; of a device also its name."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
+        **({"hardware": hardware_of(device)} if device is not None else {}),
+        "qsync": qsync.__version__,
         "processor": _processor(),
         "cores": os.cpu_count(),
         "gpus": gpus,

@@ -117,6 +117,11 @@ class OpGraph:
         return digest(ops)
 
     @property
+    def batch_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a step is given beside the model."""
+        return tuple(value.shape for value in self.inputs if value.kind == "batch")
+
+    @property
     def shapes_hash(self) -> str:
         """Identity of one batch shape of that model: what a profile was measured for."""
         return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))

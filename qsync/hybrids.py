@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync import api, jobs, liveness
+from qsync.allocator import doubts
 from qsync.contract import agree, check_same
 from qsync.devices import device_of
 from qsync.drift import Monitor, expected
@@ -24,6 +26,8 @@ from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.progress import shown_on_rank_zero
 from qsync.replayer import replay
+
+logger = logging.getLogger("qsync")
 
 
 def hybrid(
@@ -157,20 +161,24 @@ def _make_plan(
         progress("allocation")
         plan = _on_rank_zero("planning", lambda: choose(
             graph, basis.profiles, basis.sensitivity, basis.cluster, bucket_cap_bytes=cap, **options
-        ), folder, basis)  # fmt: skip
+        ), folder, basis, options.get("budgets"))  # fmt: skip
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     return plan, folder
 
 
-def _on_rank_zero(step: str, make: Callable[[], Plan], folder: Path, basis: Basis) -> Plan:
-    """Rank 0 plans and files the plan; every rank gets it."""
+def _on_rank_zero(
+    step: str, make: Callable[[], Plan], folder: Path, basis: Basis, budgets: Mapping[str, int] | None
+) -> Plan:
+    """Rank 0 plans, files the plan and says what there is to doubt of it; every rank gets it."""
 
     def planned() -> dict[str, Any] | None:
         if dist.is_initialized() and dist.get_rank() != 0:
             return None
         plan = make()
         save_plan(folder, plan, basis)
+        for doubt in doubts(basis.graph, plan, basis.profiles, basis.cluster, budgets):
+            logger.warning("qsync: %s", doubt)
         return plan.to_json()
 
     return Plan.from_json(agree(step, planned)[0])

@@ -102,6 +102,11 @@ def form_cluster(
     for rank, entry in enumerate(everyone):
         found = DeviceClass(**{**entry, "precisions": tuple(Precision(p) for p in entry["precisions"])})
         known = classes.get(found.name)
+        if known is not None and known.hardware != found.hardware:
+            raise MismatchError(
+                f"rank {rank} calls itself {found.name!r} but is a {found.hardware}, others of that class "
+                f"are a {known.hardware}; give it another device_class"
+            )
         if known is not None and (known.device, known.precisions, known.emulated_share) != (
             found.device, found.precisions, found.emulated_share,
         ):  # fmt: skip
@@ -145,7 +150,7 @@ def form_basis(
                 make_optimizer, bucket_cap_mb, progress, loader,
             )  # fmt: skip
             together.fill(PROFILE_S)
-            profile = with_toll(together.profile(machine()), exchanged)
+            profile = with_toll(together.profile(machine(device_of(model))), exchanged)
             profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
             cluster = together.cluster_in_use(graph, profiles, cluster, cap)
         del together
@@ -239,7 +244,8 @@ def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
     The link is left out: it is measured anew in every job and never twice the same.
     """
     classes = [
-        [c.name, c.device, c.count, c.memory_bytes, [str(p) for p in c.precisions]] for c in cluster.classes
+        [c.name, c.device, c.hardware, c.count, c.memory_bytes, [str(p) for p in c.precisions]]
+        for c in cluster.classes
     ]
     versions = [qsync.__version__, torch.__version__]
     chosen = {name: _stable(value) for name, value in options.items()}

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from dataclasses import field as record_field
 from pathlib import Path
 from typing import Any
 
+from qsync.cluster import DeviceClass
 from qsync.errors import FormatError, MismatchError
 from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph, digest
@@ -37,7 +38,7 @@ class Cost:
         return self.forward_s + self.backward_s
 
 
-MEASURED, LEARNED, SIMULATED = "measured", "learned", "simulated"
+MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
 _SHOWN = {MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)"}
 
 
@@ -65,7 +66,10 @@ class Profile:
 
     `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
     the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device
-    (`predictor.filling`).
+    (`predictor.filling`); WHAT_IF where they were measured for something else (`what_if`).
+
+    `model` and `batch` (shapes) say in words what it was measured for, `machine` on what and with which
+    versions; empty in files from before.
 
     `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
     """
@@ -95,6 +99,8 @@ class Profile:
     filled: Mapping[str, float] = record_field(default_factory=dict)
     refused: Mapping[str, Mapping[str, str]] = record_field(default_factory=dict)
     loading_s: float = 0.0
+    model: str = ""
+    batch: tuple[tuple[int, ...], ...] = ()
 
     @property
     def uncertainty(self) -> float:
@@ -116,15 +122,52 @@ class Profile:
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this profile was measured for `graph` at its batch shape."""
         if self.graph_hash != graph.hash:
+            mine, other = (
+                f"{name}, graph {h}" if name else f"graph {h}"
+                for name, h in ((self.model, self.graph_hash), (graph.model, graph.hash))
+            )
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another model (graph "
-                f"{self.graph_hash}, this one is {graph.hash}); measure it again with qsync.profile"
+                f"the profile of {self.device_class} was measured for another model ({mine}; this one is "
+                f"{other}); measure it again with qsync.profile"
             )
         if self.shapes_hash != graph.shapes_hash:
+            sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another batch shape; capture and "
-                "profile with the same example batch"
+                f"the profile of {self.device_class} was measured for another batch shape"
+                f"{sides if self.batch else ''}; capture and profile with the same example batch"
             )
+
+    def check_class(self, device_class: DeviceClass) -> None:
+        """MismatchError unless this profile was measured on what the class is, as far as both say."""
+        if self.origin not in (MEASURED, LEARNED):
+            return
+        mine, its = self.machine.get("hardware"), device_class.hardware
+        if mine and its and mine != its:
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured on another machine ({mine}, the class is "
+                f"{its}); measure it there with qsync.profile"
+            )
+        gpu = bool(self.machine.get("gpus"))
+        if device_class.device == "cuda" and "gpus" in self.machine and not gpu:
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured on a machine without a GPU "
+                f"({self.machine.get('processor')}), but the class is cuda; measure it there with "
+                "qsync.profile"
+            )
+        if (self.emulated_share is None) != (device_class.emulated_share is None):
+            on, off = ("an emulated device", "a whole one")
+            found, wanted = (off, on) if self.emulated_share is None else (on, off)
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured on {found}, the class is {wanted}; "
+                "measure it again with qsync.profile"
+            )
+
+    def what_if(self, graph: OpGraph) -> Profile:
+        """This profile as if it had been measured for `graph`, wherever it was; everything shown says so."""
+        return replace(
+            self, origin=WHAT_IF, graph_hash=graph.hash, shapes_hash=graph.shapes_hash,
+            model=graph.model, batch=graph.batch_shapes,
+        )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)
@@ -137,7 +180,12 @@ class Profile:
             op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
         }
         body["outside"] = _numbers(self.outside)
-        for late in ("refused", "loading_s"):  # as in files from before such a field, whose hash plans bear
+        for late in (
+            "refused",
+            "loading_s",
+            "model",
+            "batch",
+        ):  # as in files from before such a field, whose hash plans bear
             if not body[late]:
                 del body[late]
         return {"kind": "profile", "version": PROFILE_VERSION, **body}
@@ -155,6 +203,7 @@ class Profile:
                 (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
             }
             body["outside"] = Cost(*value["outside"])
+            body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(f"the profile file cannot be read ({error}); measure it again") from error
@@ -167,6 +216,26 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         return cls.from_json(read_json(path))
+
+
+def check_versions(profiles: Mapping[str, Profile]) -> None:
+    """MismatchError unless all were measured with the same versions of torch and qsync, patches aside."""
+    for what in ("torch", "qsync"):
+        known: dict[str, str] = {}
+        for name, profile in profiles.items():
+            version = profile.machine.get(what)
+            if version and profile.origin in (MEASURED, LEARNED):
+                known.setdefault(".".join(str(version).split(".")[:2]), name)
+        if len(known) > 1:
+            (one, first), (other, second) = list(known.items())[:2]
+            raise MismatchError(
+                f"the profile of {first} was measured with {what} {one}, that of {second} with {other}; "
+                "measure one of them again"
+            )
+
+
+def _shapes(batch: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "a number" for shape in batch)
 
 
 def _numbers(cost: Cost) -> list[float]:

@@ -279,7 +279,7 @@ class _Ranks:
         """What the rounds of all turns say, of every class and the link."""
         exchanged = median_exchange(self._links)
         slow = slow[: -len(self._seen)]
-        profile = jobs.with_toll(self._profile.profile(machine(), slow), exchanged)
+        profile = jobs.with_toll(self._profile.profile(machine(self._device), slow), exchanged)
         profiles = jobs.first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster = Cluster(cluster.classes, exchanged.link)
         cluster = self._profile.cluster_in_use(graph, profiles, cluster, cap)

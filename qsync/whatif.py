@@ -9,23 +9,27 @@ from pathlib import Path
 
 from qsync.cluster import Cluster
 from qsync.datasheets import datasheet
-from qsync.errors import FormatError
+from qsync.errors import FormatError, MismatchError
 from qsync.folders import Basis
-from qsync.profiles import MEASURED, Profile
+from qsync.profiles import MEASURED, Profile, check_versions
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
 
-def load_basis(folder: str | Path, cluster: str | Path | None = None) -> Basis:
+def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
     """The basis in a folder, for its own cluster or the one described in a file (cluster.toml).
 
     Classes with a data sheet get a simulated profile: the shares of their peaks that the folder's measured
-    profile reaches, or that its costs.json says. Raises FormatError if no profile in the folder was measured.
+    profile reaches, or that its costs.json says. With `force`, profiles that were measured for another batch
+    shape, on another machine or with other versions are taken all the same, as what-if. Raises FormatError if
+    no profile in the folder was measured.
 
     >>> basis = load_basis("demo-out", "cluster.toml")
     """
     folder = Path(folder)
     basis = Basis.load(folder, Cluster.load(cluster) if cluster else None)
+    if force:
+        basis = replace(basis, profiles=_forced(basis))
     wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
     if not wanted:
         return basis
@@ -38,6 +42,20 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None) -> Basis:
         name: simulate(measured, basis.graph, datasheet(sheet), name, model) for name, sheet in wanted.items()
     }
     return replace(basis, profiles={**basis.profiles, **simulated})
+
+
+def _forced(basis: Basis) -> dict[str, Profile]:
+    """The profiles, those that do not belong to this graph, their class or each other as what-if."""
+    forced: dict[str, Profile] = {}
+    for name, profile in basis.profiles.items():
+        try:
+            profile.check_graph(basis.graph)
+            profile.check_class(basis.cluster[name])
+            check_versions({**forced, name: profile})
+            forced[name] = profile
+        except MismatchError:
+            forced[name] = profile.what_if(basis.graph)
+    return forced
 
 
 def _measured(folder: Path) -> Profile:

@@ -24,7 +24,7 @@ from qsync.lowering import Lowering, matching
 from qsync.plans import Plan
 from qsync.precision import Precision, type_bytes
 from qsync.predictor.footprints import peak_bytes
-from qsync.profiles import Profile
+from qsync.profiles import Profile, check_versions
 from qsync.replayer.communication import (
     Bucket,
     buckets,
@@ -331,6 +331,8 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
                 "qsync.profile"
             )
         profiles[device_class.name].check_graph(graph)
+        profiles[device_class.name].check_class(device_class)
+    check_versions({c.name: profiles[c.name] for c in cluster.classes})
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:

@@ -1,0 +1,43 @@
+"""Whether what a plan decides can be told from the noise of what it was decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync.cluster import Cluster
+from qsync.graph import OpGraph
+from qsync.plans import Plan
+from qsync.profiles import Profile
+from qsync.replayer import replay
+
+
+def doubts(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    budgets: Mapping[str, int] | None = None,
+) -> list[str]:
+    """A sentence for each reason to doubt a plan. Simulated.
+
+    Lowering is decided by the seconds that it saves; where nine runs in ten differ by more than that, the
+    profiles do not say that it saves any. Plans that memory asks for are not judged so.
+
+    >>> doubts(graph, plan, profiles, cluster)
+    []
+    """
+    cap = plan.bucket_cap_bytes
+    plain = replay(graph, {c.name: {} for c in cluster.classes}, profiles, cluster, bucket_cap_bytes=cap)
+    planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
+    lowered = any(entry.lowered for entry in plan.classes.values())
+    limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
+    fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
+    if not lowered or not fits or planned.interval_s is None:
+        return []
+    saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
+    if saved >= half:
+        return []
+    return [
+        f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
+        f"known to within {half * 1e3:.3g} ms; profile again on a quieter machine, or with more rounds"
+    ]

@@ -1,0 +1,159 @@
+"""Profiles that were measured for or on something else: refused in words, or taken as what-if; and doubts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
+
+from qsync import cli
+from qsync.allocator import allocate, doubts
+from qsync.cluster import Cluster
+from qsync.errors import FormatError, MismatchError
+from qsync.folders import Basis
+from qsync.graph import OpGraph
+from qsync.plans import Plan
+from qsync.profiles import WHAT_IF, Profile, check_versions
+from qsync.replayer import replay
+from qsync.whatif import load_basis
+
+GRAPH = encoder()
+PROFILE = replace(
+    profile_of(GRAPH),
+    model=GRAPH.model,
+    batch=GRAPH.batch_shapes,
+    machine={"hardware": "Xeon", "processor": "Xeon", "gpus": [], "torch": "2.13.0+cpu", "qsync": "0.1.0"},
+)
+CLASS = cluster_of()["infer"]
+
+
+def test_model_and_batch_shape_are_named_on_both_sides():
+    with pytest.raises(MismatchError, match=r"another model \(encoder, graph .*; this one is mlp, graph "):
+        PROFILE.check_graph(mlp())
+    longer = encoder(rows=48)
+    assert (longer.hash, GRAPH.batch_shapes, longer.batch_shapes) == (GRAPH.hash, ((32,),), ((48,),))
+    with pytest.raises(MismatchError, match=r"another batch shape \(32, this one is 48\)"):
+        PROFILE.check_graph(longer)
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (replace(CLASS, hardware="EPYC"), r"another machine \(Xeon, the class is EPYC\)"),
+        (replace(CLASS, device="cuda"), r"without a GPU \(Xeon\), but the class is cuda"),
+        (replace(CLASS, emulated_share=0.5), "on a whole one, the class is an emulated device"),
+    ],
+)
+def test_the_machine_is_named_on_both_sides(other, words):
+    PROFILE.check_class(replace(CLASS, hardware="Xeon"))
+    PROFILE.check_class(CLASS)  # a class that does not say what it is takes any
+    with pytest.raises(MismatchError, match=words):
+        PROFILE.check_class(other)
+    cluster = Cluster((other,), cluster_of().link)
+    with pytest.raises(MismatchError, match=words):
+        replay(GRAPH, {"infer": {}}, {"infer": PROFILE}, cluster)
+    PROFILE.what_if(GRAPH).check_class(other)
+
+
+def test_versions_differ_but_for_patches():
+    newer, patched = (
+        replace(PROFILE, device_class="train", machine={**PROFILE.machine, "torch": version})
+        for version in ("2.14.0", "2.13.1")
+    )
+    check_versions({"infer": PROFILE, "train": patched})
+    with pytest.raises(MismatchError, match=r"infer was measured with torch 2\.13, that of train with 2\.14"):
+        check_versions({"infer": PROFILE, "train": newer})
+    check_versions({"infer": PROFILE, "train": newer.what_if(GRAPH)})
+
+
+def test_files_from_before_are_read_and_keep_their_hash():
+    bare = profile_of(GRAPH)
+    assert not {"model", "batch"} & set(bare.to_json())
+    assert Profile.from_json(bare.to_json()).hash == bare.hash
+    again = Profile.from_json(json.loads(json.dumps(PROFILE.to_json())))
+    assert (again.model, again.batch) == ("encoder", ((32,),)) and again.hash == PROFILE.hash
+
+
+def test_hardware_in_a_cluster_file_is_a_name():
+    entry = cluster_of().to_json()
+    entry["classes"][0]["hardware"] = 3
+    with pytest.raises(FormatError, match="hardware must be the name"):
+        Cluster.from_json(json.loads(json.dumps(entry)))
+    entry["classes"][0]["hardware"] = "Xeon"
+    assert Cluster.from_json(json.loads(json.dumps(entry))).classes[0].hardware == "Xeon"
+
+
+def pair(noise: float = 0.0) -> dict[str, Profile]:
+    return {
+        name: profile_of(GRAPH, name, slow=slow, error=noise, latency_s=1e-8, cast_s=1e-11)
+        for name, slow in (("train", 1.0), ("infer", 1.2))
+    }
+
+
+def save(folder: Path, graph: OpGraph, noise: float = 0.0) -> None:
+    Basis(graph, cluster_of(), pair(noise), sensitivity_of(graph)).save(folder)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["qsync", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        return int(exit_.value.code or 0), *capsys.readouterr()
+
+    return command
+
+
+def test_force_takes_another_batch_shape_as_what_if_and_says_so_everywhere(run, tmp_path):
+    save(tmp_path / "basis", encoder(rows=48))
+    code, out, err = run("plan", "basis")
+    assert (code, out) == (2, "") and "another batch shape" in err and not Path("plan.json").exists()
+    code, out, _ = run("plan", "basis", "--force")
+    assert code == 0 and "infer (what if)" in out
+    assert {entry.origin for entry in Plan.load("plan.json").classes.values()} == {WHAT_IF}
+    for command in ("replay", "explain"):
+        assert run(command, "plan.json", "--basis", "basis")[0] == 2
+        code, out, _ = run(command, "plan.json", "--basis", "basis", "--force")
+        assert code == 0 and "(what if)" in out
+    basis = load_basis("basis", force=True)
+    assert {profile.origin for profile in basis.profiles.values()} == {WHAT_IF}
+
+
+def test_force_changes_nothing_that_belongs_together(run, tmp_path):
+    save(tmp_path / "basis", GRAPH)
+    _, plain, _ = run("plan", "basis", "--json")
+    _, forced, _ = run("plan", "basis", "--json", "--force")
+    assert json.loads(plain) == json.loads(forced) and "warnings" not in json.loads(plain)
+
+
+def test_force_invents_no_operator(run, tmp_path):
+    save(tmp_path / "basis", encoder(3))
+    code, _, err = run("plan", "basis", "--force")
+    assert code == 2 and "layer.2" in err
+
+
+def test_a_plan_that_noise_could_have_made_is_doubted(run, tmp_path):
+    save(tmp_path / "basis", GRAPH, noise=0.6)
+    code, out, _ = run("plan", "basis")
+    assert code == 0 and "Warning:" in out and "only known to within" in out
+    assert "profile again" in json.loads(run("plan", "basis", "--json")[1])["warnings"][0]
+
+
+def test_no_doubt_where_time_is_known_or_memory_decides():
+    def judged(noise: float, budget: int | None = None) -> list[str]:
+        profiles = pair(noise)
+        budgets = {"infer": budget} if budget else None
+        plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), budgets=budgets)
+        return doubts(GRAPH, plan, profiles, cluster_of(), budgets)
+
+    assert judged(0.0) == judged(0.01) == []
+    assert len(judged(0.6)) == 1
+    fp32 = replay(GRAPH, {"train": {}, "infer": {}}, pair(), cluster_of())["infer"]
+    assert judged(0.6, fp32.memory_bytes - 1) == []
