@@ -3,10 +3,12 @@
 from qsync.allocator.baselines import uniform
 from qsync.allocator.certificate import Certificate, check_plan
 from qsync.allocator.doubts import doubts
+from qsync.allocator.frontier import frontier
 from qsync.allocator.reasons import Reason, explain
 from qsync.allocator.refused import Refusal, refusals
 from qsync.allocator.solving import allocate
 
 __all__ = [
-    "Certificate", "Reason", "Refusal", "allocate", "check_plan", "doubts", "explain", "refusals", "uniform",
+    "Certificate", "Reason", "Refusal", "allocate", "check_plan", "doubts", "explain", "frontier", "refusals",
+    "uniform",
 ]  # fmt: skip
