@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 import qsync
+from qsync import tables
 from qsync.errors import QSyncError
 
 app = typer.Typer(
@@ -198,6 +199,9 @@ def plan(
     lower_all: Annotated[
         bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
     ] = False,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Keep operators that match a pattern in FP32. Repeatable.")
+    ] = None,
     margin: Annotated[
         float, typer.Option(help="Part by which lowered classes may be late and still reach the target.")
     ] = 0.0,
@@ -209,38 +213,48 @@ def plan(
         float, typer.Option(help="Part by which the plan may add more variance than the least.")
     ] = 1e-3,
     time_limit: Annotated[float, typer.Option(help="Seconds that the exact solver may take.")] = 20.0,
+    pareto: Annotated[
+        int | None,
+        typer.Option(help="Plan for so many step times; --out is then a folder.", show_default="one"),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    from qsync.allocator import allocate, check_plan, doubts
+    from qsync.allocator import allocate, doubts
     from qsync.whatif import load_basis
 
     pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
+    for pattern in exclude or []:
+        if pins.setdefault(pattern, "fp32") != "fp32":
+            raise QSyncError(f"{pattern!r} is both excluded and pinned to {pins[pattern]}; give one of them")
     budgets = {name: _bytes(text) for name, text in _pairs(memory, "--memory", "CLASS=BYTES").items()}
     if target_step is not None and not target_step > 0:
         raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
     if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
         raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
     found = load_basis(basis, cluster, force=force)
+    options: dict[str, Any] = {
+        "budgets": budgets, "pins": pins, "lower_all": lower_all, "margin": margin,
+        "solver": solver, "gap": gap, "time_limit_s": time_limit,
+        "bucket_cap_bytes": int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
+    }  # fmt: skip
+    if pareto is not None:
+        if target_step is not None or slack:
+            raise QSyncError("--pareto plans for every step time; leave out --target-step and --slack")
+        _plan_frontier(found, pareto, out, options, as_json)
+        return
     chosen = allocate(
-        found.graph, found.profiles, found.sensitivity, found.cluster, target_s=target_step, slack=slack,
-        budgets=budgets, pins=pins, lower_all=lower_all, margin=margin,
-        bucket_cap_bytes=int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
-        solver=solver, gap=gap, time_limit_s=time_limit,
+        found.graph, found.profiles, found.sensitivity, found.cluster,
+        target_s=target_step, slack=slack, **options,
     )  # fmt: skip
-    certificate = check_plan(
-        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
-        budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
-    )  # fmt: skip
-    if not certificate.ok:
-        raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
+    _check(found, chosen, budgets)
     chosen.save(out)
     warnings = doubts(found.graph, chosen, found.profiles, found.cluster, budgets)
     if as_json:
         _print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
-    console.print(_plan_table(chosen))
+    console.print(tables.plan_table(chosen))
     if chosen.gap is not None:
         console.print(
             f"No plan adds less than {chosen.bound:.3g} variance at this step and memory; this one adds "
@@ -251,6 +265,46 @@ def plan(
     for warning in warnings:
         console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
+
+
+def _plan_frontier(found: Any, num: int, out: Path, options: dict[str, Any], as_json: bool) -> None:
+    """Plans for several step times into a folder, with a picture of the trade."""
+    from qsync.allocator import frontier
+
+    folder = out.with_suffix("") if out.suffix == ".json" else out
+    if folder.is_file():
+        raise QSyncError(f"--out {folder} is a file; with --pareto name a folder")
+    with Console(stderr=True).status("planning") as status:
+        plans = frontier(
+            found.graph, found.profiles, found.sensitivity, found.cluster, num,
+            progress=status.update, **options,
+        )  # fmt: skip
+    for chosen in plans:
+        _check(found, chosen, options["budgets"])
+    from qsync.experiments import frontier_picture
+
+    for number, chosen in enumerate(plans, 1):
+        chosen.save(folder / f"plan-{number}.json")
+    picture = frontier_picture.draw(plans, folder / "frontier.png")
+    if as_json:
+        _print_json({"simulated": True, "plans": [chosen.to_json() for chosen in plans]})
+        return
+    console.print(tables.frontier_table(plans))
+    console.print(
+        f"written to {folder}, with {picture.name}; checked by full replay", highlight=False, soft_wrap=True
+    )
+
+
+def _check(found: Any, chosen: Any, budgets: Mapping[str, int]) -> None:
+    """QSyncError unless full replay says of a plan what the plan does."""
+    from qsync.allocator import check_plan
+
+    certificate = check_plan(
+        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
+        budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
+    )  # fmt: skip
+    if not certificate.ok:
+        raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
 
 
 @app.command()
@@ -287,12 +341,12 @@ def explain(
         })  # fmt: skip
         return
     if reasons:
-        console.print(_reasons_table(reasons))
+        console.print(tables.reasons_table(reasons))
     else:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
     if refused:
-        console.print(_refusals_table(refused))
-    console.print(_memory_table(memory, found.profiles))
+        console.print(tables.refusals_table(refused))
+    console.print(tables.memory_table(memory, found.profiles))
     _say_what_is_missing(found.profiles.values())
 
 
@@ -305,58 +359,6 @@ def _say_what_is_missing(profiles: Iterable[Any]) -> None:
             "loader= to qsync.hybrid or qsync.profile)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
-
-
-def _reasons_table(reasons: list[Any]) -> Table:
-    from qsync.profiles import shown
-
-    table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
-    for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
-        table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
-    for reason in reasons:
-        table.add_row(
-            shown(reason.device_class, reason.origin), reason.op, str(reason.precision),
-            f"{reason.time_saved_s * 1e3:.2f} ms", f"{reason.added_variance:.2e}",
-            reason.verdict.partition("; ")[2],
-        )  # fmt: skip
-    return table
-
-
-def _memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Table:
-    from qsync.profiles import shown
-
-    table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
-    table.add_column("what for")
-    for name in memory:
-        table.add_column(shown(name, profiles[name].origin), justify="right")
-
-    def row(what: str, of_classes: Iterable[int], **options: Any) -> None:
-        table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
-
-    kinds = list(dict.fromkeys(kind for peak in memory.values() for kind in peak.parts))
-    kinds.sort(key=lambda kind: kind in ("for a moment", "margin"))  # what one class alone saves stays before
-    for kind in kinds:
-        row(kind, (peak.parts.get(kind, 0) for peak in memory.values()), end_section=kind == kinds[-1])
-    row("peak", (peak.peak_bytes for peak in memory.values()))
-    row("budget", (peak.budget_bytes for peak in memory.values()))
-    return table
-
-
-def _refusals_table(refused: list[Any]) -> Table:
-    """A row for operators that are refused the same precision on the same class for the same reason."""
-    alike: dict[tuple[str, str, str], list[Any]] = {}
-    for refusal in refused:
-        key = (refusal.device_class or "all", str(refusal.precision or "all lower"), refusal.why)
-        alike.setdefault(key, []).append(refusal)
-    table = Table(title="What no kernel serves, and what it runs in instead")
-    for heading in ("class", "precision", "operators", "run in", "why"):
-        table.add_column(heading)
-    for (device_class, precision, why), those in alike.items():
-        some = ", ".join(refusal.op for refusal in those[:2])
-        more = f" and {len(those) - 2} more" if len(those) > 2 else ""
-        instead = ", ".join(dict.fromkeys(refusal.runs_in for refusal in those))
-        table.add_row(device_class, precision, some + more, instead, why)
-    return table
 
 
 @app.command()
@@ -487,25 +489,6 @@ def _load(plan_file: Path, basis: Path | None, cluster: Path | None, force: bool
     found = load_basis(basis or plan_file.parent, cluster, force=force)
     chosen.check_graph(found.graph)
     return chosen, found
-
-
-def _plan_table(chosen: Any) -> Table:
-    from qsync.profiles import shown
-
-    table = Table(title=f"Plan for {chosen.model}: {chosen.step_s * 1e3:.1f} ms a step (simulated)")
-    for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
-        table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
-    for name, entry in chosen.classes.items():
-        counts: dict[str, int] = {}
-        for precision in entry.assignment.values():
-            counts[str(precision)] = counts.get(str(precision), 0) + 1
-        precisions = ", ".join(f"{number} {precision}" for precision, number in counts.items())
-        table.add_row(
-            shown(name, entry.origin), f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
-            f"{entry.predicted.wait_s * 1e3:.1f} ms", f"{entry.predicted.memory_bytes / 2**20:.0f} MiB",
-            f"{entry.predicted.added_variance:.2e}",
-        )  # fmt: skip
-    return table
 
 
 def _pairs(texts: list[str] | None, option: str, form: str) -> dict[str, str]:

@@ -11,7 +11,7 @@ from graphs import CPU_PRECISIONS, cluster_of, encoder, graphs, images, mlp, pro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync.allocator import allocate, check_plan, milp
+from qsync.allocator import allocate, check_plan, frontier, milp
 from qsync.allocator.fastest import fastest_start
 from qsync.allocator.greedy import greedy
 from qsync.allocator.linear import LinearClass
@@ -180,3 +180,23 @@ def test_bits_of_bits():
             assert either.at(found.x) == pytest.approx(max(first, second))
     assert program.solve().fun == pytest.approx(1.0)
     assert program.solve(also=[(b, 1.0, 1.0)]).fun == pytest.approx(2.0)
+
+
+def test_every_point_of_the_frontier_is_a_plan_and_none_beats_another():
+    graph = encoder(2)
+    profiles, sensitivity, cluster = pair(graph), varied(graph, 2), cluster_of()
+    plans = frontier(graph, profiles, sensitivity, cluster, 6)
+    assert len(plans) > 3
+    for plan in plans:
+        assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
+    for one, other in itertools.pairwise(plans):
+        assert one.step_s < other.step_s and one.added_variance > other.added_variance
+    assert not any(entry.lowered for entry in plans[-1].classes.values())
+    assert plans[0].step_s == allocate(graph, profiles, sensitivity, cluster).step_s
+
+
+@pytest.mark.parametrize(("num", "options"), [(1, {}), (5, {"slack": 0.1}), (5, {"target_s": 1.0})])
+def test_a_frontier_that_makes_no_sense_is_refused(num, options):
+    graph = encoder(1)
+    with pytest.raises(FormatError, match="frontier"):
+        frontier(graph, pair(graph), sensitivity_of(graph), cluster_of(), num, **options)

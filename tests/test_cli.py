@@ -296,6 +296,31 @@ def test_the_demo_refuses_bad_options_before_it_starts(refused):
     assert "nowhere" in refused("demo", "--data", "nowhere")
 
 
+def test_pareto_plans_for_several_steps_and_draws_them(qsync, folder):
+    code, out, err = qsync("plan", folder, "--pareto", "4", "--out", "trade")
+    assert code == 0 and "plan-1.json" in out and "Traceback" not in err
+    plans = [Plan.load(path) for path in sorted(Path("trade").glob("plan-*.json"))]
+    assert 2 <= len(plans) <= 4 and plans[0]["infer"].lowered and not plans[-1]["infer"].lowered
+    assert Path("trade/frontier.png").read_bytes().startswith(b"\x89PNG")
+    _, out, _ = qsync("plan", folder, "--pareto", "4", "--out", "again", "--json")
+    assert [plan["step_s"] for plan in json.loads(out)["plans"]] == [plan.step_s for plan in plans]
+
+
+def test_a_pareto_that_makes_no_sense_writes_nothing(refused, folder):
+    assert "at least 2 points" in refused("plan", folder, "--pareto", "1")
+    assert "leave out" in refused("plan", folder, "--pareto", "4", "--slack", "0.1")
+    assert "unknown solver" in refused("plan", folder, "--solver", "simplex")
+
+
+def test_excluded_operators_stay_in_fp32(qsync, refused, folder):
+    assert "excluded and pinned" in refused(
+        "plan", folder, "--exclude", "layer.0.*", "--pin", "layer.0.*=bf16"
+    )
+    code, _, _ = qsync("plan", folder, "--exclude", "layer.0.*")
+    lowered = Plan.load("plan.json")["infer"].lowered
+    assert code == 0 and lowered and not any(op.startswith("layer.0.") for op in lowered)
+
+
 def test_interrupting_is_no_traceback(qsync, folder, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
