@@ -1,22 +1,24 @@
 """A learned model of what operators cost: for an operator, a shape or a device that was never profiled.
 
-    t = law(kind, mode, direction) x exp(residual(features)),
+    t = law(kind, mode, direction) x exp(strength x residual(features)),
 
-in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is a
-launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`); what it misses is a
-smooth
-function of the features (`gaussian`). Sums of gradients, which autograd adds whoever made them, stand beside
-it. All of it is relative to the roofline, so a model that was learned here
-prices
-another device as the same shares of that device's peaks: an assumption, not a measurement, and what it prices
-so is called
-simulated.
+in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is
+a launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`): a linear fit.
+What it misses is a smooth function of the features (`gaussian`), which is nothing where there are no
+samples. Sums of gradients, which autograd adds whoever made them, stand beside it. All of it is relative to
+the roofline, so a model that was learned here prices another device as the same shares of that device's
+peaks: an assumption, not a measurement, and what it prices so is called simulated.
+
+A step is a sum of seconds, and what residuals get wrong alike for a whole model does not average out in it.
+So the residual is believed only as far (`strength`, from 0 to 1) as it brings sums of profiles nearer that
+it had not seen.
 
 The model states its own error: of samples held out by shape, and of whole profiles held out.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from qsync.datasheets import DataSheet
 from qsync.errors import CalibrationError, FormatError
@@ -33,17 +36,21 @@ from qsync.predictor.calls import Argument, Call, Direction, has_direction, part
 from qsync.predictor.features import family, features
 from qsync.predictor.gaussian import Array, Gaussian
 from qsync.predictor.laws import Law
-from qsync.predictor.samples import DIRECTIONS, Sample, without_sums
+from qsync.predictor.samples import DIRECTIONS, LEAST_S, Sample, without_sums
 from qsync.profiles import Cost
 
-VERSION = 1
+VERSION = 2
 FOLDS = 5
 # A residual of so many samples or fewer is noise: the law alone is used.
 _FEWEST = 6
 # Of more than these a residual sees a part: its fit takes the cube of their number.
-_MOST = 300
+_MOST = 200
 # No residual makes a cost more than so many times the law's, or less: e^1.5.
 _MOST_RESIDUAL = 1.5
+# Of fewer profiles nobody can tell how far residuals carry over to another: parts of their calls stand for
+# profiles then.
+_FEWEST_SOURCES = 3
+_STRENGTHS = tuple(i / 8 for i in range(9))
 
 # The mode that a mode nobody measured here is most like: its shares of the peak are used.
 _ALIKE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
@@ -80,10 +87,9 @@ class CostModel:
             raise CalibrationError("there are no samples to learn costs from; profile a model first")
         self.samples = tuple(samples)
         self.error = error
-        self._families: dict[Key, Law] = {}
-        self._laws: dict[Key, Law] = {}
+        self._laws = _Laws(samples)
         self._residuals: dict[Key, Gaussian] = {}
-        self._fit()
+        self.strength = self._fit()
 
     @classmethod
     def learn(cls, samples: Sequence[Sample], seed: int = 0) -> CostModel:
@@ -93,53 +99,44 @@ class CostModel:
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
         """Seconds (N,) of calls in a mode and direction on a device, all at once. KeyError for a product in a
         type that the device does not multiply."""
-        known = [(call, self._mode(call, mode, d), d) for call, mode, d, _ in asked]
-        points = [np.array([parts(call, mode, d, sheet)]) for call, mode, d, sheet in asked]
-        found = np.array([self._law(*k).at(p)[0] for k, p in zip(known, points, strict=True)])
+        known = [(call, self._laws.mode(call, mode, d), d) for call, mode, d, _ in asked]
+        points = np.array([parts(*each) for each in asked]).reshape(-1, 3)
+        found = self._laws.seconds(known, points)
         by_key: dict[Key, list[int]] = defaultdict(list)
         for i, (call, mode, direction) in enumerate(known):
             by_key[family(call.kind), mode, direction].append(i)
         for key, rows in by_key.items():
             if key in self._residuals:
-                x = np.array([features(*asked[i]) for i in rows])
-                residual, deviation = self._residuals[key].at(x)
-                # Of t = m e^N(0, s^2) the guess with the least expected |guess / t - 1| is m e^(-s^2).
-                guess = np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL) - np.minimum(deviation, 0.5) ** 2
-                found[rows] *= np.exp(guess)
+                residual = self._residuals[key].at(np.array([features(*asked[i]) for i in rows]))
+                found[rows] *= np.exp(self.strength * _clipped(residual))
         sums: Array = np.array([sum_s(call, direction, sheet) for call, _, direction, sheet in asked])
         return found + sums
 
-    def _mode(self, call: Call, mode: str, direction: Direction) -> str:
-        """The mode whose law is used: this one, or the one most like it that was measured."""
-        name = family(call.kind)
-        source, _, target = mode.partition(" ")
-        for candidate in (mode, _ALIKE.get(mode, mode), f"{source} {_ALIKE.get(target, target)}", "fp32"):
-            if (name, candidate, direction) in self._families:
-                return candidate
-        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
-        return same[0] if same else mode
-
-    def _law(self, call: Call, mode: str, direction: Direction) -> Law:
-        known = self._laws.get((call.kind, mode, direction))
-        return known or self._families.get((family(call.kind), mode, direction)) or Law()
-
-    def _fit(self) -> None:
-        for key, members in _grouped(self.samples, lambda sample: family(sample.call.kind)).items():
-            self._families[key] = Law.fit(*_points(members))
-        for key, members in _grouped(self.samples, lambda sample: sample.call.kind).items():
-            start = self._families[family(key[0]), key[1], key[2]]
-            self._laws[key] = Law.fit(*_points(members), start)
-        for key, members in _grouped(self.samples, lambda sample: family(sample.call.kind)).items():
-            if len(members) > _FEWEST:
-                self._residuals[key] = self._residual(_some(members))
-
-    def _residual(self, members: list[Sample]) -> Gaussian:
-        """What the laws miss of these samples, as a function of features."""
-        x = np.array([features(*asked(sample)) for sample in members])
-        points, seconds = _points(members)
-        laws = [self._law(s.call, s.mode, s.direction) for s in members]
-        by_law = np.array([law.at(point[None])[0] for law, point in zip(laws, points, strict=True)])
-        return Gaussian.fit(x, np.log(seconds / by_law))
+    def _fit(self) -> float:
+        """Fit every residual, and find how far to believe them."""
+        group = _apart(self.samples)
+        names = dict.fromkeys(group(s) for s in self.samples)
+        others = {
+            name: self._laws.without(np.array([group(s) == name for s in self.samples])) for name in names
+        }
+        held: list[_HeldOut] = []
+        for key, places in _rows(self.samples, lambda sample: family(sample.call.kind)).items():
+            some = [self.samples[i] for i in _some(places.tolist())]
+            points, seconds = _points(some)
+            known = [(s.call, s.mode, s.direction) for s in some]
+            if len(some) > _FEWEST:
+                x = np.array([features(*asked(sample)) for sample in some])
+                missed = np.log(seconds / self._laws.seconds(known, points))
+                self._residuals[key] = Gaussian.fit(x, missed)
+            of = np.array([group(s) for s in some])
+            for name in dict.fromkeys(of.tolist()) if len(others) > 1 else ():
+                rows = np.flatnonzero(of == name)
+                by_law = others[name].seconds(known, points)
+                residual = np.zeros(len(rows))
+                if key in self._residuals:
+                    residual = self._residuals[key].without(rows, np.log(seconds / by_law))
+                held.append(_HeldOut((name, _precision(key[1])), by_law[rows], residual, seconds[rows]))
+        return _strength(held)
 
     def to_json(self) -> dict[str, Any]:
         sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())
@@ -173,6 +170,113 @@ class CostModel:
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
         return cls.from_json(read_json(path))
+
+
+class _Laws:
+    """The laws of all kinds of some samples, and of the families of those kinds."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._points, self._seconds = _points(samples)
+        self._of_family = _rows(samples, lambda sample: family(sample.call.kind))
+        self._of_kind = _rows(samples, lambda sample: sample.call.kind)
+        self._families = {key: self._fit(rows) for key, rows in self._of_family.items()}
+        self._kinds = {key: self._fit(rows, self._start(key)) for key, rows in self._of_kind.items()}
+
+    def without(self, left_out: npt.NDArray[np.bool_]) -> _Laws:
+        """The laws of the other samples. Only what had samples that are left out (N,) is fitted again."""
+        found = copy.copy(self)
+        found._families, found._kinds = dict(self._families), dict(self._kinds)
+        for laws, all_rows in ((found._families, self._of_family), (found._kinds, self._of_kind)):
+            for key, rows in all_rows.items():
+                if left_out[rows].all():
+                    del laws[key]
+                elif left_out[rows].any():
+                    start = found._start(key) if laws is found._kinds else None
+                    laws[key] = self._fit(rows[~left_out[rows]], start)
+        return found
+
+    def _fit(self, rows: npt.NDArray[np.intp], start: Law | None = None) -> Law:
+        return Law.fit(self._points[rows], self._seconds[rows], start)
+
+    def _start(self, key: Key) -> Law:
+        return self._families[family(key[0]), key[1], key[2]]
+
+    def seconds(self, known: Sequence[tuple[Call, str, Direction]], points: Array) -> Array:
+        """Seconds (N,) by law of calls whose parts at full speed take `points` (N, 3) seconds."""
+        laws = np.array([self._of(*each).parts for each in known]).reshape(-1, 3)
+        found: Array = np.maximum((points * laws).sum(1), LEAST_S)
+        return found
+
+    def mode(self, call: Call, mode: str, direction: Direction) -> str:
+        """The mode whose law is used: this one, or the one most like it that was measured."""
+        name = family(call.kind)
+        source, _, target = mode.partition(" ")
+        for candidate in (mode, _ALIKE.get(mode, mode), f"{source} {_ALIKE.get(target, target)}", "fp32"):
+            if (name, candidate, direction) in self._families:
+                return candidate
+        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
+        return same[0] if same else mode
+
+    def _of(self, call: Call, mode: str, direction: Direction) -> Law:
+        known = self._kinds.get((call.kind, mode, direction))
+        return known or self._families.get((family(call.kind), mode, direction)) or Law()
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """Samples of one group in one precision (`step`), as a model without that group has them: seconds by law,
+    logarithm of what the law misses; and seconds measured. All (N,)."""
+
+    step: tuple[str, str]
+    by_law: Array
+    residual: Array
+    seconds: Array
+
+
+def _strength(held: Sequence[_HeldOut]) -> float:
+    """How far to believe residuals: with the least mean |error| of the sums of groups held out.
+
+    That is the error the model is for, and the one that it states. 0 if nothing was held out.
+    """
+    steps: dict[tuple[str, str], list[_HeldOut]] = defaultdict(list)
+    for part in held:
+        steps[part.step].append(part)
+
+    def error(strength: float) -> float:
+        sums = [
+            (
+                sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members),
+                sum(float(p.seconds.sum()) for p in members),
+            )
+            for members in steps.values()
+        ]
+        return float(np.mean([abs(guess / actual - 1) for guess, actual in sums]))
+
+    return min(_STRENGTHS, key=error) if steps else 0.0
+
+
+def _apart(samples: Sequence[Sample]) -> Callable[[Sample], str]:
+    """The group that a sample is held out with: its profile, or of few profiles a part of their calls."""
+    if len({sample.source for sample in samples}) >= _FEWEST_SOURCES:
+        return lambda sample: sample.source
+    fold = _folds(samples, 0)
+    return lambda sample: str(fold[sample.call])
+
+
+def _folds(samples: Sequence[Sample], seed: int) -> dict[Call, int]:
+    """Calls dealt to folds at random, the same way every time."""
+    distinct = list(dict.fromkeys(sample.call for sample in samples))
+    random.Random(seed).shuffle(distinct)
+    return {call: i % FOLDS for i, call in enumerate(distinct)}
+
+
+def _precision(mode: str) -> str:
+    """The precision that a mode belongs to; a cast's is that of its target."""
+    return mode.split()[-1].split("_")[0]
+
+
+def _clipped(residual: Array) -> Array:
+    return np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL)
 
 
 class Priced(Protocol):
@@ -222,13 +326,11 @@ def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Stated
 
 def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array | None:
     """Seconds (N,) of every sample, by a model learned without any sample of its call; None for one call."""
-    distinct = list(dict.fromkeys(sample.call for sample in samples))
-    if len(distinct) < 2:
+    fold = _folds(samples, seed)
+    if len(fold) < 2:
         return None
-    random.Random(seed).shuffle(distinct)
-    fold = {call: i % FOLDS for i, call in enumerate(distinct)}
     predicted = np.zeros(len(samples))
-    for held in range(min(FOLDS, len(distinct))):
+    for held in range(min(FOLDS, len(fold))):
         model = fit([sample for sample in samples if fold[sample.call] != held])
         rows = [i for i, sample in enumerate(samples) if fold[sample.call] == held]
         predicted[rows] = model.seconds([asked(samples[i]) for i in rows])
@@ -253,16 +355,17 @@ def spread(errors: Iterable[float]) -> tuple[float, float]:
     return float(np.median(found)), float(np.quantile(found, 0.95))
 
 
-def _grouped(samples: Iterable[Sample], name: Callable[[Sample], str]) -> dict[Key, list[Sample]]:
-    groups: dict[Key, list[Sample]] = defaultdict(list)
-    for sample in samples:
-        groups[name(sample), sample.mode, sample.direction].append(sample)
-    return groups
+def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key, npt.NDArray[np.intp]]:
+    """The places of each kind's or family's samples, by mode and direction."""
+    groups: dict[Key, list[int]] = defaultdict(list)
+    for i, sample in enumerate(samples):
+        groups[name(sample), sample.mode, sample.direction].append(i)
+    return {key: np.array(rows) for key, rows in groups.items()}
 
 
-def _some(samples: list[Sample]) -> list[Sample]:
+def _some(places: list[int]) -> list[int]:
     """As many samples as an exact fit has time for, the same ones every time."""
-    return samples if len(samples) <= _MOST else random.Random(0).sample(samples, _MOST)
+    return places if len(places) <= _MOST else random.Random(0).sample(places, _MOST)
 
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:

@@ -31,7 +31,7 @@ from qsync.predictor.features import features
 from qsync.predictor.filling import fill, priced_as, simulate
 from qsync.predictor.gaussian import Gaussian
 from qsync.predictor.laws import Law
-from qsync.predictor.learned import CostModel, asked, held_out_shapes
+from qsync.predictor.learned import CostModel, asked, held_out_shapes, step_error
 from qsync.predictor.pool import pool
 from qsync.predictor.samples import DIRECTIONS, Sample, choose, samples_of
 from qsync.profiles import Profile, shown
@@ -121,6 +121,59 @@ def test_a_law_keeps_its_familys_where_samples_are_few():
     law = Law.fit(np.array([[1.0, 0.0, 0.0]]), np.array([3.0]), Law((1.0, 5.0, 7.0)))
     assert law.parts[1:] == pytest.approx((5.0, 7.0), rel=1e-3)
     assert 1.5 < law.parts[0] < 3.0
+
+
+def test_a_law_finds_a_fixed_cost_of_hundreds_of_launches():
+    """As kernels have it that prepare for long, though the law starts from a launch or two."""
+    draw = np.random.default_rng(0)
+    parts_s = np.stack([np.full(30, 2e-6), *np.exp(draw.uniform(-12, -7, (2, 30)))], 1)
+    law = Law.fit(parts_s, parts_s @ np.array([400.0, 2.0, 3.0]))
+    assert law.parts == pytest.approx((400, 2, 3), rel=0.1)
+
+
+def test_a_residual_is_nothing_where_there_are_no_samples():
+    x = np.linspace(0, 1, 20)[:, None]
+    y = 0.5 + np.sin(3 * x[:, 0])
+    fitted = Gaussian.fit(x, y)
+    np.testing.assert_allclose(fitted.at(x), y, atol=0.05)
+    assert abs(fitted.at(np.array([[40.0]]))[0]) < 1e-3
+
+
+def test_what_a_residual_says_of_left_out_samples_is_what_the_others_say():
+    draw = np.random.default_rng(0)
+    x = draw.normal(size=(30, 2))
+    y = np.sin(x[:, 0]) + 0.1 * draw.normal(size=30)
+    rows = np.arange(5)
+    left_out = Gaussian.fit(x, y).without(rows, y)
+    np.testing.assert_allclose(left_out, Gaussian.fit(x, y).without(rows, np.where(np.arange(30) < 5, 9, y)))
+    others = Gaussian.fit(x[5:], y[5:]).at(x[:5])
+    np.testing.assert_allclose(left_out, others, atol=0.15)
+
+
+def of_sources(own: float, common: float) -> list[Sample]:
+    """Linear layers of four models; what no law has is common to all of them, or each model's own."""
+    samples = []
+    for i, s in enumerate(linear_samples(48, noise=0.0)):
+        source = i // 6 % 4  # all modes and directions of a call are one model's
+        launch, products, memory = parts(s.call, s.mode, s.direction, HERE)
+        bend = np.tanh(np.log(s.call.output[-1] / 256))
+        missed = common * bend + own * (bend if source % 2 else -bend)
+        seconds = (4 * launch + 2 * products + memory / 0.7) * np.exp(missed)
+        samples.append(replace(s, seconds=float(seconds), source=f"model {source}"))
+    return samples
+
+
+def test_residuals_are_believed_only_as_far_as_they_carry_over_to_other_models():
+    assert CostModel(of_sources(own=0.0, common=0.5)).strength >= 0.75
+    unlike = of_sources(own=0.5, common=0.0)
+    assert CostModel(unlike).strength <= 0.25
+    assert step_error(unlike, "model 0", CostModel) < 1.1 * step_error(unlike, "model 0", Linear)
+
+
+def test_sums_of_models_not_seen_are_nearer_than_those_of_a_linear_fit():
+    samples = of_sources(own=0.1, common=0.5)
+    errors = {fit: [step_error(samples, f"model {i}", fit) for i in range(4)] for fit in (CostModel, Linear)}
+    assert np.mean(errors[CostModel]) < 0.7 * np.mean(errors[Linear])
 
 
 def test_the_roofline_counts_operations_and_bytes():
