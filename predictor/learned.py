@@ -10,8 +10,8 @@ the roofline, so a model that was learned here prices another device as the same
 peaks: an assumption, not a measurement, and what it prices so is called simulated.
 
 A step is a sum of seconds, and what residuals get wrong alike for a whole model does not average out in it.
-So the residual is believed only as far (`strength`, from 0 to 1) as it brings sums of profiles nearer that
-it had not seen.
+So the residual is believed only as far (`strength`, from 0 to 1) as it discernibly brings nearer the sums of
+profiles that it had not seen.
 
 The model states its own error: of samples held out by shape, and of whole profiles held out.
 """
@@ -135,7 +135,8 @@ class CostModel:
                 residual = np.zeros(len(rows))
                 if key in self._residuals:
                     residual = self._residuals[key].without(rows, np.log(seconds / by_law))
-                held.append(_HeldOut((name, _precision(key[1])), by_law[rows], residual, seconds[rows]))
+                step = (name, _precision(key[1]), key[2])
+                held.append(_HeldOut(step, by_law[rows], residual, seconds[rows]))
         return _strength(held)
 
     def to_json(self) -> dict[str, Any]:
@@ -224,35 +225,38 @@ class _Laws:
 
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
-    """Samples of one group in one precision (`step`), as a model without that group has them: seconds by law,
+    """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds by law,
     logarithm of what the law misses; and seconds measured. All (N,)."""
 
-    step: tuple[str, str]
+    step: tuple[str, str, Direction]
     by_law: Array
     residual: Array
     seconds: Array
 
 
 def _strength(held: Sequence[_HeldOut]) -> float:
-    """How far to believe residuals: with the least mean |error| of the sums of groups held out.
+    """How far to believe residuals: the least strength whose |error| of the sums of groups held out is not
+    discernibly worse than the best one's, group by group.
 
-    That is the error the model is for, and the one that it states. 0 if nothing was held out.
+    Sums are of a group, a precision and a direction: what steps are made of. There are few of them, and the
+    best strength is often best by chance, so that the law gets the benefit of one standard error (the rule of
+    Breiman et al. 1984, section 3.4.3; that errors are compared group by group is ours). 0 if fewer than two
+    sums were held out.
     """
-    steps: dict[tuple[str, str], list[_HeldOut]] = defaultdict(list)
+    steps: dict[tuple[str, str, Direction], list[_HeldOut]] = defaultdict(list)
     for part in held:
         steps[part.step].append(part)
+    if len(steps) < 2:
+        return 0.0
+    errors = np.array([[_sum_error(members, s) for s in _STRENGTHS] for members in steps.values()])
+    worse = errors - errors[:, [int(errors.mean(0).argmin())]]
+    allowed = worse.std(0, ddof=1) / len(errors) ** 0.5
+    return _STRENGTHS[int(np.argmax(worse.mean(0) <= allowed))]
 
-    def error(strength: float) -> float:
-        sums = [
-            (
-                sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members),
-                sum(float(p.seconds.sum()) for p in members),
-            )
-            for members in steps.values()
-        ]
-        return float(np.mean([abs(guess / actual - 1) for guess, actual in sums]))
 
-    return min(_STRENGTHS, key=error) if steps else 0.0
+def _sum_error(members: Sequence[_HeldOut], strength: float) -> float:
+    guess = sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members)
+    return abs(guess / sum(float(p.seconds.sum()) for p in members) - 1)
 
 
 def _apart(samples: Sequence[Sample]) -> Callable[[Sample], str]:
