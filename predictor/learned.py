@@ -225,8 +225,8 @@ class _Laws:
 
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
-    """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds by law,
-    logarithm of what the law misses; and seconds measured. All (N,)."""
+    """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds
+    by law, logarithm of what the law misses; and seconds measured. All (N,)."""
 
     step: tuple[str, str, Direction]
     by_law: Array
