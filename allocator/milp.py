@@ -3,13 +3,15 @@
 A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k
 is complete, d_k its all-reduce alone and e_k what that takes from compute, a step is never shorter than
 
-    (l + r_k) of any class + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j                   (ours)
+    l + r_k + v (b - r_k) + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j              (ours)
 
-since before bucket k starts every earlier all-reduce has either taken its toll or been waited for. These
-rows are linear in the choices (`linear`), so what the programs say is a bound that no plan falls below. What
-they find is replayed: where replay adds more than the rows (a class that waits for another) they are solved
-again for a target shorter by that, where an assignment needs too much memory it is cut off, and what is
-returned was replayed in any case. Memory is in no row, so where it binds the bound is the lower for it.
+for any class, with b its whole backward and v how much a second of it delays all-reduces beside it: before
+bucket k starts every earlier all-reduce has either taken its toll or been waited for, and while the rest of
+backward runs, those that follow are slower. These rows are linear in the choices (`linear`), so what the
+programs say is a bound that no plan falls below. What they find is replayed: where replay adds more than the
+rows (a class that waits for another) they are solved again for a target shorter by that, where an assignment
+needs too much memory it is cut off, and what is returned was replayed in any case. Memory is in no row, so
+where it binds the bound is the lower for it.
 """
 
 from __future__ import annotations
@@ -21,11 +23,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from qsync.allocator.linear import LinearClass
-from qsync.allocator.program import Sum, total
+from qsync.allocator.program import FloatArray, Sum, total
 from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.state import State
 from qsync.precision import Precision
 from qsync.replayer import step_time
+from qsync.replayer.simulate import LEAST_RATE
 
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
@@ -134,6 +137,8 @@ class _Class:
         self._linear = LinearClass(state.problem.graph, self._one.part, self._weight, _KNOWN)
         self._cuts: list[Row] = []
         self._forward = total(self._linear.forward_s)
+        # The operator until whose backward each row counts: the whole step first, then every bucket.
+        self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
         self._rows: dict[int, Sum] = {}
         self._until(0)
 
@@ -202,39 +207,47 @@ class _Class:
                 return self._linear.assignment(result.x), bound
             self._until(broken)
 
-    def _broken(self, point: np.ndarray, target_s: float) -> int | None:
+    def _broken(self, point: FloatArray, target_s: float) -> int | None:
         """The bucket whose row, not yet among them, is broken most."""
         forward, backward = self._forward.at(point), np.array([s.at(point) for s in self._linear.backward_s])
-        until = np.cumsum(backward[::-1])[::-1]
         worst, most = None, target_s * (1 + 1e-8)
-        for k, ready in enumerate(self._ready()):
-            seconds = self._seconds(k, forward, float(until[max(ready, 0)]))
+        for k in range(len(self._ready)):
+            seconds = self._seconds(k, forward, float(self._shares(k) @ backward))
             if k not in self._rows and seconds > most:
                 worst, most = k, seconds
         return worst
 
-    def _ready(self) -> list[int]:
-        """The operator until whose backward each row counts: the whole step first, then every bucket."""
-        return [0, *(bucket.ready for bucket in self._state.problem.exchange.buckets)]
+    def _shares(self, k: int) -> FloatArray:
+        """How much of each operator's backward row k counts: all until its bucket is complete."""
+        shares = np.ones(len(self._linear.backward_s))
+        if k > 0:
+            shares[: max(self._ready[k], 0)] = self._beside_flights(k)
+        return shares
+
+    def _beside_flights(self, k: int) -> float:
+        """By how many seconds a second of backward delays the all-reduces from row k's on."""
+        exchange = self._state.problem.exchange
+        tolls, alone, rate = self._one.work.tolls_s, exchange.durations_s, exchange.link.overlap_rate
+        losses = [toll * rate / d if d > 0.0 else 0.0 for toll, d in zip(tolls, alone, strict=True)][k - 1 :]
+        return (1.0 - rate) / (1.0 - min(rate, *losses, 1.0 - LEAST_RATE))
 
     def _until(self, k: int) -> None:
         """Add the row of the whole step (0), or of a bucket (from 1)."""
-        ready = max(self._ready()[k], 0)
         seconds = Sum()
         seconds.add(self._forward)
-        for part in self._linear.backward_s[ready:]:
-            seconds.add(part)
+        for part, share in zip(self._linear.backward_s, self._shares(k).tolist(), strict=True):
+            if share:
+                seconds.add(part, share)
         factor = self._seconds(k, 1.0, 0.0) - self._seconds(k, 0.0, 0.0)
         row = Sum(constant=self._seconds(k, 0.0, 0.0) * _SCALE / self._target_s)
         row.add(seconds, factor * _SCALE / self._target_s)
         self._rows[k] = row
 
     def _seconds(self, k: int, forward_s: float, backward_s: float) -> float:
-        """Seconds that a step takes at the least, by row k."""
+        """Seconds that a step takes at the least, by row k, of whose share of backward it is given."""
         exchange, profile = self._state.problem.exchange, self._one.part.profile
-        ready = self._ready()[k]
-        copied = float(exchange.copied_bytes[max(ready, 0) :].sum())
-        if k == 0 or ready < 0:
+        copied = float(self._shares(k) @ exchange.copied_bytes)
+        if k == 0 or self._ready[k] < 0:
             copied += exchange.unused_bytes
         lead = profile.loading_s + profile.host_s + profile.outside.total_s
         own = lead + forward_s + backward_s + copied * profile.bucket_s_per_byte + profile.optimizer_s
