@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from qsync.experiments.pictures import FAINT, INK
 from qsync.files import write_bytes
@@ -29,11 +30,14 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
 
     >>> draw(content["plans"], memory.curve(), "memory_error.png")
     """
-    figure = Figure(figsize=(12, 4), layout="constrained")
-    saved, peak, step = figure.subplots(1, 3, width_ratios=(1, 1, 1.5))
+    rows = [row for row in rows if "peak_bytes" in row]  # refused plans have nothing to show
+    figure = Figure(figsize=(12, 7.6), layout="constrained")
+    (saved, peak), (budget, step) = figure.subplots(2, 2)
     _against(saved, rows, "saved", 0.01)
     _against(peak, rows, "peak", 0.05)
-    peak.legend(frameon=False, fontsize=8, loc="lower right")
+    _within(budget, rows)
+    saved.legend(*_keys(rows, "model"), frameon=False, fontsize=8, ncols=3, loc="lower center")
+    peak.legend(*_keys(rows, "part"), frameon=False, fontsize=8, ncols=2, loc="lower center")
     _stacked(step, curve)
     handles, labels = step.get_legend_handles_labels()
     step.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
@@ -69,16 +73,52 @@ def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: floa
     """Predicted over measured, one point for each plan; the bar is the grey band."""
     axes.axhspan(1 - bar, 1 + bar, color="#f0f1f3", zorder=0)
     axes.axhline(1, color=FAINT, linewidth=0.8)
-    for name, colour in zip(dict.fromkeys(row["model"] for row in rows), _MODELS, strict=False):
-        own = [row for row in rows if row["model"] == name]
-        ratios = [row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] for row in own]
-        measured = [row[f"{what}_bytes"] / 1e6 for row in own]
-        axes.scatter(measured, ratios, s=12, color=colour, label=name, alpha=0.7, linewidths=0)
+    _points(axes, rows, f"{what}_bytes", lambda row: row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"])
     reach = max(abs(row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1) for row in rows)
     axes.set_ylim(1 - 1.4 * max(bar, reach), 1 + 1.4 * max(bar, reach))
     axes.set_xlabel(f"{'saved for backward' if what == 'saved' else 'peak'}, measured MB")
     axes.set_ylabel("predicted / measured")
     _plain(axes)
+
+
+def _within(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """What each plan takes of its budget; none may take more than all of it."""
+    axes.axhline(1, color=INK, linewidth=1)
+    _points(axes, rows, "budget_bytes", lambda row: row["peak_bytes"] / row["budget_bytes"])
+    axes.set_xlabel("budget, MB")
+    axes.set_ylabel("peak, measured / budget")
+    _plain(axes)
+
+
+def _points(
+    axes: Axes, rows: Sequence[Mapping[str, Any]], along: str, height: Callable[[Mapping[str, Any]], float]
+) -> None:
+    colours, markers = _colours(rows), _markers(rows)
+    for kind in dict.fromkeys((row["model"], row["part"]) for row in rows):
+        own = [row for row in rows if (row["model"], row["part"]) == kind]
+        axes.scatter(
+            [row[along] / 1e6 for row in own], [height(row) for row in own], s=16,
+            facecolor=colours[kind[0]], marker=markers[kind[1]], alpha=0.6, linewidths=0,
+        )  # fmt: skip
+
+
+def _colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return dict(zip(dict.fromkeys(row["model"] for row in rows), _MODELS, strict=False))
+
+
+def _markers(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    return dict(zip(dict.fromkeys(row["part"] for row in rows), "oDs^", strict=False))
+
+
+def _keys(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[list[Line2D], list[str]]:
+    """Handles and labels of a legend of colours (models) or of markers (parts)."""
+    if what == "model":
+        found = _colours(rows)
+        handles = [Line2D([], [], color=c, marker="o", linewidth=0, markersize=5) for c in found.values()]
+    else:
+        found = _markers(rows)
+        handles = [Line2D([], [], color=INK, marker=m, linewidth=0, markersize=4) for m in found.values()]
+    return handles, list(found)
 
 
 def _stacked(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:

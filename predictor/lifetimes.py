@@ -111,13 +111,9 @@ class Lifetimes:
         op, run, time = self.layout.ops[i], self.runs[i], self.layout.end - i
         if op.kind == "output" and not self.layout.loss_inside:  # the loss, outside, keeps an FP32 copy
             copy = 0
-            for value, taken in zip(op.inputs, run.operands, strict=True):
+            for value in op.inputs:
                 if self.layout.has_gradient[value]:
                     copy += FP32_BYTES * self.layout.elements[value]
-                    if (
-                        self.carried(value) != taken
-                    ):  # its gradient, brought back to the type it is carried in
-                        copy += type_bytes(self.carried(value), self.layout.elements[value])
             yield Span(copy, len(self.layout.ops), len(self.layout.ops))
         if not op.requires_grad:
             return
@@ -134,7 +130,10 @@ class Lifetimes:
         op, run = self.layout.ops[i], self.runs[i]
         return Surroundings(
             shapes=tuple(self.layout.shape[value] for value in op.inputs),
-            carried=tuple(self.carried(value) for value in op.inputs),
+            carried=tuple(
+                taken if self.is_cast(value, taken) else self.carried(value)
+                for value, taken in zip(op.inputs, run.operands, strict=True)
+            ),
             has_gradient=tuple(self.layout.has_gradient[value] for value in op.inputs),
             is_parameter=tuple(value in self.layout.parameters for value in op.inputs),
             gradient=run.output,
@@ -161,20 +160,16 @@ class Lifetimes:
         return self._kept[key]
 
     def passes_gradient(self, i: int, j: int) -> bool:
-        """Whether the gradient of operator `i`'s result is, as it is, that of its `j`-th input."""
+        """Whether the gradient of operator `i`'s result is, as it is, that of its `j`-th operand."""
         op, run = self.layout.ops[i], self.runs[i]
         same = op.kind in PASSES_GRADIENT and self.layout.shape[op.inputs[j]] == op.shape
-        return (
-            same
-            and j < PASSES_GRADIENT[op.kind]
-            and run.operands[j] == run.output == self.carried(op.inputs[j])
-        )
+        return same and j < PASSES_GRADIENT[op.kind] and run.operands[j] == run.output
 
-    def goes_on(self, root: str, i: int) -> bool:
+    def goes_on(self, root: str, i: int, cast: bool) -> bool:
         """Whether it is this operand of a sum, operator `i`, whose gradient outlives that of the sum.
 
         Of several it is the one made first. One made by a sum hands the tensor on once more, so that it
-        counts for itself (ours: rather too much).
+        counts for itself (ours: rather too much), unless a cast stands between.
         """
         op = self.layout.ops[i]
         roots = [
@@ -184,7 +179,18 @@ class Lifetimes:
         ]
         first = min(roots, key=lambda value: self.layout.position.get(value, -1))
         own = self.layout.position.get(root, -1)
-        return root == first or own < 0 or self.layout.ops[own].kind in PASSES_GRADIENT
+        return root == first or own < 0 or (not cast and self.layout.ops[own].kind in PASSES_GRADIENT)
+
+    def is_cast(self, value: str, taken: str) -> bool:
+        """Whether who takes an activation in this type takes a conversion, which has a backward of its own:
+        it runs just before that of what made the value. An encoding has none."""
+        if value in self.layout.parameters or taken == self.carried(value) or is_encoded(taken):
+            return False
+        return self.cast_time(value, taken) >= 0
+
+    def cast_time(self, value: str, target: str) -> int:
+        """When a value is cast to a type; -1 if it is not (yet, while changes are looked at one by one)."""
+        return next((time for time, cast in self.casts[value] if cast.target == target), -1)
 
     def copies(self, i: int) -> bool:
         """Whether operator `i`, a view, has to copy: rows of an image whose channels are last."""
@@ -213,8 +219,10 @@ class _Family:
         self.storages: dict[tuple[str, str], Span] = {}
         self.key: dict[str, tuple[str, str]] = {}  # value -> its storage
         self.moments: list[Span] = []
-        # (time, value, whether it is the gradient of what a sum made): what backward adds up to its gradient.
+        # (time, value, whether it is the gradient of what a sum made): what backward adds up to its gradient,
+        # and to those of its casts.
         self.contributions: list[tuple[int, str, bool]] = []
+        self.of_casts: dict[tuple[str, str], list[tuple[int, str, bool]]] = {}
         # What enters the graph is there throughout; only its casts come and go.
         if root not in lives.layout.position:
             self._enter(root, (root, lives.layout.dtype[root]))
@@ -235,8 +243,10 @@ class _Family:
                     self._save(key, time, op)
                 apart = lives.layout.root[op.name] != self.root  # a view brings what is brought to it
                 if apart and lives.layout.has_gradient[value] and (op.requires_grad or op.kind == "output"):
-                    passed = lives.passes_gradient(i, j)
-                    self.contributions.append((lives.layout.end - last, value, passed))
+                    found = self.contributions
+                    if lives.is_cast(value, taken):
+                        found = self.of_casts.setdefault((value, taken), [])
+                    found.append((lives.layout.end - last, value, lives.passes_gradient(i, j)))
                 if lives.layout.root[op.name] == self.root:
                     if lives.copies(i):
                         key = (op.name, run.output)
@@ -284,37 +294,51 @@ class _Family:
     def _gradient(self) -> Iterator[Span]:
         """The gradient, from the first operator that adds to it to the one that made the value.
 
-        What a sum's gradient brings is that very tensor, which one of the operands then goes on with; what a
-        later operator brings is there for a moment beside what it is added to. Pieces of one value (views)
-        have gradients of their own until they are put together.
+        Pieces of one value (views) have gradients of their own until they are put together. So have casts, in
+        their own type, until each is brought to the value's where the cast was made: a gradient of FP32 waits
+        in FP32 for a value of 16 bits, however early it came.
         """
         lives = self.lives
         position = lives.layout.position.get(self.root)
+        for (value, taken), found in self.of_casts.items():
+            made = lives.layout.end - lives.cast_time(value, taken)
+            yield from self._added_up(found, type_bytes(taken, lives.layout.elements[value]), made)
+            self.contributions.append((made, value, False))
+        # That of what enters the graph is nobody's here.
         if position is None or not lives.layout.has_gradient[self.root] or not self.contributions:
             return
-        carried, elements = lives.carried(self.root), lives.layout.elements
-        death = lives.layout.end - lives.time(position)
-        found = sorted(self.contributions, key=lambda entry: entry[0])
-        begun: set[str] = set()
-        birth: int | None = None
-        for time, value, passed in found:
-            piece = value if elements[value] < elements[self.root] else self.root
-            if passed:
-                if birth is None and lives.goes_on(self.root, lives.layout.end - time):
-                    birth = time + 1
-            elif birth is None:
-                birth = time
-            elif piece in begun or piece == self.root:
-                yield Span(type_bytes(carried, elements[value]), time, time)
-            begun.add(piece)
+        whole = type_bytes(lives.carried(self.root), lives.layout.elements[self.root])
+        yield from self._added_up(self.contributions, whole, lives.layout.end - lives.time(position))
         for value in self.key:
             i = lives.layout.position.get(value)
             if i is not None and value != self.root and lives.picks(i):
-                yield Span(
-                    type_bytes(carried, elements[self.root]), lives.layout.end - i, lives.layout.end - i
-                )
+                yield Span(whole, lives.layout.end - i, lives.layout.end - i)
+
+    def _added_up(
+        self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int
+    ) -> Iterator[Span]:
+        """A gradient of so many bytes, and what is added to it.
+
+        What a sum's gradient brings is that very tensor, which one of the operands then goes on with; what a
+        later operator brings is there for a moment beside what it is added to.
+        """
+        lives, elements = self.lives, self.lives.layout.elements
+        cast = contributions is not self.contributions
+        begun: set[str] = set()
+        birth: int | None = None
+        for time, value, passed in sorted(contributions, key=lambda entry: entry[0]):
+            piece = value if elements[value] < elements[self.root] else self.root
+            if passed:
+                if birth is None and lives.goes_on(self.root, lives.layout.end - time, cast):
+                    birth = time + 1
+            elif birth is None:
+                birth = time
+            elif cast or piece in begun or piece == self.root:
+                part = num_bytes if cast else num_bytes * elements[value] // max(elements[self.root], 1)
+                yield Span(part, time, time)
+            begun.add(piece)
         if birth is not None:
-            yield Span(type_bytes(carried, elements[self.root]), birth, max(birth, death))
+            yield Span(num_bytes, birth, max(birth, death))
 
 
 def _bytes(type_name: str, shape: Sequence[int]) -> int:

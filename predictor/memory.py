@@ -201,15 +201,22 @@ class StepMemory:
             self._spans[what] = found
 
 
+# Other plans than those measured exceed the worst of them now and then: of 360 unseen ones 4 did, by a third
+# of it at most.
+SAFETY = 2.0
+
+
 @cache
 def stated_error(device: str) -> float:
-    """The part by which what comes and goes in a step was ever predicted too small, as measured.
+    """The part by which what comes and goes in a step may be predicted too small: `SAFETY` times the most by
+    which it ever was.
 
     From `memory_error.json` beside this file, which `python -m qsync.experiments.memory_error` writes. What
     was never measured (GPUs) is taken to be as wrong as what was.
     """
     stated = json.loads(Path(__file__).with_name("memory_error.json").read_text(encoding="utf-8"))
-    return float(stated["worst_underprediction"].get(device, max(stated["worst_underprediction"].values())))
+    worst = stated["worst_underprediction"]
+    return SAFETY * float(worst.get(device, max(worst.values())))
 
 
 def margin_bytes(device: str, num_bytes: int) -> int:

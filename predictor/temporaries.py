@@ -161,7 +161,9 @@ def _product_int8(op: Op, run: Run, around: Surroundings) -> int:
     if run.mode == Precision.INT8_ALL:
         # Codes of the gradient, in rows then in columns; sums, which FP32 results take the place of.
         sums = (_FP32 if around.carried[x] == "fp32" else _FP32 + _BF16) * inner if handed_on else 0
-        return max(elements + sums - handed_on, 2 * elements, elements + bucket)
+        rows, outputs = elements // max(op.shape[-1], 1), op.shape[-1]
+        scales = _FP32 * (2 * (rows + outputs) + inner // max(rows, 1))  # and the seeds of rounding
+        return scales + max(elements + sums - handed_on, 2 * elements, elements + bucket)
     narrow = _BF16 * elements if around.gradient == "fp32" else 0
     made = _BF16 * inner if handed_on else 0
     widened = handed_on if around.carried[x] != "bf16" else 0
