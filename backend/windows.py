@@ -48,3 +48,12 @@ def windows_bytes(
     if precision == "bf16":
         return backward, backward
     return (elements if int8_windows_pay(pixels, w_shape, groups) else 0), backward
+
+
+def packed_bytes(x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
+    """Bytes of a conv2d's INT8 weight as oneDNN packs it, which stay beside the copy until the optimizer's
+    step: the codes, and per output channel a sum of them (4 bytes) and a zero point (8). Zero for windows.
+    """
+    if windows_bytes("int8", x_shape, w_shape, y_shape)[0]:
+        return 0
+    return math.prod(w_shape) + 12 * w_shape[0]

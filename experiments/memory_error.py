@@ -10,8 +10,8 @@ from the graph alone.
     two ranks   random plans of a seed of its own, different ones on two real ranks, judged alike
     accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
 
-What is measured stays in the folder, so that parts can be measured one by one (`--part`). `--state` writes the
-margin beside the model, and the table into the README.
+What is measured stays in the folder, so that parts can be measured one by one (`--part`). `--state` writes
+the margin beside the model, and the table into the README.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table as the README has it: the plans that the margin is made from by model, all others together."""
+    """The table as the README has it: plans that the margin is made from by model, all others together."""
     parts = content["parts"]
     for name in (MARGIN, UNSEEN, RANKS, ACCEPTED):
         if name not in parts:
@@ -249,7 +249,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         "|" + "---|" * len(HEADINGS),
         *("| " + " | ".join(cells_of(name, entry)) + " |" for name, entry in rows),
         "",
-        "![Every plan, predicted against measured, and measured against its budget; one step's memory by part]"
+        "![Every plan, predicted against measured, and against its budget; one step's memory by part]"
         "(docs/memory_error.png)",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Memory on two real ranks: random plans, a different one on each, and plans that were accepted under budgets.
+"""Memory on two real ranks: random plans, a different one on each, and plans accepted under budgets.
 
 What a rank of a job has and a process alone has not: buckets as DDP builds and rebuilds them between ranks,
 all-reduces in flight while backward goes on, buffers broadcast before forward.

@@ -1,4 +1,4 @@
-"""What experiments/memory_error.py runs: the models in training under plans, with the bytes that each takes."""
+"""What experiments/memory_error.py runs: models in training under plans, and the bytes that each takes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qsync import runtime
+from qsync.experiments.gpt import Gpt
 from qsync.experiments.memory import step_peak_bytes
 from qsync.experiments.saved import saved_bytes
 from qsync.experiments.subjects import NAMES, subject
@@ -25,6 +26,7 @@ from qsync.predictor import memory
 SEED = 0
 DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attention as elsewhere
 MODELS = (*NAMES, DROPPING)
+TINY = "tiny"  # a GPT for tests
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
 
 
@@ -123,8 +125,14 @@ class _Copies:
 
 def parts_of(name: str, rank: int = 0) -> tuple[nn.Module, Batch, Callable[..., torch.Tensor]]:
     """A model, a batch of this rank's, and the loss. Raises QSyncError for an unknown name."""
-    workload = subject("gpt" if name == DROPPING else name)
+    workload = subject("gpt" if name in (DROPPING, TINY) else name)
     inputs, targets = workload.batch(SEED, 0, rank)
+    if name == TINY:
+        return (
+            seeded(lambda: Gpt(1, 64, 2, context=64), SEED),
+            (inputs[:, :64], targets[:, :64]),
+            workload.loss_fn,
+        )
     if name == DROPPING:
         classes = torch.arange(len(inputs)) % 2
         return seeded(_Dropping, SEED), (inputs, classes), nn.functional.cross_entropy

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from qsync.backend.windows import packed_bytes
 from qsync.graph import Input, Op, OpGraph, num_elements
 from qsync.lowering import FUSED, Cast, Run
 from qsync.precision import is_encoded, type_bytes
@@ -237,6 +238,9 @@ class _Family:
             if value in self.key:
                 key = self.key[value] if taken == lives.carried(value) else (value, taken)
                 self._use(key, last)
+                if taken == "int8_channel" and lives.device == "cpu" and key in self.storages:
+                    x, w = (lives.layout.shape[name] for name in op.inputs[:2])
+                    self.storages[key].num_bytes += packed_bytes(x, w, op.shape)
                 if is_encoded(taken):  # its kernel is handed the value beside the codes
                     self._use(self.key[value], last)
                 if j in kept.inputs or value in kept.indices:

@@ -278,9 +278,7 @@ def test_the_gradient_of_a_cast_waits_in_its_own_type_until_the_value_s_turn_com
     graph = builder.build()
     memory = StepMemory(lower(graph, {"early": BF16, "between": BF16}))
     times = {op.name: 2 * len(graph.ops) - i for i, op in enumerate(graph.ops)}
-    found = [
-        (s.num_bytes, s.birth, s.death) for s in memory._spans["early"] if s.birth > len(graph.ops)
-    ]
+    found = [(s.num_bytes, s.birth, s.death) for s in memory._spans["early"] if s.birth > len(graph.ops)]
     # What the sum brings in FP32 is there until `early`, and only then rounded to its 16 bits; by then the
     # other reader's gradient has come in BF16.
     assert (4 * ROWS * WIDTH, times["add"] + 1, times["early"]) in found
