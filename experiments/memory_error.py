@@ -225,17 +225,16 @@ def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
 def markdown(content: Mapping[str, Any]) -> str:
     """The table as the README has it: plans that the margin is made from by model, all others together."""
     parts = content["parts"]
-    for name in (MARGIN, UNSEEN, RANKS, ACCEPTED):
-        if name not in parts:
-            raise QSyncError(f"the part {name!r} was not measured yet; measure every part before --state")
+    if MARGIN not in parts:
+        raise QSyncError("the margin was not measured yet; measure that part before --state")
     rows = [(name, entry) for name, entry in parts[MARGIN]["models"].items() if name != ALL]
-    seeds = " and ".join(map(str, parts[UNSEEN]["seeds"]))
-    rows += [
-        (f"all, plans the margin has not seen (seeds {seeds})", parts[UNSEEN]["models"][ALL]),
-        ("all, a different plan on each of two real ranks", parts[RANKS]["models"][ALL]),
-        ("all, plans accepted under a budget, on two ranks", parts[ACCEPTED]["models"][ALL]),
-    ]
-    refused = parts[ACCEPTED]["refused"]
+    named = {
+        UNSEEN: "all, plans the margin has not seen",
+        RANKS: "all, a different plan on each of two real ranks",
+        ACCEPTED: "all, plans accepted under a budget, on two ranks",
+    }
+    rows += [(text, parts[name]["models"][ALL]) for name, text in named.items() if name in parts]
+    refused = parts.get(ACCEPTED, {}).get("refused", {})
     percent = " %, ".join(f"{share * 100:.0f}" for share in sorted({*SHARES}, reverse=True))
     commits = ", ".join(sorted({*content["commits"].values()}))
     lines = [

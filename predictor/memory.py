@@ -201,8 +201,8 @@ class StepMemory:
             self._spans[what] = found
 
 
-# Other plans than those measured exceed the worst of them now and then: of 360 unseen ones 4 did, by a third
-# of it at most.
+# Other plans than those measured exceed the worst of them now and then: of 360 unseen ones a few
+# did, by half of it at most.
 SAFETY = 2.0
 
 

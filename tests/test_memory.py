@@ -285,6 +285,20 @@ def test_the_gradient_of_a_cast_waits_in_its_own_type_until_the_value_s_turn_com
     assert (2 * ROWS * WIDTH, times["between"], times["early"]) in found
 
 
+@pytest.mark.parametrize(("side", "packed"), [(32, 9 * 32 * 32 + 12 * 32), (4, 0)])
+def test_what_onednn_packs_of_an_int8_weight_stays_with_its_copy(side, packed):
+    """Small images are multiplied as windows, and nothing is packed."""
+    builder = Builder()
+    x = builder.enter("x", (8, 32, side, side))
+    weight = builder.enter("w", (32, 32, 3, 3), "parameter")
+    builder.loss("loss", builder.op("conv", "conv2d", Role.ADJUSTABLE, [x, weight], (8, 32, side, side)))
+    on_cpu, on_gpu = (
+        StepMemory(lower(builder.build(), {"conv": INT8}), device=device)._spans["w"][0].num_bytes
+        for device in ("cpu", "other")
+    )
+    assert on_cpu - on_gpu == packed
+
+
 @pytest.mark.parametrize(
     ("precision", "forward", "backward"),
     [
