@@ -236,13 +236,17 @@ def markdown(content: Mapping[str, Any]) -> str:
     rows += [(text, parts[name]["models"][ALL]) for name, text in named.items() if name in parts]
     refused = parts.get(ACCEPTED, {}).get("refused", {})
     percent = " %, ".join(f"{share * 100:.0f}" for share in sorted({*SHARES}, reverse=True))
+    given = (
+        f"; for accepted ones what `qsync.plan` was given: {percent} % of FP32's peak "
+        f"({sum(refused.values())} such plans were refused{_of(refused)})"
+        if ACCEPTED in parts
+        else ""
+    )
     commits = ", ".join(sorted({*content["commits"].values()}))
     lines = [
         f"Predicted over measured bytes - 1; one thread of an {content['machine']['processor']}, torch "
         f"{content['torch']}; measured, commit {commits}. *of its budget*: what the plan that came closest "
-        "took of its budget, which for random plans is the prediction with its margin, and for accepted ones "
-        f"what `qsync.plan` was given: {percent} % of FP32's peak "
-        f"({sum(refused.values())} such plans were refused{_of(refused)}).",
+        f"took of its budget: of random plans, the prediction with its margin{given}.",
         "",
         "| " + " | ".join(HEADINGS) + " |",
         "|" + "---|" * len(HEADINGS),
