@@ -6,7 +6,11 @@ where a and b are (Glover and Woolsey, 1974).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import ctypes
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -148,13 +152,14 @@ class Program:
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.01)
-        return milp(
-            weights,
-            integrality=None if relaxed else np.array(self._whole, dtype=np.int8),
-            bounds=Bounds(0.0, 1.0),
-            constraints=[self._matrix(rows)] if rows else [],
-            options=options,
-        )
+        with _unheard():
+            return milp(
+                weights,
+                integrality=None if relaxed else np.array(self._whole, dtype=np.int8),
+                bounds=Bounds(0.0, 1.0),
+                constraints=[self._matrix(rows)] if rows else [],
+                options=options,
+            )
 
     def cost_of(self, point: FloatArray) -> float:
         """What the choices of a point cost."""
@@ -178,3 +183,24 @@ class Program:
         least = np.array([low - what.constant for what, low, _ in rows])
         most = np.array([high - what.constant for what, _, high in rows])
         return LinearConstraint(matrix, least, most)
+
+
+@contextmanager
+def _unheard() -> Iterator[None]:
+    """What C code prints to standard output is not seen: HiGHS leaves a line there now and then, whatever it
+    is told, and it would stand in the middle of what `--json` prints."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # standard output is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        ctypes.CDLL(None).fflush(None)  # what it printed may still lie in C's own buffer
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)

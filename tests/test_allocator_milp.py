@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from dataclasses import replace
 
@@ -210,3 +211,23 @@ def test_a_frontier_that_makes_no_sense_is_refused(num, options):
     graph = encoder(1)
     with pytest.raises(FormatError, match="frontier"):
         frontier(graph, pair(graph), sensitivity_of(graph), cluster_of(), num, **options)
+
+
+def test_what_the_solver_prints_is_not_seen(capfd, monkeypatch):
+    import ctypes
+
+    import scipy.optimize
+
+    solve, libc = scipy.optimize.milp, ctypes.CDLL(None)
+
+    def talkative(*arguments, **options):
+        libc.printf(b"debugging HiGHS\n")
+        os.write(1, b"and more\n")
+        return solve(*arguments, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", talkative)
+    program = Program()
+    program.choice([1.0, 2.0])
+    assert program.solve().fun == 1.0
+    print("seen")
+    assert capfd.readouterr().out == "seen\n"
