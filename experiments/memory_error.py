@@ -83,7 +83,9 @@ def main(
         content = _with(content, name, rows)
         write_json(out / "memory_error.json", content)
     if "curve" in content:
-        memory_picture.draw(content["plans"], content["curve"], out / "memory_error.png")
+        margin = memory.SAFETY * worst_underprediction(content["plans"])
+        shown = [judged(row, margin) if row["part"] == MARGIN else row for row in content["plans"]]
+        memory_picture.draw(shown, content["curve"], out / "memory_error.png")
     if state:
         text = between_markers(README.read_text(encoding="utf-8"), markdown(content))
         _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
