@@ -40,7 +40,7 @@ _KNOWN = 1e4
 # How often a class is solved again because replay, or memory, says more than its rows.
 _MAX_ROUNDS = 12
 # With so few choices every assignment that replay refuses is cut off by itself, which is exact.
-_FEW, _MAX_CUTS = 12, 20000
+_FEW, _MAX_CUTS = 12, 300
 
 
 @dataclass(frozen=True, slots=True)
