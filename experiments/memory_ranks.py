@@ -43,6 +43,8 @@ SHARES = (0.95, 0.85, 0.75, 0.95)
 INDICATORS = 4  # the first is the default, the others are random, so that plans differ
 # So much longer than the least a step may take: it is memory that shall decide, not time.
 SLACK = 2.0
+# Where memory binds, the exact solver proves little and would take all the time it is given.
+PLANNING_S = 1.0
 # No rank waits in vain here, but one may be stopped for long while others measure times.
 TIMEOUT_S = 7200.0
 
@@ -161,7 +163,9 @@ def _plan(
     budgets: Mapping[str, int],
 ) -> list[Any] | None:
     try:
-        plan = qsync.plan(graph, profiles, sensitivity, cluster, budgets=budgets, slack=SLACK)
+        plan = qsync.plan(
+            graph, profiles, sensitivity, cluster, budgets=budgets, slack=SLACK, time_limit_s=PLANNING_S
+        )
     except InfeasibleError:
         return None
     return [[budgets[name], dict(plan[name].assignment)] for name in (FAST, WEAK)]
