@@ -144,8 +144,8 @@ class _Class:
 
     def solve(self, time_limit_s: float, gap: float) -> float:
         """Find the best assignment; the variance that none falls below."""
-        if self._variance == 0.0:
-            return 0.0
+        if self._is_settled:
+            return self._variance
         end = time.perf_counter() + time_limit_s
         few = sum(len(bits) > 1 for bits in self._linear.chosen.values()) <= _FEW
         bound, exact, target_s = 0.0, True, self._target_s
@@ -173,13 +173,18 @@ class _Class:
 
     def relaxed(self, time_limit_s: float) -> float:
         """The variance that no assignment falls below, as far as mixtures of precisions say."""
-        if self._variance == 0.0:
-            return 0.0
+        if self._is_settled:
+            return self._variance
         return self._solved(self._target_s, time_limit_s, 0.0, relaxed=True)[1]
 
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
         """The best assignment for another target, if there is one in the time."""
-        return self._solved(target_s, time_limit_s, gap)[0] if self._variance > 0.0 else None
+        return None if self._is_settled else self._solved(target_s, time_limit_s, gap)[0]
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether there is nothing to choose, or nothing to gain."""
+        return self._variance == 0.0 or self._linear.program.num_columns == 0
 
     def _solved(
         self, target_s: float, time_limit_s: float, gap: float, relaxed: bool = False

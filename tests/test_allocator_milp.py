@@ -162,6 +162,22 @@ def test_a_plan_says_its_bound_and_forgets_it_when_pinned(tmp_path):
     assert plan.pin("head", "fp32").bound is None and plan.pin("head", "fp32").gap is None
 
 
+@pytest.mark.parametrize("solver", ["milp", "greedy"])
+def test_with_everything_pinned_there_is_nothing_to_solve(solver):
+    graph = mlp(3)
+    plan = allocate(
+        graph,
+        pair(graph),
+        sensitivity_of(graph),
+        cluster_of(),
+        pins={"*": "bf16"},
+        solver=solver,
+        lower_all=True,
+    )
+    assert set(plan["infer"].assignment.values()) == {Precision.BF16}
+    assert plan.gap == 0.0 and plan.added_variance > 0.0
+
+
 @pytest.mark.parametrize(
     ("options", "word"),
     [
