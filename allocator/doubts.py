@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from qsync.cluster import Cluster
 from qsync.graph import OpGraph
 from qsync.plans import Plan
+from qsync.precision import Precision
 from qsync.profiles import Profile
 from qsync.replayer import replay
 
@@ -26,13 +27,19 @@ def doubts(
     >>> doubts(graph, plan, profiles, cluster)
     []
     """
+    fp32 = all(
+        Precision.FP32 in profiles[c.name].precisions_of(op.name)
+        for c in cluster.classes
+        for op in graph.adjustable
+    )
+    if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
+        return []  # there is nothing to compare with, or nothing was decided
     cap = plan.bucket_cap_bytes
     plain = replay(graph, {c.name: {} for c in cluster.classes}, profiles, cluster, bucket_cap_bytes=cap)
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
-    lowered = any(entry.lowered for entry in plan.classes.values())
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
     fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
-    if not lowered or not fits or planned.interval_s is None:
+    if not fits or planned.interval_s is None:
         return []
     saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
     if saved >= half:

@@ -161,10 +161,6 @@ class Program:
                 options=options,
             )
 
-    def cost_of(self, point: FloatArray) -> float:
-        """What the choices of a point cost."""
-        return float(np.dot(self._cost, point))
-
     def _column(self, cost: float, whole: bool) -> Sum:
         self._cost.append(cost)
         self._whole.append(whole)

@@ -208,7 +208,7 @@ def plan(
     bucket_cap_mb: Annotated[
         float | None, typer.Option(help="Size of DDP's buckets, in MiB.", show_default="DDP's own")
     ] = None,
-    solver: Annotated[str, typer.Option(help="milp (exact) or greedy (fast on huge models).")] = "milp",
+    solver: Annotated[str, typer.Option(help="milp (exact) or greedy (QSync's two stages).")] = "milp",
     gap: Annotated[
         float, typer.Option(help="Part by which the plan may add more variance than the least.")
     ] = 1e-3,
@@ -249,8 +249,8 @@ def plan(
         target_s=target_step, slack=slack, **options,
     )  # fmt: skip
     _check(found, chosen, budgets)
-    chosen.save(out)
     warnings = doubts(found.graph, chosen, found.profiles, found.cluster, budgets)
+    chosen.save(out)
     if as_json:
         _print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return

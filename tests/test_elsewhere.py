@@ -146,6 +146,19 @@ def test_a_plan_that_noise_could_have_made_is_doubted(run, tmp_path):
     assert "profile again" in json.loads(run("plan", "basis", "--json")[1])["warnings"][0]
 
 
+def test_no_doubt_where_fp32_was_never_measured():
+    """There is nothing to compare with: the plan stands, and nothing is raised."""
+    profiles = {
+        name: replace(
+            one, ops={op: {m: c for m, c in modes.items() if m != "fp32" or len(modes) == 1 or op not in lowered}
+                      for op, modes in one.ops.items()},
+        )
+        for lowered in [{op.name for op in GRAPH.adjustable}] for name, one in pair(0.6).items()
+    }  # fmt: skip
+    plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), pins={"*": "bf16"}, lower_all=True)
+    assert doubts(GRAPH, plan, profiles, cluster_of()) == []
+
+
 def test_no_doubt_where_time_is_known_or_memory_decides():
     def judged(noise: float, budget: int | None = None) -> list[str]:
         profiles = pair(noise)
