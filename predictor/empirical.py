@@ -81,16 +81,18 @@ def _errors(
 ) -> list[float]:
     calibration.assign(assignment)
     drawn = range(draws if Precision.INT8_ALL in assignment.values() else 1)
-    found = [
-        torch.stack([_distance(calibration.gradient(batch, draw), gradient) for draw in drawn]).mean()
-        for batch, gradient in enumerate(exact)
-    ]
+    lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
+    advice = "clean the batch, or leave that precision out"
+    try:
+        found = [
+            torch.stack([_distance(calibration.gradient(batch, draw), gradient) for draw in drawn]).mean()
+            for batch, gradient in enumerate(exact)
+        ]
+    except CalibrationError as error:  # in FP32 the same batches gave a finite loss
+        raise CalibrationError(f"with {lowered} the loss is NaN or Inf; {advice}") from error
     errors: list[float] = torch.stack(found).tolist()
     if not all(map(math.isfinite, errors)):
-        lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
-        raise CalibrationError(
-            f"with {lowered} the gradient is NaN or Inf; clean the batch, or leave that precision out"
-        )
+        raise CalibrationError(f"with {lowered} the gradient is NaN or Inf; {advice}")
     return errors
 
 

@@ -178,10 +178,17 @@ class Probe:
                     f"the gradient that reaches {place.op} is NaN or Inf; check the loss and the batch"
                 )
         if size == 0.0:
-            name = places[-1].op if places else "the model"
+            name = self._died_at(places)
             raise CalibrationError(
                 f"the gradient is zero everywhere, from {name} on; pass batches and a loss that train"
             )
+
+    def _died_at(self, places: Sequence[_Place]) -> str:
+        """The operator that backward reaches first with a gradient of zero, or with none."""
+        for place in reversed(places):
+            if place.gradient is None or not bool(place.gradient.any()):
+                return place.op
+        return places[0].op if places else "the model"
 
     def _compare(self, op: str, index: int, tensor: torch.Tensor, *_: bool) -> None:
         """In the second step: how a value moved, and later how its gradient did."""

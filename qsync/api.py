@@ -3,6 +3,7 @@ planning.py."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from qsync.precision import Precision
 from qsync.predictor.calibration import Calibration
 from qsync.predictor.clocks import clock_for
 from qsync.predictor.profiler import Profiler
-from qsync.predictor.registry import indicator_named
+from qsync.predictor.registry import Indicator, indicator_named
 from qsync.predictor.variance import variance
 from qsync.profiles import Profile, Sensitivity
 from qsync.tracing import call_arguments, capture, check_batch, undisturbed
@@ -129,7 +130,31 @@ def sensitivity(
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
-        return judge(calibration if indicator != "empirical" else _measurable(calibration, model, precisions))
+        return _judged(
+            judge, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
+        )
+
+
+def _judged(judge: Indicator, calibration: Calibration) -> Sensitivity:
+    """What an indicator says. Where that is NaN, or zero everywhere, the default one looks why: it names the
+    operator that met NaN or Inf, or from which on the gradient is zero."""
+    if judge is variance:
+        return variance(calibration)
+    looked = replace(calibration, precisions=())
+    try:
+        found = judge(calibration)
+    except CalibrationError:
+        variance(looked)
+        raise
+    scores = [(op, mode, score) for op, modes in found.omega.items() for mode, score in modes.items()]
+    if not any(0.0 < score < math.inf for *_, score in scores) or any(math.isnan(s) for *_, s in scores):
+        variance(looked)
+    for op, mode, score in scores:
+        if not math.isfinite(score):
+            raise CalibrationError(
+                f"the {found.indicator} score of {op} at {mode} is {score}; clean the batch"
+            )
+    return found
 
 
 @contextmanager

@@ -319,6 +319,7 @@ def explain(
     """Why each lowered operator is lowered, why others cannot be, and what fills the memory."""
     from qsync.allocator import explain as reasons_for
     from qsync.allocator import refusals
+    from qsync.profiles import shown
     from qsync.replayer import peaks
 
     chosen, found = _load(plan_file, basis, cluster, force)
@@ -326,7 +327,9 @@ def explain(
     if picture is not None:
         from qsync.experiments import memory_picture
 
-        memory_picture.steps(memory, picture)
+        memory_picture.steps(
+            {shown(name, found.profiles[name].origin): peak for name, peak in memory.items()}, picture
+        )
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
@@ -337,7 +340,10 @@ def explain(
             "simulated": True,
             "reasons": [reason.to_json() for reason in reasons],
             "refused": [refusal.to_json() for refusal in refused],
-            "memory": {name: peak.to_json() for name, peak in memory.items()},
+            "memory": {
+                name: {"origin": found.profiles[name].origin, **peak.to_json()}
+                for name, peak in memory.items()
+            },
         })  # fmt: skip
         return
     if reasons:
@@ -345,7 +351,7 @@ def explain(
     else:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
     if refused:
-        console.print(tables.refusals_table(refused))
+        console.print(tables.refusals_table(refused, found.profiles))
     console.print(tables.memory_table(memory, found.profiles))
     _say_what_is_missing(found.profiles.values())
 

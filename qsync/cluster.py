@@ -23,7 +23,8 @@ class DeviceClass:
 
     `emulated_share` is set when the class is emulated: the share of its core that such a rank is given.
     `datasheet` names the data sheet of a device that is not here: what is planned for it is simulated.
-    `hardware` is the name of the GPU or processor, if it is known: a profile of another is refused.
+    `hardware` is the name of the GPU, or of the processor with a rank's threads, if it is known: a profile of
+    another is refused.
     """
 
     name: str
@@ -85,7 +86,11 @@ class Cluster:
         raise FormatError(f"no device class {name!r} in this cluster; it has {known}")
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        body = asdict(self)
+        for entry in body["classes"]:
+            if entry["hardware"] is None:  # as in files from before there was this field
+                del entry["hardware"]
+        return body
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "cluster") -> Cluster:

@@ -14,6 +14,7 @@ import qsync
 from qsync import backend
 from qsync.cluster import DeviceClass
 from qsync.precision import Precision
+from qsync.profiles import processor_with
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
@@ -30,22 +31,25 @@ def detect_class(
     On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks.
     `emulated_share` is the share of its core that an emulated rank gets.
     """
-    kernels, hardware = backend.select(device), hardware_of(device)
+    kernels = backend.select(device)
     if device.type == "cuda":
-        name, memory = hardware, torch.cuda.get_device_properties(device).total_memory
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
     else:
-        name = f"{hardware}-{torch.get_num_threads()}t"
+        name = f"{_processor()}-{torch.get_num_threads()}t"
         memory = _host_memory_bytes() // max(ranks_on_host, 1)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if emulated_share is not None:
         slug += f"-emulated-{emulated_share:g}"
-    precisions = kernels.precisions()
+    precisions, hardware = kernels.precisions(), hardware_of(device)
     return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
 
 
 def hardware_of(device: torch.device) -> str:
-    """The name of a GPU, or of the processor."""
-    return torch.cuda.get_device_properties(device).name if device.type == "cuda" else _processor()
+    """The name of a GPU, or of the processor with the threads of a rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    return processor_with(_processor(), torch.get_num_threads())
 
 
 def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
@@ -60,10 +64,10 @@ def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What results are measured on: processor, GPUs, threads, versions; of a device also its name."""
+    """What results are measured on: processor, GPUs, threads, versions; of a device its kind and name too."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        **({"hardware": hardware_of(device)} if device is not None else {}),
+        **({"device": device.type, "hardware": hardware_of(device)} if device is not None else {}),
         "qsync": qsync.__version__,
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -102,23 +102,27 @@ def form_cluster(
     for rank, entry in enumerate(everyone):
         found = DeviceClass(**{**entry, "precisions": tuple(Precision(p) for p in entry["precisions"])})
         known = classes.get(found.name)
-        if known is not None and known.hardware != found.hardware:
-            raise MismatchError(
-                f"rank {rank} calls itself {found.name!r} but is a {found.hardware}, others of that class "
-                f"are a {known.hardware}; give it another device_class"
-            )
-        if known is not None and (known.device, known.precisions, known.emulated_share) != (
-            found.device, found.precisions, found.emulated_share,
-        ):  # fmt: skip
-            raise MismatchError(
-                f"rank {rank} calls itself {found.name!r} but differs from the others of that class"
-            )
+        if known is not None:
+            _check_alike(known, found, rank)
         count = known.count + 1 if known else 1
         memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
         classes[found.name] = replace(found, count=count, memory_bytes=memory)
     alone = Exchanged(Link(0.0, 1e12), 0.0, 0.0)
     exchanged = measure_link(device, own.emulated_share, rounds, progress) if len(everyone) > 1 else alone
     return Cluster(tuple(classes.values()), exchanged.link), exchanged
+
+
+def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:
+    """MismatchError, with both sides, unless a rank can share the profile of its class's ranks before it."""
+    for what in ("device", "hardware", "precisions", "emulated_share"):
+        own, theirs = (getattr(one, what) for one in (found, known))
+        if own != theirs:
+            if what == "precisions":
+                own, theirs = ", ".join(own), ", ".join(theirs)
+            raise MismatchError(
+                f"rank {rank} calls itself {found.name!r}, but its {what} is {own}, and that of others of "
+                f"that class {theirs}; give it another device_class"
+            )
 
 
 def form_basis(
@@ -244,7 +248,10 @@ def basis_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -
     The link is left out: it is measured anew in every job and never twice the same.
     """
     classes = [
-        [c.name, c.device, c.hardware, c.count, c.memory_bytes, [str(p) for p in c.precisions]]
+        [
+            *(c.name, c.device, c.hardware, c.emulated_share, c.count, c.memory_bytes),
+            [str(p) for p in c.precisions],
+        ]
         for c in cluster.classes
     ]
     versions = [qsync.__version__, torch.__version__]

@@ -6,12 +6,13 @@ Both are records: measured once, saved, and read by replay and allocation withou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from dataclasses import field as record_field
 from pathlib import Path
 from typing import Any
 
+import qsync
 from qsync.cluster import DeviceClass
 from qsync.errors import FormatError, MismatchError
 from qsync.files import check_fields, check_header, field, read_json, write_json
@@ -40,6 +41,11 @@ class Cost:
 
 MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
 _SHOWN = {MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)"}
+
+
+MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
+# A throttled rank gets the share of its core that was asked for but for some parts in a thousand.
+_SAME_SHARE = 0.02
 
 
 def shown(device_class: str, origin: str) -> str:
@@ -103,6 +109,20 @@ class Profile:
     batch: tuple[tuple[int, ...], ...] = ()
 
     @property
+    def device(self) -> str | None:
+        """What it was measured on: "cpu" or "cuda"; None where the profile does not tell."""
+        told = self.machine.get("device")  # older profiles do not say; they list the machine's GPUs
+        return told or ("cpu" if self.machine.get("gpus") == [] else None)
+
+    @property
+    def hardware(self) -> str | None:
+        """The GPU it was measured on, or the processor with the rank's threads; None if it does not tell."""
+        told = self.machine.get("hardware")
+        if told is None and self.device == "cpu" and {"processor", "threads"} <= self.machine.keys():
+            return processor_with(self.machine["processor"], self.machine["threads"])
+        return told
+
+    @property
     def uncertainty(self) -> float:
         """Standard deviation of (measured - predicted) / predicted to expect of a run's median step."""
         return math.hypot(self.error, self.drift)
@@ -128,38 +148,50 @@ class Profile:
             )
             raise MismatchError(
                 f"the profile of {self.device_class} was measured for another model ({mine}; this one is "
-                f"{other}); measure it again with qsync.profile"
+                f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
             )
         if self.shapes_hash != graph.shapes_hash:
             sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
             raise MismatchError(
                 f"the profile of {self.device_class} was measured for another batch shape"
-                f"{sides if self.batch else ''}; capture and profile with the same example batch"
+                f"{sides if self.batch else ''}; capture and profile with the same example batch, or "
+                "take it as what-if with --force"
             )
+
+    def _other_operators(self, graph: OpGraph) -> str:
+        """Which operators tell `graph` from the one that was measured, if their names do."""
+        here = {op.name for op in graph.ops}
+        lacking = [op.name for op in graph.adjustable if op.name not in self.ops]
+        surplus = [name for name in self.ops if name not in here]
+        if lacking:
+            return f", which also has {_some(lacking)}"
+        return f", which has no {_some(surplus)}" if surplus else ", whose parameters have other shapes"
 
     def check_class(self, device_class: DeviceClass) -> None:
         """MismatchError unless this profile was measured on what the class is, as far as both say."""
         if self.origin not in (MEASURED, LEARNED):
             return
-        mine, its = self.machine.get("hardware"), device_class.hardware
+        mine, its = self.hardware, device_class.hardware
         if mine and its and mine != its:
             raise MismatchError(
                 f"the profile of {self.device_class} was measured on another machine ({mine}, the class is "
-                f"{its}); measure it there with qsync.profile"
+                f"{its}); {MEASURE_AGAIN}"
             )
-        gpu = bool(self.machine.get("gpus"))
-        if device_class.device == "cuda" and "gpus" in self.machine and not gpu:
+        if self.device not in (None, device_class.device):
+            how = "without a GPU" if self.device == "cpu" else "on a GPU"
             raise MismatchError(
-                f"the profile of {self.device_class} was measured on a machine without a GPU "
-                f"({self.machine.get('processor')}), but the class is cuda; measure it there with "
-                "qsync.profile"
+                f"the profile of {self.device_class} was measured {how} ({mine}), but the class is "
+                f"{device_class.device}; {MEASURE_AGAIN}"
             )
-        if (self.emulated_share is None) != (device_class.emulated_share is None):
-            on, off = ("an emulated device", "a whole one")
-            found, wanted = (off, on) if self.emulated_share is None else (on, off)
+        shares = [share or 1.0 for share in (self.emulated_share, device_class.emulated_share)]
+        if abs(shares[0] - shares[1]) > _SAME_SHARE:
+            found, wanted = (
+                f"an emulated device (emulated_share = {share:.4g})" if share < 1 else "a whole one"
+                for share in shares
+            )
             raise MismatchError(
                 f"the profile of {self.device_class} was measured on {found}, the class is {wanted}; "
-                "measure it again with qsync.profile"
+                "give the class the same, or measure it again with qsync.profile"
             )
 
     def what_if(self, graph: OpGraph) -> Profile:
@@ -219,19 +251,39 @@ class Profile:
 
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
-    """MismatchError unless all were measured with the same versions of torch and qsync, patches aside."""
+    """MismatchError unless all were measured with one version of torch and with this one of qsync, patches
+    aside."""
     for what in ("torch", "qsync"):
         known: dict[str, str] = {}
         for name, profile in profiles.items():
             version = profile.machine.get(what)
             if version and profile.origin in (MEASURED, LEARNED):
-                known.setdefault(".".join(str(version).split(".")[:2]), name)
+                known.setdefault(_minor(version), name)
+        for version, name in known.items():
+            if what == "qsync" and version != _minor(qsync.__version__):
+                raise MismatchError(
+                    f"the profile of {name} was measured with qsync {version}, and this is qsync "
+                    f"{qsync.__version__}; {MEASURE_AGAIN}"
+                )
         if len(known) > 1:
             (one, first), (other, second) = list(known.items())[:2]
             raise MismatchError(
                 f"the profile of {first} was measured with {what} {one}, that of {second} with {other}; "
-                "measure one of them again"
+                "measure one of them again, or take it as what-if with --force"
             )
+
+
+def _minor(version: object) -> str:
+    return ".".join(str(version).split(".")[:2])
+
+
+def processor_with(processor: str, num_threads: int) -> str:
+    """How a processor is named as a rank's hardware: with the threads that the rank has of it."""
+    return f"{processor}, {num_threads} thread{'s' if num_threads != 1 else ''}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} others" if names[1:] else "")
 
 
 def _shapes(batch: tuple[tuple[int, ...], ...]) -> str:

@@ -42,11 +42,13 @@ def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Tabl
     return table
 
 
-def refusals_table(refused: list[Any]) -> Table:
+def refusals_table(refused: list[Any], profiles: Mapping[str, Any]) -> Table:
     """A row for operators that are refused the same precision on the same class for the same reason."""
     alike: dict[tuple[str, str, str], list[Any]] = {}
     for refusal in refused:
-        key = (refusal.device_class or "all", str(refusal.precision or "all lower"), refusal.why)
+        name = refusal.device_class
+        where = shown(name, profiles[name].origin) if name else "all"
+        key = (where, str(refusal.precision or "all lower"), refusal.why)
         alike.setdefault(key, []).append(refusal)
     table = Table(title="What no kernel serves, and what it runs in instead")
     for heading in ("class", "precision", "operators", "run in", "why"):

@@ -11,7 +11,7 @@ from qsync.cluster import Cluster
 from qsync.datasheets import datasheet
 from qsync.errors import FormatError, MismatchError
 from qsync.folders import Basis
-from qsync.profiles import MEASURED, Profile, check_versions
+from qsync.profiles import MEASURED, WHAT_IF, Profile, check_versions
 
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
@@ -37,10 +37,17 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
     from qsync.predictor.learned import CostModel
 
     measured = _measured(folder)
+    here = (basis.graph.hash, basis.graph.shapes_hash)
+    forced = force and (measured.graph_hash, measured.shapes_hash) != here
+    if forced:
+        measured = measured.what_if(basis.graph)
     model = CostModel.load(folder / COSTS) if (folder / COSTS).is_file() else None
     simulated = {
         name: simulate(measured, basis.graph, datasheet(sheet), name, model) for name, sheet in wanted.items()
     }
+    if forced:  # neither the device nor the model was measured
+        origin = f"simulated device, {WHAT_IF}"
+        simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
     return replace(basis, profiles={**basis.profiles, **simulated})
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
-from qsync import cli
+from qsync import cli, jobs
 from qsync.allocator import allocate, doubts
 from qsync.cluster import Cluster
 from qsync.errors import FormatError, MismatchError
 from qsync.folders import Basis
 from qsync.graph import OpGraph
 from qsync.plans import Plan
-from qsync.profiles import WHAT_IF, Profile, check_versions
+from qsync.precision import Precision
+from qsync.profiles import SIMULATED, WHAT_IF, Profile, check_versions, shown
 from qsync.replayer import replay
 from qsync.whatif import load_basis
 
@@ -45,7 +46,8 @@ def test_model_and_batch_shape_are_named_on_both_sides():
     [
         (replace(CLASS, hardware="EPYC"), r"another machine \(Xeon, the class is EPYC\)"),
         (replace(CLASS, device="cuda"), r"without a GPU \(Xeon\), but the class is cuda"),
-        (replace(CLASS, emulated_share=0.5), "on a whole one, the class is an emulated device"),
+        (replace(CLASS, hardware="Xeon", device="cuda"), r"without a GPU \(Xeon\), but the class is cuda"),
+        (replace(CLASS, emulated_share=0.5), "on a whole one, the class is an emulated device .*= 0.5"),
     ],
 )
 def test_the_machine_is_named_on_both_sides(other, words):
@@ -57,6 +59,55 @@ def test_the_machine_is_named_on_both_sides(other, words):
     with pytest.raises(MismatchError, match=words):
         replay(GRAPH, {"infer": {}}, {"infer": PROFILE}, cluster)
     PROFILE.what_if(GRAPH).check_class(other)
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "words"),
+    [
+        # Profiled on the processor of a machine that has GPUs, and the other way round.
+        ({"device": "cpu", "hardware": "Xeon", "gpus": ["L4"]}, {"device": "cuda"}, "without a GPU"),
+        ({"device": "cuda", "hardware": "L4", "gpus": ["L4"]}, {}, r"on a GPU \(L4\), but the class is cpu"),
+        # As older files tell it.
+        ({"processor": "Xeon", "threads": 1, "gpus": []}, {"hardware": "EPYC"}, r"\(Xeon, 1 thread, the cl"),
+    ],
+)
+def test_what_was_profiled_counts_and_not_what_else_the_machine_has(machine, changes, words):
+    with pytest.raises(MismatchError, match=words):
+        replace(PROFILE, machine=machine).check_class(replace(CLASS, **changes))
+
+
+def test_another_share_of_a_core_is_another_device():
+    half = replace(PROFILE, emulated_share=0.5)
+    half.check_class(replace(CLASS, emulated_share=0.493))  # as a throttled rank measures its own
+    with pytest.raises(MismatchError, match=r"emulated_share = 0\.5.* the class is .*emulated_share = 0\.25"):
+        half.check_class(replace(CLASS, emulated_share=0.25))
+
+
+def test_operators_tell_models_of_one_name_apart():
+    for profiled, graph, words in (
+        (encoder(1), encoder(2), r"which also has 'layer\.1\.query' and \d+ others"),
+        (encoder(2), encoder(1), r"which has no 'layer\.1\.query' and \d+ others"),
+        (encoder(1, width=32), encoder(1, width=64), "whose parameters have other shapes"),
+    ):
+        with pytest.raises(MismatchError, match=rf"another model .*{words}\); .*--force"):
+            profile_of(profiled).check_graph(graph)
+
+
+def test_a_profile_of_another_qsync_is_refused_alone():
+    with pytest.raises(MismatchError, match=r"infer was measured with qsync 0\.0, and this is qsync 0\."):
+        check_versions({"infer": replace(PROFILE, machine={"qsync": "0.0.7"})})
+
+
+def test_plans_are_kept_apart_by_what_the_ranks_run_on():
+    """A class that the user names keeps its name on other hardware: the key of the cache must not."""
+
+    def key(**changes: object) -> str:
+        cluster = Cluster((replace(CLASS, **changes),), cluster_of().link)
+        return jobs.basis_key(GRAPH, cluster, {})
+
+    keys = [key(), key(hardware="Xeon, 1 thread"), key(hardware="Xeon, 2 threads")]
+    keys += [key(emulated_share=share) for share in (0.25, 0.5)]
+    assert len(set(keys)) == 5 and key() == keys[0]
 
 
 def test_versions_differ_but_for_patches():
@@ -74,6 +125,7 @@ def test_files_from_before_are_read_and_keep_their_hash():
     bare = profile_of(GRAPH)
     assert not {"model", "batch"} & set(bare.to_json())
     assert Profile.from_json(bare.to_json()).hash == bare.hash
+    assert "hardware" not in cluster_of().to_json()["classes"][0]
     again = Profile.from_json(json.loads(json.dumps(PROFILE.to_json())))
     assert (again.model, again.batch) == ("encoder", ((32,),)) and again.hash == PROFILE.hash
 
@@ -111,6 +163,11 @@ def run(monkeypatch, capsys, tmp_path):
     return command
 
 
+def _trace(run) -> object:
+    assert run("replay", "plan.json", "--basis", "basis", "--force", "--trace", "trace.json")[0] == 0
+    return json.loads(Path("trace.json").read_text())
+
+
 def test_force_takes_another_batch_shape_as_what_if_and_says_so_everywhere(run, tmp_path):
     save(tmp_path / "basis", encoder(rows=48))
     code, out, err = run("plan", "basis")
@@ -118,12 +175,28 @@ def test_force_takes_another_batch_shape_as_what_if_and_says_so_everywhere(run, 
     code, out, _ = run("plan", "basis", "--force")
     assert code == 0 and "infer (what if)" in out
     assert {entry.origin for entry in Plan.load("plan.json").classes.values()} == {WHAT_IF}
+    assert "(what if)" in json.dumps(_trace(run))
+    memory = json.loads(run("explain", "plan.json", "--basis", "basis", "--force", "--json")[1])["memory"]
+    assert {entry["origin"] for entry in memory.values()} == {WHAT_IF}
     for command in ("replay", "explain"):
         assert run(command, "plan.json", "--basis", "basis")[0] == 2
         code, out, _ = run(command, "plan.json", "--basis", "basis", "--force")
         assert code == 0 and "(what if)" in out
     basis = load_basis("basis", force=True)
     assert {profile.origin for profile in basis.profiles.values()} == {WHAT_IF}
+
+
+def test_force_reaches_the_profile_that_a_data_sheet_s_device_is_simulated_from(tmp_path):
+    save(tmp_path / "basis", encoder(rows=48))
+    lines = ("[[classes]]", 'name = "cards"', 'datasheet = "T4"', "count = 2", "[link]")
+    toml = tmp_path / "cluster.toml"
+    toml.write_text("\n".join([*lines, "latency_s = 1e-5", "bytes_per_s = 1e10"]))
+    with pytest.raises(MismatchError, match="another batch shape"):
+        load_basis(tmp_path / "basis", toml)
+    origin = load_basis(tmp_path / "basis", toml, force=True).profiles["cards"].origin
+    assert shown("cards", origin) == "cards (simulated device, what if)"
+    save(tmp_path / "basis", GRAPH)
+    assert load_basis(tmp_path / "basis", toml, force=True).profiles["cards"].origin == SIMULATED
 
 
 def test_force_changes_nothing_that_belongs_together(run, tmp_path):
@@ -143,20 +216,8 @@ def test_a_plan_that_noise_could_have_made_is_doubted(run, tmp_path):
     save(tmp_path / "basis", GRAPH, noise=0.6)
     code, out, _ = run("plan", "basis")
     assert code == 0 and "Warning:" in out and "only known to within" in out
+    assert "infer" in Plan.load("plan.json").classes
     assert "profile again" in json.loads(run("plan", "basis", "--json")[1])["warnings"][0]
-
-
-def test_no_doubt_where_fp32_was_never_measured():
-    """There is nothing to compare with: the plan stands, and nothing is raised."""
-    profiles = {
-        name: replace(
-            one, ops={op: {m: c for m, c in modes.items() if m != "fp32" or len(modes) == 1 or op not in lowered}
-                      for op, modes in one.ops.items()},
-        )
-        for lowered in [{op.name for op in GRAPH.adjustable}] for name, one in pair(0.6).items()
-    }  # fmt: skip
-    plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), pins={"*": "bf16"}, lower_all=True)
-    assert doubts(GRAPH, plan, profiles, cluster_of()) == []
 
 
 def test_no_doubt_where_time_is_known_or_memory_decides():
@@ -170,3 +231,16 @@ def test_no_doubt_where_time_is_known_or_memory_decides():
     assert len(judged(0.6)) == 1
     fp32 = replay(GRAPH, {"train": {}, "infer": {}}, pair(), cluster_of())["infer"]
     assert judged(0.6, fp32.memory_bytes - 1) == []
+
+
+def test_no_doubt_where_fp32_was_never_measured():
+    """A plan of pins, from profiles without the precision that its gain would be told from."""
+
+    def without_fp32(profile: Profile) -> Profile:
+        op = "layer.0.query"
+        modes = {mode: cost for mode, cost in profile.ops[op].items() if mode != Precision.FP32}
+        return replace(profile, ops={**profile.ops, op: modes})
+
+    profiles = {name: without_fp32(profile) for name, profile in pair(0.6).items()}
+    plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), pins={"layer.0.query": "bf16"})
+    assert plan["infer"].lowered and doubts(GRAPH, plan, profiles, cluster_of()) == []

@@ -249,6 +249,11 @@ class Untraceable(Net):
 torch.manual_seed(0)
 attempt("untraceable", model=Untraceable())
 attempt("lacking", precisions=["bf16", "tf32"])
+from qsync import devices
+processor = devices._processor
+devices._processor = lambda: "Xeon" if rank else "EPYC"
+attempt("hardware", device_class="c")
+devices._processor = processor
 attempt("memory", budgets={"c": 1}, device_class="c")
 attempt("well", cache_dir=cache)
 dist.destroy_process_group()
@@ -264,6 +269,7 @@ dist.destroy_process_group()
         "plan": ["the plan differs", "rank 0 has", "rank 1 has"],
         "batch": ["the batch's shapes", "rank 0 has", "rank 1 has"],
         "buckets": ["bucket_cap_mb", "None", "25"],
+        "hardware": ["rank 1 calls itself 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
     }.items():
         sentences = said(output, what)
         assert sentences[0] == sentences[1], what

@@ -87,16 +87,31 @@ def test_dropout_is_no_part_of_the_truth():
     assert noisy.omega["0"]["bf16"] < 1e-3 * sum(float(g.square().sum()) for g in gradient)
 
 
-def test_a_gradient_that_is_nan_is_named_with_what_was_lowered():
+@pytest.mark.parametrize("indicator", ["empirical", "depth", "fisher", "hessian"])
+def test_every_indicator_of_gradients_names_the_operator_where_there_is_no_gradient(indicator):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(8, 4)
+    for loss, words in (
+        (lambda model, batch: (model(batch) * 0).sqrt().sum(), "^the gradient that reaches 2 is NaN or Inf"),
+        (lambda model, batch: (model(batch) * 0).sum(), "^the gradient is zero everywhere, from 2 on"),
+    ):
+        with pytest.raises(CalibrationError, match=words):
+            qsync.sensitivity(model, [x], loss, indicator=indicator, precisions=["bf16"])
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match="^2 met NaN or Inf in the calibration data; clean"):
+        qsync.sensitivity(model, [x], summed, indicator=indicator, precisions=["bf16"])
+
+
+def test_what_is_nan_only_when_lowered_is_named_with_what_was_lowered():
+    """1e6 is beyond FP16, and FP32 has no trouble with it."""
     model, x = linear()
-    with pytest.raises(CalibrationError, match="^with 0 in int8 the gradient is NaN or Inf; clean the batch"):
-        qsync.sensitivity(
-            model,
-            [x],
-            lambda model, batch: (model(batch) * 0).sqrt().sum(),
-            indicator="empirical",
-            precisions=["int8"],
-        )
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) * 1e-6).square().sum()
+
+    with pytest.raises(CalibrationError, match="^with 0 in fp16 the loss is NaN or Inf; clean the batch, or"):
+        qsync.sensitivity(model, [1e6 * x], loss, indicator="empirical", precisions=["fp16"])
 
 
 def test_fisher_is_the_squared_change_of_the_loss_by_independent_errors():

@@ -263,6 +263,14 @@ def test_a_gradient_of_zero_is_an_error():
         qsync.sensitivity(model, [torch.randn(8, 4)], lambda model, batch: (model(batch) * 0).sum())
 
 
+def test_a_gradient_that_dies_within_the_model_is_an_error_that_says_where():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model[2].requires_grad_(False)
+    nn.init.constant_(model[0].bias, -1e3)
+    with pytest.raises(CalibrationError, match="^the gradient is zero everywhere, from 0 on; pass batches"):
+        qsync.sensitivity(model, [torch.randn(8, 4)], squared)
+
+
 def test_an_error_in_the_second_step_leaves_the_parameters_as_they_were():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     before, calls = model[0].weight.detach().clone(), []
