@@ -78,8 +78,10 @@ def pose(
     """
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
-    for name in budgets or {}:
+    for name, budget in (budgets or {}).items():
         cluster[name]  # FormatError for a class that is not there
+        if not budget >= 1:
+            raise FormatError(f"the memory budget of {name} must be positive, found {budget}; give bytes")
     pinned = _pinned(graph, pins or {})
     classes = {}
     for device_class in cluster.classes:
@@ -106,18 +108,15 @@ def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
 
 
 def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Precision]:
-    """Operator -> pinned precision; of two patterns that match, the later one holds."""
+    """Operator -> pinned precision. Patterns may overlap where they agree."""
     names = {op.name: op.kind for op in graph.adjustable}
     pinned: dict[str, Precision] = {}
+    pinned_by: dict[str, str] = {}
     for pattern, text in pins.items():
         precision = Precision.parse(text)
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
-            close = difflib.get_close_matches(pattern, list(names), n=1, cutoff=0.0)
-            nearest = f" (nearest: {close[0]!r})" if close else ""
-            raise MismatchError(
-                f"no adjustable operator of {graph.model} matches the pin {pattern!r}{nearest}"
-            )
+            raise MismatchError(_unmatched(graph, pattern, list(names)))
         for name in matched:
             if precision not in PRECISIONS_BY_KIND[names[name]]:
                 known = ", ".join(PRECISIONS_BY_KIND[names[name]])
@@ -125,8 +124,26 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
                     f"the pin {pattern!r} gives {name} ({names[name]}) {precision}, which has no kernel; "
                     f"choose one of {known}"
                 )
-            pinned[name] = precision
+            if pinned.setdefault(name, precision) is not precision:
+                raise FormatError(
+                    f"{name} is given {pinned[name]} by {pinned_by[name]!r} and {precision} by {pattern!r}; "
+                    "leave one of these patterns out, or narrow it (to exclude is to pin to fp32)"
+                )
+            pinned_by.setdefault(name, pattern)
     return pinned
+
+
+def _unmatched(graph: OpGraph, pattern: str, names: list[str]) -> str:
+    """What is wrong with a pattern that matches no adjustable operator, and which one it may have meant."""
+    other = next((op for op in graph.ops if fnmatch.fnmatchcase(op.name, pattern)), None)
+    if other is not None:
+        return (
+            f"no adjustable operator of {graph.model} matches {pattern!r}: {other.name} ({other.kind}) is a "
+            f"{other.role} one, whose precision is not chosen; leave it out"
+        )
+    close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+    nearest = f" (nearest: {close[0]!r})" if close else ""
+    return f"no adjustable operator of {graph.model} matches {pattern!r}{nearest}; give a pattern of names"
 
 
 def _choices(

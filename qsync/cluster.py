@@ -5,6 +5,7 @@ Read from cluster.toml or from a running job.
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -144,11 +145,13 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
             f"{where}: count must be at least 1, found {count}; remove the class or give it ranks"
         )
     if memory < 1:
-        raise FormatError(f"{where}: memory_bytes must be positive, found {memory}")
+        raise FormatError(f"{where}: memory_bytes must be positive, found {memory}; give one device's")
     if share is not None and (
         isinstance(share, bool) or not (isinstance(share, (int, float)) and 0 < share <= 1)
     ):
-        raise FormatError(f"{where}: emulated_share must lie in (0, 1], found {share!r}")
+        raise FormatError(
+            f"{where}: emulated_share must lie in (0, 1], found {share!r}; leave it out for a whole one"
+        )
     try:
         precisions = tuple(
             Precision.parse(str(text)) for text in field(entry, "precisions", (list, tuple), where)
@@ -186,12 +189,19 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
     _check_known(entry, Link, where)
     values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
     values["overlap_rate"] = field({"overlap_rate": 1.0, **entry}, "overlap_rate", (int, float), where)
-    if values["latency_s"] < 0:
-        raise FormatError(f"{where}: latency_s must not be negative, found {values['latency_s']}")
-    if not values["bytes_per_s"] > 0:
-        raise FormatError(f"{where}: bytes_per_s must be positive, found {values['bytes_per_s']}")
+    if not 0 <= values["latency_s"] < math.inf:
+        raise FormatError(
+            f"{where}: latency_s must be finite and not negative, found {values['latency_s']}; give seconds"
+        )
+    if not 0 < values["bytes_per_s"] < math.inf:
+        raise FormatError(
+            f"{where}: bytes_per_s must be positive and finite, found {values['bytes_per_s']}; give what an "
+            "all-reduce reaches"
+        )
     if not 0 < values["overlap_rate"] <= 1:
-        raise FormatError(f"{where}: overlap_rate must lie in (0, 1], found {values['overlap_rate']}")
+        raise FormatError(
+            f"{where}: overlap_rate must lie in (0, 1], found {values['overlap_rate']}; 1 if nothing slows it"
+        )
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
         raise FormatError(f"{where}: num_ranks must be a whole number of at least 2, found {num_ranks!r}")
@@ -204,7 +214,9 @@ def _hosts(value: Mapping[str, Any], where: str) -> tuple[Link | None, int]:
     num_hosts = field({"num_hosts": 1, **value}, "num_hosts", int, where)
     entry = value.get("between")
     if num_hosts < 1:
-        raise FormatError(f"{where}: num_hosts must be at least 1, found {num_hosts}")
+        raise FormatError(
+            f"{where}: num_hosts must be at least 1, found {num_hosts}; leave it out for one host"
+        )
     if (entry is None) != (num_hosts == 1):
         raise FormatError(f"{where}: num_hosts and a [between] link go together; give both or neither")
     if entry is None:

@@ -353,7 +353,7 @@ def test_a_target_nobody_reaches_says_by_how_much():
 
 
 def test_what_is_wrong_with_a_request_is_named():
-    with pytest.raises(MismatchError, match=r"matches the pin 'layer.9.query' .nearest: 'layer.1.query'"):
+    with pytest.raises(MismatchError, match=r"matches 'layer.9.query' .nearest: 'layer.1.query'.; give"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.9.query": "fp32"})
     with pytest.raises(FormatError, match="unknown precision 'int4'"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "int4"})
@@ -361,8 +361,17 @@ def test_what_is_wrong_with_a_request_is_named():
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.*": "int8_all"})
     with pytest.raises(UnsupportedError, match="head is pinned to fp16, which train lacks"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"head": "fp16"})
+    with pytest.raises(
+        MismatchError, match=r"layer\.0\.gelu .gelu. is a following one, whose precision is not"
+    ):
+        allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"layer.0.gelu": "fp32"})
     with pytest.raises(FormatError, match="no device class 'other' in this cluster"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"other": 1})
+    for budget in (0, -1, float("nan")):
+        with pytest.raises(
+            FormatError, match=f"memory budget of infer must be positive, found {budget}; give"
+        ):
+            allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": budget})
     with pytest.raises(FormatError, match="bucket_cap_bytes must be at least 1, found 0"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, bucket_cap_bytes=0)
     with pytest.raises(FormatError, match="target must be positive and finite, found nan"):
@@ -379,6 +388,24 @@ def test_what_is_wrong_with_a_request_is_named():
     unmeasured = {**PROFILES, "infer": replace(PROFILES["infer"], ops={})}
     with pytest.raises(MismatchError, match=r"no time of layer\.0\.query in fp32 .it has nothing."):
         allocate(GRAPH, unmeasured, SENSITIVITY, CLUSTER)
+
+
+def test_pins_that_overlap_must_agree():
+    """An operator is pinned once: neither the later pattern nor the narrower one wins in silence."""
+    words = r"layer\.0\.key is given bf16 by 'layer\.0\.key' and fp32 by 'layer\.0\.\*'; leave one of"
+    with pytest.raises(FormatError, match=words):
+        allocate(
+            GRAPH,
+            PROFILES,
+            SENSITIVITY,
+            CLUSTER,
+            pins={"layer.0.key": "bf16", "head": "int8", "layer.0.*": FP32},
+        )
+    pins = {"layer.0.*": "bf16", "*.key": BF16}
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins=pins)
+    assert {
+        plan["infer"].assignment[f"layer.{i}.{op}"] for i, op in ((0, "key"), (0, "fc1"), (1, "key"))
+    } == {BF16}
 
 
 def test_uniform_plans_take_what_exists():

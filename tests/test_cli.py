@@ -251,17 +251,24 @@ def test_a_class_without_a_profile_is_named(refused, folder):
     ("option", "value", "said"),
     [
         ("--pin", "haed=fp32", "nearest: 'head'"),
+        ("--pin", "layer.0.gelu=fp32", "layer.0.gelu (gelu) is a following one"),
+        ("--exclude", "layr.0.query", "nearest: 'layer.0.query'"),
         ("--pin", "head", "PATTERN=PRECISION"),
         ("--pin", "head=int7", "unknown precision 'int7'"),
         ("--pin", "layer.0.attention=int8_all", "no kernel"),
         ("--memory", "infer", "CLASS=BYTES"),
         ("--memory", "infer=lots", "bytes"),
         ("--memory", "infer=-1G", "positive"),
+        ("--memory", "infer=0", "positive, found '0'; give bytes"),
         ("--memory", "infer=nan", "bytes"),
         ("--memory", "nobody=1G", "'nobody'"),
         ("--slack", "-0.1", "slack must not be negative"),
         ("--slack", "inf", "slack must not be negative or infinite"),
+        ("--slack", "nan", "slack must not be negative or infinite, found nan"),
+        ("--margin", "nan", "margin must be at least 0"),
         ("--target-step", "0", "must be positive"),
+        ("--target-step", "-1", "must be positive, found -1.0"),
+        ("--target-step", "nan", "must be positive, found nan"),
         ("--target-step", "inf", "must be positive and finite"),
         ("--target-step", "1e-9", "too long"),
         ("--bucket-cap-mb", "-1", "must be positive"),
@@ -276,6 +283,40 @@ def test_bad_options_say_what_to_do(refused, folder, option, value, said):
 def test_contradictory_options_are_refused(refused, folder):
     assert "give it once" in refused("plan", folder, "--memory", "infer=1G", "--memory", "infer=2G")
     assert "give it once" in refused("plan", folder, "--pin", "head=fp32", "--pin", "head=bf16")
+    overlapping = ("--pin", "layer.0.*=fp32", "--pin", "layer.0.fc1=int8")
+    said = "layer.0.fc1 is given fp32 by 'layer.0.*' and int8 by 'layer.0.fc1'; leave one of these"
+    assert said in refused("plan", folder, *overlapping)
+    said = "head is given bf16 by 'head' and fp32 by 'h*'; leave one of these"
+    assert said in refused("plan", folder, "--exclude", "h*", "--pin", "head=bf16")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("count = 3", "count = 0", "class 2: count must be at least 1, found 0; remove the class"),
+        ("memory_bytes = 1_000_000_000", "memory_bytes = 0", "must be positive, found 0; give"),
+        ("memory_bytes = 1_000_000_000", "memory_bytes = -1", "must be positive, found -1; give"),
+        ("bytes_per_s = 1e10", "bytes_per_s = 0.0", "positive and finite, found 0.0; give"),
+        ("bytes_per_s = 1e10", "bytes_per_s = -1e9", "positive and finite, found -1000000000.0; give"),
+        ("bytes_per_s = 1e10", "bytes_per_s = nan", "positive and finite, found nan; give"),
+        ("bytes_per_s = 1e10", "bytes_per_s = inf", "positive and finite, found inf; give"),
+        ("latency_s = 1e-5", "latency_s = -1e-5", "finite and not negative, found -1e-05; give"),
+        ("latency_s = 1e-5", "latency_s = nan", "finite and not negative, found nan; give"),
+    ],
+)
+def test_a_cluster_that_cannot_be_says_what_to_do(refused, folder, old, new, said):
+    (folder / "cluster.toml").write_text(CLUSTER_TOML.replace(old, new))
+    message = refused("plan", folder, "--cluster", folder / "cluster.toml")
+    assert "cluster.toml, " in message and said in message
+
+
+@pytest.mark.parametrize("op", ["layer.0.query", "layer.0.gelu", "loss"])
+def test_a_profile_that_lacks_an_operator_names_both(refused, folder, op):
+    profile = Profile.load(folder / "profile-infer.json")
+    ops = {name: modes for name, modes in profile.ops.items() if name != op}
+    replace(profile, ops=ops).save(folder / "profile-infer.json")
+    said = f"the profile of infer has no time of {op} in fp32 (it has nothing); profile this class again"
+    assert said in refused("plan", folder)
 
 
 def test_a_failed_plan_leaves_the_old_one(qsync, folder):
