@@ -178,12 +178,13 @@ def learn(
 
 @app.command()
 def plan(
+    context: typer.Context,
     basis: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
         ),
-    ],
+    ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
     cluster: ClusterFile = None,
     target_step: Annotated[
@@ -217,10 +218,23 @@ def plan(
         int | None,
         typer.Option(help="Plan for so many step times; --out is then a folder.", show_default="one"),
     ] = None,
+    compare: Annotated[
+        tuple[Path, Path] | None,
+        typer.Option("--diff", help="Plan nothing: what differs between two plans.", show_default=False),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
+    if compare is not None:
+        _check_alone(context, "--diff", but=("compare", "as_json"))
+        diff(*compare, as_json)
+        return
+    if basis is None:
+        raise QSyncError(
+            "which FOLDER to plan for is missing; name one that qsync demo or qsync.hybrid wrote"
+        )
+
     from qsync.allocator import allocate, doubts
     from qsync.whatif import load_basis
 
@@ -470,16 +484,32 @@ def diff(
     after: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
     as_json: Json = False,
 ) -> None:
-    """Which operators have another precision in the second plan."""
+    """Which operators have another precision in the second plan, and what is predicted of each plan."""
     from qsync.plans import Plan
 
-    lines = Plan.load(before).diff(Plan.load(after)).splitlines()
+    plans = [Plan.load(path) for path in (before, after)]
+    lines = plans[0].diff(plans[1]).splitlines()
+    steps, added = [plan.step_s for plan in plans], [plan.added_variance for plan in plans]
     if as_json:
-        _print_json({"differences": lines})
+        _print_json({"differences": lines, "step_s": steps, "added_variance": added})
         return
-    console.print(
-        "\n".join(lines) or "The plans assign the same precisions.", highlight=False, soft_wrap=True
-    )
+    if None not in (*steps, *added):
+        a_ms, b_ms = (1e3 * (seconds or 0.0) for seconds in steps)
+        lines.append(
+            f"step {a_ms:.4g} -> {b_ms:.4g} ms, added variance {added[0]:.3g} -> {added[1]:.3g} (simulated)"
+        )
+    if plans[0].diff(plans[1]) == "":
+        lines.insert(0, "The plans assign the same precisions.")
+    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
+
+
+def _check_alone(context: typer.Context, option: str, but: tuple[str, ...]) -> None:
+    """QSyncError if anything beside `option` was given that it would leave without effect."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in but and source is not None and source.name == "COMMANDLINE":
+            named = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
+            raise QSyncError(f"{option} plans nothing, so {named} has no effect; leave it out")
 
 
 def _load(plan_file: Path, basis: Path | None, cluster: Path | None, force: bool) -> tuple[Any, Any]:

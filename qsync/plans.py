@@ -168,11 +168,16 @@ class Plan:
         return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None)
 
     def diff(self, other: Plan) -> str:
-        """One line per operator and class whose precision differs, and per class in which others save less.
+        """One line per operator and class whose precision differs, and per class in which others save less;
+        first, one for the buckets.
 
         Empty if the plans run alike.
         """
-        lines = []
+        caps = [
+            "DDP's own" if plan.bucket_cap_bytes is None else f"{plan.bucket_cap_bytes} bytes"
+            for plan in (self, other)
+        ]
+        lines = [f"every class  buckets: {caps[0]} -> {caps[1]}"] if caps[0] != caps[1] else []
         for name in dict.fromkeys([*self.classes, *other.classes]):
             mine = self.classes[name].assignment if name in self.classes else {}
             theirs = other.classes[name].assignment if name in other.classes else {}
@@ -188,6 +193,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
+        """Classes by name, operators in the order of the model: what is equal is written alike."""
         classes = {
             name: {
                 "profile_hash": class_plan.profile_hash,

@@ -173,8 +173,58 @@ def test_diff_names_what_changed(qsync, folder):
     code, out, _ = qsync("diff", "a.json", "b.json")
     assert code == 0
     assert "infer  head:" in out and out.count("\n") == 2
-    code, out, _ = qsync("diff", "a.json", "a.json", "--json")
-    assert (code, json.loads(out)) == (0, {"differences": []})
+    assert qsync("plan", "--diff", "a.json", "b.json")[:2] == (0, out)
+    code, out, _ = qsync("plan", "--diff", "a.json", "a.json", "--json")
+    assert code == 0 and json.loads(out)["differences"] == []
+    assert "The plans assign the same precisions." in qsync("diff", "a.json", "a.json")[1]
+
+
+def test_diff_says_what_each_plan_is_predicted_to_take_and_to_add(qsync, folder):
+    plans = []
+    for name, *options in (("a.json",), ("b.json", "--slack", "0.2", "--bucket-cap-mb", "0.01")):
+        qsync("plan", folder, "--out", name, *options)
+        plans.append(Plan.load(name))
+    a, b = plans
+    lines = qsync("plan", "--diff", "a.json", "b.json")[1].splitlines()
+    assert lines[0] == "every class  buckets: DDP's own -> 10485 bytes"
+    assert lines[-1] == (
+        f"step {1e3 * a.step_s:.4g} -> {1e3 * b.step_s:.4g} ms, added variance {a.added_variance:.3g} -> "
+        f"{b.added_variance:.3g} (simulated)"
+    )
+    found = json.loads(qsync("plan", "--diff", "a.json", "b.json", "--json")[1])
+    assert found["step_s"] == [a.step_s, b.step_s]
+    assert found["added_variance"] == [a.added_variance, b.added_variance]
+
+
+def test_a_diff_takes_two_plans_and_nothing_else(qsync, refused, folder, tmp_path):
+    path = tmp_path / "plan.json"
+    qsync("plan", folder, "--out", path)
+    for also, named in (
+        ((folder,), "FOLDER"),
+        (("--slack", "0.1"), "--slack"),
+        (("--out", "b.json"), "--out"),
+    ):
+        assert f"--diff plans nothing, so {named} has no effect" in refused(
+            "plan", *also, "--diff", path, path
+        )
+    assert "'--diff' requires 2 arguments" in refused("plan", "--diff", path)
+
+
+def test_a_plan_is_written_alike_twice_and_one_operator_a_line(qsync, folder):
+    texts = []
+    for name in ("a.json", "b.json"):
+        qsync("plan", folder, "--out", name)
+        texts.append(Path(name).read_text())
+    assert texts[0] == texts[1]
+    lines = [line.strip().rstrip(",") for line in texts[0].splitlines()]
+    plan = Plan.load("a.json")
+    assert list(json.loads(texts[0])["classes"]) == sorted(plan.classes)
+    for name, entry in plan.classes.items():
+        assert list(entry.assignment) == [op.name for op in encoder().adjustable]
+        first = lines.index(f'"{name}": {{')
+        written = [f'"{op}": "{precision}"' for op, precision in entry.assignment.items()]
+        start = lines.index(written[0], first)
+        assert lines[start : start + len(written)] == written
 
 
 def test_help_and_version_name_every_command(qsync):
@@ -185,7 +235,7 @@ def test_help_and_version_name_every_command(qsync):
 
 
 def test_usage_errors_are_one_sentence(refused, folder):
-    assert "FOLDER" in refused("plan")
+    assert "which FOLDER to plan for is missing; name one" in refused("plan")
     assert "'bogus'" in refused("bogus")
     assert "--bogus" in refused("plan", folder, "--bogus")
     assert "--slack" in refused("plan", folder, "--slack", "much")
