@@ -6,9 +6,10 @@ from qsync.allocator.doubts import doubts
 from qsync.allocator.frontier import frontier
 from qsync.allocator.reasons import Reason, explain
 from qsync.allocator.refused import Refusal, refusals
+from qsync.allocator.shadow import Alternative, ShadowPrice, shadow_prices
 from qsync.allocator.solving import allocate
 
 __all__ = [
-    "Certificate", "Reason", "Refusal", "allocate", "check_plan", "doubts", "explain", "frontier", "refusals",
-    "uniform",
+    "Alternative", "Certificate", "Reason", "Refusal", "ShadowPrice", "allocate", "check_plan", "doubts",
+    "explain", "frontier", "refusals", "shadow_prices", "uniform",
 ]  # fmt: skip

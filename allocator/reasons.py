@@ -60,14 +60,30 @@ def explain(
     >>> for reason in explain(graph, plan, profiles, sensitivity, cluster):
     ...     print(reason.verdict)
     """
+    state, target_s = as_planned(
+        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
+    )
+    return [_reason(state, name, op, target_s) for name in state.classes for op in plan[name].lowered]
+
+
+def as_planned(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> tuple[State, float]:
+    """The state that a plan describes, and its target in seconds (its own step if it has none)."""
     checked_lowerings(graph, plan, profiles, cluster)
     problem = pose(graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes)
     state = State(problem)
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     state.restore({name: plan[name].assignment for name in state.classes})
-    target = state.step_s() if plan.target_s is None else plan.target_s
     state.late = {name: plan.margin or 0.0 for name in state.classes if name != strongest}
-    return [_reason(state, name, op, target) for name in state.classes for op in plan[name].lowered]
+    return state, state.step_s() if plan.target_s is None else plan.target_s
 
 
 def _reason(state: State, name: str, op: str, target_s: float) -> Reason:

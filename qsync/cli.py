@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,6 +42,9 @@ BasisFolder = Annotated[
 ClusterFile = Annotated[
     Path | None,
     typer.Option("--cluster", help="cluster.toml to plan for.", show_default="the folder's cluster.json"),
+]
+Memory = Annotated[
+    list[str] | None, typer.Option(help="Memory budget: CLASS=BYTES, or with K, M, G. Repeatable.")
 ]
 Force = Annotated[
     bool,
@@ -191,9 +194,7 @@ def plan(
         float | None, typer.Option(help="Step time to reach, in seconds.", show_default="the least possible")
     ] = None,
     slack: Annotated[float, typer.Option(help="How much longer than the least step, as a fraction.")] = 0.0,
-    memory: Annotated[
-        list[str] | None, typer.Option(help="Memory budget: CLASS=BYTES, or with K, M, G. Repeatable.")
-    ] = None,
+    memory: Memory = None,
     pin: Annotated[
         list[str] | None, typer.Option(help="Fix operators: 'PATTERN=PRECISION'. Repeatable.")
     ] = None,
@@ -242,7 +243,7 @@ def plan(
     for pattern in exclude or []:
         if pins.setdefault(pattern, "fp32") != "fp32":
             raise QSyncError(f"{pattern!r} is both excluded and pinned to {pins[pattern]}; give one of them")
-    budgets = {name: _bytes(text) for name, text in _pairs(memory, "--memory", "CLASS=BYTES").items()}
+    budgets = _budgets(memory)
     if target_step is not None and not target_step > 0:
         raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
     if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
@@ -326,26 +327,33 @@ def explain(
     plan_file: PlanFile,
     basis: BasisFolder = None,
     cluster: ClusterFile = None,
+    memory: Memory = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Why each lowered operator is lowered, why others cannot be, and what fills the memory."""
+    """Why operators are lowered or cannot be, what more time or memory would buy, what fills the memory."""
     from qsync.allocator import explain as reasons_for
-    from qsync.allocator import refusals
+    from qsync.allocator import refusals, shadow_prices
     from qsync.profiles import shown
     from qsync.replayer import peaks
 
+    budgets = _budgets(memory)
     chosen, found = _load(plan_file, basis, cluster, force)
-    memory = peaks(found.graph, chosen, found.profiles, found.cluster)
+    found = replace(found, cluster=found.cluster.with_memory(budgets))
+    filled = peaks(found.graph, chosen, found.profiles, found.cluster)
     if picture is not None:
         from qsync.experiments import memory_picture
 
         memory_picture.steps(
-            {shown(name, found.profiles[name].origin): peak for name, peak in memory.items()}, picture
+            {shown(name, found.profiles[name].origin): peak for name, peak in filled.items()}, picture
         )
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
+        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
+        bucket_cap_bytes=chosen.bucket_cap_bytes,
+    )  # fmt: skip
+    prices = shadow_prices(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
         bucket_cap_bytes=chosen.bucket_cap_bytes,
     )  # fmt: skip
@@ -353,10 +361,11 @@ def explain(
         _print_json({
             "simulated": True,
             "reasons": [reason.to_json() for reason in reasons],
+            "shadow_prices": [price.to_json() for price in prices],
             "refused": [refusal.to_json() for refusal in refused],
             "memory": {
                 name: {"origin": found.profiles[name].origin, **peak.to_json()}
-                for name, peak in memory.items()
+                for name, peak in filled.items()
             },
         })  # fmt: skip
         return
@@ -364,9 +373,10 @@ def explain(
         console.print(tables.reasons_table(reasons))
     else:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
+    console.print(tables.shadow_table(prices))
     if refused:
         console.print(tables.refusals_table(refused, found.profiles))
-    console.print(tables.memory_table(memory, found.profiles))
+    console.print(tables.memory_table(filled, found.profiles))
     _say_what_is_missing(found.profiles.values())
 
 
@@ -538,6 +548,11 @@ def _pairs(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
             raise QSyncError(f"{option} gives {name!r} both {pairs[name]} and {value}; give it once")
         pairs[name] = value
     return pairs
+
+
+def _budgets(texts: list[str] | None) -> dict[str, int]:
+    """Class -> bytes, from --memory options."""
+    return {name: _bytes(text) for name, text in _pairs(texts, "--memory", "CLASS=BYTES").items()}
 
 
 def _bytes(text: str) -> int:

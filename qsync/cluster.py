@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,16 @@ class Cluster:
                 return device_class
         known = ", ".join(device_class.name for device_class in self.classes)
         raise FormatError(f"no device class {name!r} in this cluster; it has {known}")
+
+    def with_memory(self, budgets: Mapping[str, int]) -> Cluster:
+        """This cluster with other memory for some classes: name -> bytes.
+
+        FormatError for an unknown class.
+        """
+        for name in budgets:
+            self[name]
+        classes = tuple(replace(c, memory_bytes=budgets.get(c.name, c.memory_bytes)) for c in self.classes)
+        return replace(self, classes=classes)
 
     def to_json(self) -> dict[str, Any]:
         body = asdict(self)

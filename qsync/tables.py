@@ -24,6 +24,47 @@ def reasons_table(reasons: list[Any]) -> Table:
     return table
 
 
+def shadow_table(prices: Sequence[Any]) -> Table:
+    """What each class would give for more time or memory, and its next moves."""
+    table = Table(title="Variance that more time or memory would save, to first order (simulated)")
+    table.add_column("class")
+    for heading in ("1 ms more", "1 MiB more"):
+        table.add_column(heading, justify="right")
+    for heading in ("next to raise", "next to lower"):
+        table.add_column(heading)
+    for price in prices:
+        table.add_row(
+            shown(price.device_class, price.origin), _variance(price.variance_per_s, 1e-3),
+            _variance(price.variance_per_byte, 2**20), _next_raise(price.next_raise),
+            _next_lowering(price.next_lowering),
+        )  # fmt: skip
+    return table
+
+
+def _variance(rate: float | None, unit: float) -> str:
+    return f"{rate * unit:.2e}" if rate is not None else "-"
+
+
+def _next_raise(found: Any) -> str:
+    if found is None:
+        return "-"
+    beyond = (
+        f"{found.beyond_s * 1e3:.3g} ms over the target"
+        if found.beyond_s
+        else f"{found.beyond_bytes / 2**20:.3g} MiB over the budget"
+    )
+    return f"{', '.join(found.ops)} to {found.precision}\n{found.variance:+.2e}, {beyond}"
+
+
+def _next_lowering(found: Any) -> str:
+    if found is None:
+        return "-"
+    return (
+        f"{', '.join(found.ops)} to {found.precision}\n"
+        f"{found.variance:+.2e}, {-found.seconds * 1e3:.3g} ms less"
+    )
+
+
 def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Table:
     table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
     table.add_column("what for")

@@ -129,6 +129,25 @@ def test_explain_of_a_plan_that_lowers_nothing(qsync, folder):
     assert "lowers nothing" in out
 
 
+def test_explain_says_what_more_time_or_memory_would_buy(qsync, refused, folder):
+    plan = folder / "plan.json"
+    qsync("plan", folder, "--out", plan, "--slack", "0.1")
+    train, infer = json.loads(qsync("explain", plan, "--json")[1])["shadow_prices"]
+    assert train["variance_per_s"] is None and train["next_raise"] is None
+    assert infer["variance_per_s"] > 0 and infer["variance_per_byte"] is None
+    out = qsync("explain", plan)[1]
+    assert "1 ms more" in out and f"{infer['variance_per_s'] / 1e3:.2e}" in out
+    assert "ms over the target" in out and f"{infer['next_raise']['variance']:.2e}" in out
+    budget = ("--memory", "infer=1200K")
+    qsync("plan", folder, "--out", plan, "--target-step", "1", *budget)
+    _, infer = json.loads(qsync("explain", plan, "--json", *budget)[1])["shadow_prices"]
+    assert infer["variance_per_byte"] > 0 and infer["next_raise"]["beyond_bytes"] > 0
+    out = qsync("explain", plan, *budget)[1]
+    assert "MiB over the budget" in out and f"{infer['variance_per_byte'] * 2**20:.2e}" in out
+    assert "more than its memory budget" in " ".join(out.replace("│", " ").split())
+    assert "no device class 'nobody'" in refused("explain", plan, "--memory", "nobody=1G")
+
+
 def test_explain_shows_what_fills_the_memory(qsync, folder):
     plan = folder / "plan.json"
     qsync("plan", folder, "--out", plan)
