@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
@@ -19,16 +19,17 @@ def fastest_start(state: State, device_class: str) -> None:
     """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
 
     Coordinate descent over operators, each at its locally cheapest precision given its neighbours, from the
-    best uniform start; operators that read one value also move together, since they share its cast (ours).
-    Raises InfeasibleError, naming the class, the bytes that are missing and the operator that holds most, if
-    nothing fits.
+    best uniform start; operators that read one value also move together, since they share its cast, and those
+    in equal places are decided for once (ours). Raises InfeasibleError, naming the class, the bytes that are
+    missing and the operator that holds most, if nothing fits.
     """
     starts = list(uniform_starts(state, device_class))
-    totals = []
-    for start in starts:
-        state.move(device_class, start)
-        totals.append(state.classes[device_class].costs.total_s)
-    state.move(device_class, starts[totals.index(min(totals))])
+    totals = [state.classes[device_class].seconds_at(start) for start in starts]
+    # Of equals the first: sums of the same numbers may differ in the last digit.
+    best = next(
+        s for s, total in zip(starts, totals, strict=True) if total <= min(totals) * (1 + _MEANINGFUL)
+    )
+    state.move(device_class, best)
     _descend(state, device_class)
     if not state.classes[device_class].fits():
         _fit(state, device_class, starts)
@@ -51,7 +52,10 @@ def _descend(state: State, device_class: str) -> None:
     groups: list[tuple[str, ...]] = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
     groups += sibling_groups(state.problem.graph, one.part.choices)
     for _ in range(_MAX_SWEEPS):
-        if not any([_cheapest(state, device_class, group) for group in groups]):
+        places, alike = one.places(), dict[tuple[int, ...], list[tuple[str, ...]]]()
+        for group in groups:
+            alike.setdefault(tuple(places[op] for op in group), []).append(group)
+        if not any([_cheapest(state, device_class, equal) for equal in alike.values()]):
             return
 
 
@@ -65,20 +69,28 @@ def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]])
     return list(dict.fromkeys(tuple(group) for group in readers.values() if len(group) > 1))
 
 
-def _cheapest(state: State, device_class: str, group: tuple[str, ...]) -> bool:
-    """Give a group the precision that makes the class fastest; whether that changed anything."""
-    one = state.classes[device_class]
+def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:
+    """Give groups in equal places the precision that makes the class fastest; whether anything changed."""
+    one, group = state.classes[device_class], equal[0]
     now = best = one.costs.total_s
     chosen: Precision | None = None
+
     shared = [p for p in one.part.choices[group[0]] if all(p in one.part.choices[op] for op in group)]
     for precision in shared:
         move = state.move(device_class, dict.fromkeys(group, precision))
         if one.costs.total_s < best - _MEANINGFUL * now:
             best, chosen = one.costs.total_s, precision
         state.back(move)
-    if chosen is not None:
+    if chosen is None:
+        return False
+    move = state.move(device_class, dict.fromkeys((op for group in equal for op in group), chosen))
+    # Groups beside each other may share what the one gained: then each is looked at for itself.
+    if now - one.costs.total_s < (1 - _MEANINGFUL) * len(equal) * (now - best):
+        state.back(move)
         state.move(device_class, dict.fromkeys(group, chosen))
-    return chosen is not None
+        for other in equal[1:]:
+            _cheapest(state, device_class, [other])
+    return True
 
 
 def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:

@@ -7,34 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qsync.allocator.fastest import sibling_groups
 from qsync.allocator.problem import RANK
-from qsync.allocator.state import State
+from qsync.allocator.state import Move, State
 from qsync.precision import Precision
+from qsync.replayer import least_time
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
-# The order in which raises are tried: larger is earlier.
-Priority = Callable[[State, str, Raise], float]
+# The order in which raises are tried, of the variance regained and the seconds lost: larger is earlier.
+Priority = Callable[[float, float], float]
 
 # Replay sums floats, so two orders of the same sum may differ in the last bits.
 TOLERANCE = 1e-9
+# So many raises are replayed together at the most.
+_MOST_AT_ONCE = 1024
 
 
-def variance_regained(state: State, device_class: str, raised: Raise) -> float:
+def variance_regained(regained: float, lost_s: float) -> float:
     """(n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
-    one = state.classes[device_class]
-    return sum(
-        one.part.variance[op][one.precision(op)] - one.part.variance[op][p] for op, p in raised.items()
-    )
+    return regained
 
 
-def regained_per_second(state: State, device_class: str, raised: Raise) -> float:
+def regained_per_second(regained: float, lost_s: float) -> float:
     """Variance regained per second of compute that the class loses by it (ours): a knapsack's density."""
-    one = state.classes[device_class]
-    regained, now = variance_regained(state, device_class, raised), one.costs.total_s
-    move = state.move(device_class, raised)
-    lost = one.costs.total_s - now
-    state.back(move)
-    return regained / max(lost, 1e-12)
+    return regained / max(lost_s, 1e-12)
 
 
 PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_second)
@@ -45,11 +40,15 @@ def recover(state: State, classes: Sequence[str], target_s: float, priority: Pri
 
     Every raise of an operator is tried, so one whose jump to FP32 costs too much may still stop half way; a
     raise that does not hold is undone exactly. Operators that read one value are also raised together: alone
-    the first of them would pay for a cast that the others still need (ours). Raising a neighbour can remove a
-    cast and make a refused raise affordable, so passes are repeated until one changes nothing.
+    the first of them would pay for a cast that the others still need. What a raise is worth is looked at
+    again when its turn comes, for the raises before it have changed that (ours). Raising a neighbour can
+    remove a cast and make a refused raise affordable, so passes are repeated until one changes nothing.
     """
     for name in classes:
-        _try(state, name, state.classes[name].part.highest, target_s)
+        one, trial = state.classes[name], _Trial(state, target_s)
+        if one.seconds_at(one.part.highest) - one.costs.total_s <= trial.room_s(name):
+            trial.add(state.move(name, one.part.highest))
+            trial.settle()
     while _pass(state, classes, target_s, priority):
         pass
 
@@ -59,7 +58,14 @@ def holds(state: State, target_s: float) -> bool:
     most = target_s * (1 + TOLERANCE)
     if any(one.alone_s * (1 + state.late.get(name, 0.0)) > most for name, one in state.classes.items()):
         return False
+    if any(_least_time(state, name) > most for name in state.classes):
+        return False
     return state.late_step_s() <= most and all(one.fits() for one in state.classes.values())
+
+
+def _least_time(state: State, name: str) -> float:
+    """Seconds of a step with one late class in it, at the least."""
+    return least_time(state.classes[name].work.slower(1 + state.late.get(name, 0.0)), state.problem.exchange)
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
@@ -70,18 +76,102 @@ def is_raise(state: State, device_class: str, op: str, precision: Precision) -> 
 
 
 def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:
-    heap = [
-        (-priority(state, name, raised), number, name, raised)
-        for number, (name, raised) in enumerate(_raises(state, classes))
-    ]
-    # The number makes ties deterministic: class order, then model order, then the highest first.
+    places = {name: state.classes[name].places() for name in classes}
+    heap = []
+    for number, (name, raised) in enumerate(_raises(state, classes)):
+        lost_s = state.seconds_of(name, raised, places[name])
+        # The number makes ties deterministic: class order, then model order, then the highest first.
+        heap.append((-priority(_regained(state, name, raised), lost_s), number, name, raised, lost_s))
     heapq.heapify(heap)
-    changed = False
+    trial = _Trial(state, target_s)
     while heap:
-        _, _, name, raised = heapq.heappop(heap)
+        _, number, name, raised, lost_s = heapq.heappop(heap)
+        one = state.classes[name]
         still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
-        changed |= bool(still) and _try(state, name, still, target_s)
-    return changed
+        if not still or lost_s > 2 * max(trial.room_s(name), 0.0):
+            continue
+        regained, before = _regained(state, name, still), one.costs.total_s
+        following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
+        if priority(regained, lost_s) < following:  # its turn comes later
+            heapq.heappush(heap, (-priority(regained, lost_s), number, name, still, lost_s))
+            continue
+        move = state.move(name, still)
+        lost_s = one.costs.total_s - before
+        if priority(regained, lost_s) < following:
+            state.back(move)
+            heapq.heappush(heap, (-priority(regained, lost_s), number, name, still, lost_s))
+        elif trial.may_hold(name):
+            trial.add(move)
+        else:
+            state.back(move)
+    return trial.settle()
+
+
+def _regained(state: State, device_class: str, raised: Raise) -> float:
+    one = state.classes[device_class]
+    return sum(
+        one.part.variance[op][one.precision(op)] - one.part.variance[op][p] for op, p in raised.items()
+    )
+
+
+class _Trial:
+    """Moves that are made before replay says whether they hold: as many at once as have held so far."""
+
+    def __init__(self, state: State, target_s: float) -> None:
+        self._state, self._target_s = state, target_s
+        self._pending: list[Move] = []
+        self._at_once, self._any_held = 1, False
+        # By class: how much longer than its own step a step was at the least, when that was last looked at.
+        self._longer_s: dict[str, float] = {}
+        for name in state.classes:
+            self._look(name)
+
+    def room_s(self, name: str) -> float:
+        """Seconds that a class may still lose, as far as is known."""
+        late = 1 + self._state.late.get(name, 0.0)
+        alone_s = self._state.classes[name].alone_s
+        return self._target_s * (1 + TOLERANCE) / late - alone_s - self._longer_s[name]
+
+    def may_hold(self, name: str) -> bool:
+        """Whether the step of this class, as it is now, does not rule the target out."""
+        if self.room_s(name) < 0.0:
+            self._look(name)
+        return self.room_s(name) >= 0.0
+
+    def add(self, move: Move) -> None:
+        """A move that was just made."""
+        if move.changes:
+            self._pending.append(move)
+        if len(self._pending) >= self._at_once:
+            self.settle()
+
+    def settle(self) -> bool:
+        """Undo what does not hold; whether anything ever did."""
+        moves, self._pending = self._pending, []
+        if moves:
+            self._settle(moves)
+        return self._any_held
+
+    def _settle(self, moves: list[Move]) -> None:
+        """Keep those of some moves, the last ones made, that hold, the first ones first."""
+        if holds(self._state, self._target_s):
+            self._any_held = True
+            self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
+            return
+        self._at_once = 1
+        for name in {move.device_class for move in moves}:
+            self._look(name)
+        for move in reversed(moves):
+            self._state.back(move)
+        if len(moves) == 1:
+            return
+        middle = len(moves) // 2
+        for half in (moves[:middle], moves[middle:]):
+            self._settle([self._state.move(move.device_class, move.assignment) for move in half])
+
+    def _look(self, name: str) -> None:
+        least_s = _least_time(self._state, name) / (1 + self._state.late.get(name, 0.0))
+        self._longer_s[name] = least_s - self._state.classes[name].alone_s
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:
@@ -98,14 +188,3 @@ def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]
                 ]
                 if len(able) > 1:
                     yield name, dict.fromkeys(able, precision)
-
-
-def _try(state: State, name: str, assignment: Raise, target_s: float) -> bool:
-    """Make a change if the step and the memory hold with it."""
-    move = state.move(name, assignment)
-    if not move.changes:
-        return False
-    if holds(state, target_s):
-        return True
-    state.back(move)
-    return False

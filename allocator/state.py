@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from qsync.allocator.problem import ClassProblem, Problem
+from qsync.allocator.repeats import Repeats
 from qsync.lowering import Change, Lowering
 from qsync.precision import Precision
+from qsync.predictor.footprints import peak_bytes
 from qsync.predictor.memory import Memory, StepMemory
 from qsync.replayer import ClassCosts, Work, step_time
+from qsync.replayer.prices import price
+from qsync.tabulated import Tabulated
+
+# Where more operators than this have changed, memory is worked out anew for the whole graph.
+_MANY = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +25,7 @@ class Move:
     """Changes of one class that belong together, and what to put back."""
 
     device_class: str
+    assignment: Mapping[str, Precision]
     changes: tuple[Change, ...]
     work: Work | None
 
@@ -24,20 +33,28 @@ class Move:
 class ClassState:
     """One class: its lowering, what it costs, and whether it fits in memory."""
 
-    def __init__(self, problem: Problem, part: ClassProblem) -> None:
+    def __init__(self, problem: Problem, part: ClassProblem, others: Iterable[ClassState] = ()) -> None:
         self.part = part
-        self.lowering = Lowering(problem.graph, part.highest, part.device_class.narrow)
+        self._exchange, self._num_ranks = problem.exchange, problem.cluster.num_ranks
+        # What another class begins with as well is looked at once.
+        like = next((one for one in others if _begin_alike(one.part, part)), None)
+        if like is None:
+            self.lowering = Lowering(problem.graph, part.highest, part.device_class.narrow)
+            self._memory = StepMemory(
+                self.lowering.lowered(),
+                optimizer_bytes=part.profile.optimizer_bytes,
+                num_ranks=self._num_ranks,
+                device=part.device_class.device,
+            )
+        else:
+            self.lowering = like.lowering.copy()
+            self._memory = like._memory.copy(part.profile.optimizer_bytes)
         self.costs = ClassCosts(self.lowering, part.profile)
-        self._exchange = problem.exchange
         self._work: Work | None = None  # not asked for since the last change
         self._beside_s = self.work.total_s - self.costs.total_s
-        self._memory = StepMemory(
-            self.lowering.lowered(),
-            optimizer_bytes=part.profile.optimizer_bytes,
-            num_ranks=problem.cluster.num_ranks,
-            device=part.device_class.device,
-        )
-        self._stale: set[int] = set()  # operators changed since memory was last asked for
+        self._stale: set[int] = set()  # operators changed since memory was last looked at
+        self._peak_bytes: int | None = None
+        self.known_s: dict[tuple[tuple[int, Precision], ...], float] = {}
 
     def precision(self, op: str) -> Precision:
         return self.lowering.precision[self.lowering.position[op]]
@@ -47,6 +64,16 @@ class ClassState:
         positions = tuple(positions)
         self.costs.update(positions)
         self._stale.update(positions)
+        self._peak_bytes = None
+
+    @cached_property
+    def _repeats(self) -> Repeats:
+        return Repeats(self.lowering.graph, self.part)
+
+    def places(self) -> dict[str, int]:
+        """Operator -> its place: what finds the same around itself has the same place (`Repeats`)."""
+        found = self._repeats.places(self.lowering.precision)
+        return {self.lowering.graph.ops[i].name: place for i, place in found.items()}
 
     @property
     def work(self) -> Work:
@@ -65,11 +92,28 @@ class ClassState:
         """Seconds of the class's own step, as in `work` but at less cost: no step is shorter."""
         return self.costs.total_s + self._beside_s
 
+    def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
+        """What `costs.total_s` is at another assignment, to the last digits."""
+        narrow = self.part.device_class.narrow
+        priced = price(Tabulated(self.lowering.graph, assignment, narrow), self.part.profile)
+        return float(priced.forward_s.sum() + priced.backward_s.sum())
+
     @property
     def peak_bytes(self) -> int:
         """The memory peak as it is now."""
-        self._look_again()
-        return self._memory.peak_bytes
+        if self._peak_bytes is None and len(self._stale) > _MANY:
+            device, lowering = self.part.device_class, self.lowering
+            lowered = Tabulated(lowering.graph, lowering.assignment(), device.narrow)
+            self._peak_bytes = peak_bytes(
+                lowered,
+                optimizer_bytes=self.part.profile.optimizer_bytes,
+                num_ranks=self._num_ranks,
+                device=device.device,
+            )
+        elif self._peak_bytes is None:
+            self._look_again()
+            self._peak_bytes = self._memory.peak_bytes
+        return self._peak_bytes
 
     def memory(self) -> Memory:
         """What the memory is used for at its peak."""
@@ -95,7 +139,10 @@ class State:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.classes = {name: ClassState(problem, part) for name, part in problem.classes.items()}
+        self.classes: dict[str, ClassState] = {}
+        for name, part in problem.classes.items():
+            self.classes[name] = ClassState(problem, part, self.classes.values())
+
         self.late: dict[str, float] = {}  # by class: the part of its time by which it may be late
 
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
@@ -106,7 +153,8 @@ class State:
                 change = state.lowering.assign(op, precision)
                 state.changed(change.touched)
                 changes.append(change)
-        return Move(device_class, tuple(changes), state.work_was(None) if changes else None)
+        work = state.work_was(None) if changes else None
+        return Move(device_class, assignment, tuple(changes), work)
 
     def back(self, move: Move) -> None:
         """Undo the last move not yet undone."""
@@ -117,8 +165,25 @@ class State:
         if move.changes:
             state.work_was(move.work)
 
+    def seconds_of(
+        self, device_class: str, changed: Mapping[str, Precision], places: Mapping[str, int]
+    ) -> float:
+        """By how many seconds other precisions change the class's own step; `places` is where all stand now.
+
+        Asked once for operators that find the same around themselves.
+        """
+        state = self.classes[device_class]
+        key = tuple((places[op], precision) for op, precision in changed.items())
+        if key not in state.known_s:
+            now = state.costs.total_s
+            move = self.move(device_class, changed)
+            state.known_s[key] = state.costs.total_s - now
+            self.back(move)
+        return state.known_s[key]
+
     def step_s(self) -> float:
         """Seconds of the step as replay predicts them."""
+
         return step_time([state.work for state in self.classes.values()], self.problem.exchange)
 
     def late_step_s(self) -> float:
@@ -137,3 +202,9 @@ class State:
         """Go to these assignments."""
         for name, assignment in assignments.items():
             self.move(name, assignment)
+
+
+def _begin_alike(one: ClassProblem, other: ClassProblem) -> bool:
+    """Whether two classes begin with the same lowered graph on the same kind of device."""
+    mine, theirs = one.device_class, other.device_class
+    return (mine.narrow, mine.device) == (theirs.narrow, theirs.device) and one.highest == other.highest

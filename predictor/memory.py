@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -112,9 +113,21 @@ class StepMemory:
         self._spans: dict[str | int, list[Span]] = {}
         self._look((*self.layout.involved, *range(len(self.graph.ops))))
 
+    def copy(self, optimizer_bytes: int) -> StepMemory:
+        """The same step with another optimizer's state, to be changed on its own."""
+        other = copy(self)
+        other.optimizer_bytes = optimizer_bytes
+        other._persistent += optimizer_bytes - self.optimizer_bytes
+        other._runs, other._spans = list(self._runs), dict(self._spans)
+        other._casts = {value: list(casts) for value, casts in self._casts.items()}
+        other._change = self._change.copy()
+        other._lives = Lifetimes(self.layout, other._runs, other._casts, self.device, self.num_ranks > 1)
+        return other
+
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at any time, margin included, DDP's buckets being the gradients."""
+
         most = max(0, int(self._change.cumsum().max()))
         return self._persistent + most + margin_bytes(self.device, most)
 

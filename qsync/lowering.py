@@ -33,6 +33,7 @@ from __future__ import annotations
 import fnmatch
 import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -364,8 +365,18 @@ class Lowering:
         self._turned = [False] * self.wiring.num_values
         self._lower_everything()
 
+    def copy(self) -> Lowering:
+        """Another lowering, which stands where this one does now."""
+        other = copy(self)
+        other.precision, other.casts = list(self.precision), list(self.casts)
+        other._wanted_narrow, other._saves_less = list(self._wanted_narrow), list(self._saves_less)
+        other._mode, other._carried = list(self._mode), list(self._carried)
+        other._form, other._turned = list(self._form), list(self._turned)
+        return other
+
     def mode(self, i: int) -> str:
         """The precision or type in which operator `i` runs."""
+
         return self._mode[i]
 
     def form(self, i: int) -> str:

@@ -3,7 +3,7 @@
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.peaks import Peak, peaks
-from qsync.replayer.simulate import Exchange, Work, replay, steady_step, step_time
+from qsync.replayer.simulate import Exchange, Work, least_time, replay, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 from qsync.replayer.trace import write_trace
 from qsync.replayer.variation import Variation, vary
@@ -22,6 +22,7 @@ __all__ = [
     "buckets",
     "cast_cost",
     "cluster_all_reduce_s",
+    "least_time",
     "peaks",
     "replay",
     "run_cost",

@@ -121,6 +121,7 @@ class Exchange:
         durations = {num_bytes: cluster_all_reduce_s(cluster, num_bytes) for num_bytes in sizes}
         self.durations_s = tuple(durations[bucket.num_bytes] for bucket in self.buckets)
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
+        self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
 
     def work(self, costs: ClassCosts | Priced) -> Work:
         """The step of one class at full speed, with what filling the buckets adds to its backward."""
@@ -131,13 +132,12 @@ class Exchange:
         ]  # until[i]: backward work done once operator i has run backward
         total = float(until[0]) if len(until) else 0.0
         total += self.unused_bytes * profile.bucket_s_per_byte
-        ready = tuple(total if i < 0 else float(until[i]) for i in self._ready)
+        # Position -1, a bucket that waits for the end of backward, is the last entry.
+        ready = tuple(np.append(until, total)[self._ready].tolist())
         before = profile.loading_s + profile.host_s
         lead = before + float(costs.forward_s.sum()) + profile.outside.total_s
-        tolls = tuple(
-            profile.reduce_s_per_call + profile.reduce_s_per_byte * b.num_bytes for b in self.buckets
-        )
-        return Work(lead, ready, total, profile.optimizer_s, tolls)
+        tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
+        return Work(lead, ready, total, profile.optimizer_s, tuple(tolls.tolist()))
 
 
 def steady_step(
@@ -174,6 +174,23 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
     >>> step_time([exchange.work(costs) for costs in by_class], exchange)
     """
     return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
+
+
+def least_time(work: Work, exchange: Exchange) -> float:
+    """Seconds below which no step falls that one class takes part in, whatever the others do.
+
+    Once it has filled bucket k, the all-reduces from k on follow one another (ours).
+
+    >>> least_time(work, exchange) <= step_time([work, other], exchange)
+    """
+    left = work.lead_s + work.optimizer_s + exchange.broadcast_s
+    if not exchange.durations_s:
+        return left + work.backward_s
+    ready, alone = np.array(work.ready_s), np.array(exchange.durations_s)
+    lost = np.minimum(work.tolls_s, alone) if work.tolls_s else np.zeros(len(alone))
+    before = np.cumsum(lost) - lost
+    onwards = np.cumsum(alone[::-1])[::-1]
+    return left + max(work.backward_s, float((ready + before + onwards).max()))
 
 
 def replay(

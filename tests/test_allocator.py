@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import pose
-from qsync.allocator.recovery import PRIORITIES, recover, variance_regained
+from qsync.allocator.recovery import PRIORITIES, recover, regained_per_second, variance_regained
 from qsync.allocator.state import State
 from qsync.cluster import Link
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
@@ -289,6 +289,19 @@ def test_a_raise_that_was_refused_is_tried_again_once_its_neighbour_is_raised():
     state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), BF16))
     recover(state, ["infer"], state.step_s() * 1.1, variance_regained)
     assert state.assignments()["infer"] == {"fc0": FP32, "fc1": FP32, "fc2": BF16}
+
+
+def test_what_a_raise_is_worth_is_looked_at_when_its_turn_comes():
+    # From INT8, raising fc0 to FP32 regains most per second but for fc0 to BF16; after that next to nothing.
+    graph = mlp(3)
+    base = profile_of(graph, "infer", latency_s=0.0, cast_s=0.0)
+    times = {"fp32": Cost(3e-4), "bf16": Cost(2e-4), "int8": Cost(1e-4), "int8 gelu": Cost(1e-4)}
+    ops = {**base.ops, **dict.fromkeys(("fc0", "fc1", "fc2"), times)}
+    sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 4.0, "fc2": 3.0})
+    state = State(pose(graph, {"infer": replace(base, ops=ops)}, sensitivity, cluster_of({"infer": 1})))
+    state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), INT8))
+    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_second)
+    assert state.assignments()["infer"] == {"fc0": BF16, "fc1": BF16, "fc2": INT8}
 
 
 # Memory.
