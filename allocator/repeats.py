@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem
-from qsync.graph import Op, OpGraph, Role
+from qsync.graph import Input, Op, OpGraph, Role
 from qsync.lowering import Wiring, wiring
 from qsync.precision import Precision
 from qsync.remembered import Remembered
@@ -85,7 +85,8 @@ def _alike(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
     for (value, source, target), cost in sorted(part.profile.casts.items()):
         casts.setdefault(value, []).append((source, target, cost))
     found: list[Hashable] = []
-    for entry in (*wired.inputs, *graph.ops):
+    entries: list[Input | Op] = [*wired.inputs, *graph.ops]
+    for entry in entries:
         common = (entry.kind, entry.shape, entry.dtype, entry.requires_grad, tuple(casts.get(entry.name, ())))
         found.append((*common, *_of_op(entry, part)) if isinstance(entry, Op) else common)
     return found
