@@ -11,7 +11,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
-TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.folders \
+TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.levers qsync.folders \
 	qsync.planning qsync.lowered qsync.lowering qsync.tabulated qsync.remembered qsync.datasheets qsync.whatif qsync.replayer qsync.allocator qsync.predictor
 
 .PHONY: demo test lint types format clean

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qsync.allocator.averaging import gradient_weight
 from qsync.allocator.problem import check_sensitivity
-from qsync.cluster import Cluster, DeviceClass
+from qsync.cluster import Cluster
 from qsync.errors import QSyncError
 from qsync.graph import OpGraph
 from qsync.plans import ClassPlan, Plan
@@ -64,7 +65,8 @@ def check_plan(
     try:
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
         variance = {
-            entry.name: _variance(plan[entry.name], sensitivity, cluster, entry) for entry in cluster.classes
+            entry.name: _variance(plan[entry.name], sensitivity, gradient_weight(entry, profiles, cluster))
+            for entry in cluster.classes
         }
     except QSyncError as error:
         return Certificate((str(error),), None, plan.target_s, {}, limits, {})
@@ -92,7 +94,7 @@ def _illegal(
         if name not in profiles:
             found.append(f"there is no profile of device class {name!r}; measure it with qsync.profile")
             continue
-        without = unserved(graph, device_class.device)
+        without = unserved(profiles[name].graph_of(graph), device_class.device)
         for op, precision in plan[name].assignment.items():
             if reason := without.get(op, {}).get(precision):
                 found.append(f"{op} runs in {precision} on {name}, which does not serve it: {reason}")
@@ -147,11 +149,9 @@ def _class_violations(
     return found
 
 
-def _variance(
-    plan: ClassPlan, sensitivity: Sensitivity, cluster: Cluster, device_class: DeviceClass
-) -> float:
+def _variance(plan: ClassPlan, sensitivity: Sensitivity, weight: float) -> float:
     added = sum(sensitivity[op, Precision(precision)] for op, precision in plan.assignment.items())
-    return device_class.count / cluster.num_ranks**2 * added
+    return weight * added
 
 
 def _differ(said: float, derived: float, scale: float = 0.0) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from qsync.cluster import Cluster
 from qsync.graph import OpGraph
+from qsync.levers import ACCUMULATE, SHARE
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.profiles import Profile
@@ -27,6 +28,24 @@ def doubts(
     >>> doubts(graph, plan, profiles, cluster)
     []
     """
+    norms = [op.name for op in graph.ops if op.kind == "batch_norm"]
+    used = set(plan.levers.used) & {SHARE, ACCUMULATE} if plan.levers else set()
+    found = [
+        f"{norms[0]} and the other batch norms take their statistics over the samples of one rank and pass, "
+        f"which the plan changes ({' and '.join(sorted(used))}); leave these levers off, or train with "
+        "SyncBatchNorm"
+    ] if norms and used else []  # fmt: skip
+    return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
+
+
+def _hidden_by_noise(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    budgets: Mapping[str, int] | None,
+) -> list[str]:
+    """What lowering saves, if that is less than what the profiles can tell."""
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
         for c in cluster.classes

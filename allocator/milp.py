@@ -134,7 +134,7 @@ class _Class:
             for other, one in state.classes.items()
             if other not in lowerable
         ]
-        self._linear = LinearClass(state.problem.graph, self._one.part, self._weight, _KNOWN)
+        self._linear = LinearClass(self._one.part.graph, self._one.part, self._weight, _KNOWN)
         self._cuts: list[Row] = []
         self._forward = total(self._linear.forward_s)
         # The operator until whose backward each row counts: the whole step first, then every bucket.

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from qsync.allocator.averaging import gradient_weight
 from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.graph import Op, OpGraph
@@ -36,13 +37,17 @@ RANK = {
 
 @dataclass(frozen=True, slots=True)
 class ClassProblem:
-    """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2."""
+    """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
+
+    `graph` is that of one pass under the class's levers.
+    """
 
     device_class: DeviceClass
     profile: Profile
     budget_bytes: int
     choices: Mapping[str, tuple[Precision, ...]]
     variance: Mapping[str, Mapping[Precision, float]]
+    graph: OpGraph
 
     @property
     def highest(self) -> dict[str, Precision]:
@@ -85,16 +90,17 @@ def pose(
     pinned = _pinned(graph, pins or {})
     classes = {}
     for device_class in cluster.classes:
-        name, weight = device_class.name, device_class.count / cluster.num_ranks**2
+        name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
         choices, variance = {}, {}
-        without = unserved(graph, device_class.device)
+        at = profiles[name].graph_of(graph)
+        without = unserved(at, device_class.device)
         for op in graph.adjustable:
             refused = {**profiles[name].refused.get(op.name, {}), **without.get(op.name, {})}
             options = _choices(op, device_class, profiles[name], pinned.get(op.name), refused)
             variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
             choices[op.name] = _from_lowest(options, variance[op.name])
         budget = (budgets or {}).get(name, device_class.memory_bytes)
-        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance)
+        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance, at)
     return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from qsync.allocator import milp
+from qsync.allocator.averaging import gradient_weight
 from qsync.allocator.fastest import fastest_start
 from qsync.allocator.greedy import greedy
 from qsync.allocator.problem import Problem, pose
@@ -15,6 +16,7 @@ from qsync.allocator.state import State
 from qsync.cluster import Cluster
 from qsync.errors import FormatError, InfeasibleError
 from qsync.graph import OpGraph
+from qsync.levers import Levers
 from qsync.plans import ClassPlan, Plan, Predicted
 from qsync.precision import Precision
 from qsync.profiles import Profile, Sensitivity
@@ -129,7 +131,7 @@ def as_plan(
     timeline = replay(graph, assignments, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
     classes = {}
     for device_class in cluster.classes:
-        name, weight = device_class.name, device_class.count / cluster.num_ranks**2
+        name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
         assignment = {op.name: assignments[name].get(op.name, Precision.FP32) for op in graph.adjustable}
         if problem is not None:
             variance = sum(problem.classes[name].variance[op][p] for op, p in assignment.items())
@@ -141,7 +143,11 @@ def as_plan(
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
         profile = profiles[name]
         classes[name] = ClassPlan(assignment, predicted, profile.hash, origin=profile.origin)
-    return Plan(graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes)
+    carried = {name: profile.setting.levers for name, profile in profiles.items() if profile.setting}
+    return Plan(
+        graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes,
+        levers=Levers(carried) if carried else None,
+    )  # fmt: skip
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:

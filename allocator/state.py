@@ -39,7 +39,7 @@ class ClassState:
         # What another class begins with as well is looked at once.
         like = next((one for one in others if _begin_alike(one.part, part)), None)
         if like is None:
-            self.lowering = Lowering(problem.graph, part.highest, part.device_class.narrow)
+            self.lowering = Lowering(part.graph, part.highest, part.device_class.narrow)
             self._memory = StepMemory(
                 self.lowering.lowered(),
                 optimizer_bytes=part.profile.optimizer_bytes,
@@ -207,4 +207,5 @@ class State:
 def _begin_alike(one: ClassProblem, other: ClassProblem) -> bool:
     """Whether two classes begin with the same lowered graph on the same kind of device."""
     mine, theirs = one.device_class, other.device_class
-    return (mine.narrow, mine.device) == (theirs.narrow, theirs.device) and one.highest == other.highest
+    alike = (mine.narrow, mine.device) == (theirs.narrow, theirs.device) and one.graph is other.graph
+    return alike and one.highest == other.highest

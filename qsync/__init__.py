@@ -19,6 +19,8 @@ _PUBLIC = {
     "replay": "qsync.planning",
     "wrap": "qsync.api",
     "hybrid": "qsync.hybrids",
+    "weigh_gradients": "qsync.weighing",
+    "micro_batches": "qsync.weighing",
     "validate": "qsync.validation",
     "Cluster": "qsync.cluster",
     "DeviceClass": "qsync.cluster",

@@ -525,7 +525,7 @@ def _check_alone(context: typer.Context, option: str, but: tuple[str, ...]) -> N
 def _load(plan_file: Path, basis: Path | None, cluster: Path | None, force: bool) -> tuple[Any, Any]:
     """A plan and what it was made from, known to belong together."""
     from qsync.plans import Plan
-    from qsync.whatif import load_basis
+    from qsync.whatif import load_basis, load_other, under_levers
 
     chosen = Plan.load(plan_file)
     if basis is None and not (plan_file.parent / "graph.json").is_file():
@@ -534,7 +534,7 @@ def _load(plan_file: Path, basis: Path | None, cluster: Path | None, force: bool
         )
     found = load_basis(basis or plan_file.parent, cluster, force=force)
     chosen.check_graph(found.graph)
-    return chosen, found
+    return chosen, under_levers(found, chosen.levers, load_other(basis or plan_file.parent))
 
 
 def _pairs(texts: list[str] | None, option: str, form: str) -> dict[str, str]:

@@ -26,6 +26,7 @@ from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.progress import shown_on_rank_zero
 from qsync.replayer import replay
+from qsync.weighing import weigh_gradients
 
 logger = logging.getLogger("qsync")
 
@@ -53,7 +54,9 @@ def hybrid(
     plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
     batch)` returns the scalar loss; without it the model's own `.loss` is used. `loader` is what this rank's
     loop takes its batches from: then a step's wait for the next one is profiled and planned with too.
-    `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`).
+    `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`). A `plan` with levers has gradients
+    weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of them
+    (`qsync.micro_batches`).
 
     Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
     itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
@@ -88,6 +91,9 @@ def hybrid(
     if not distributed:
         return model
     parallel = jobs.in_ddp(model, bucket_cap_mb)
+    share = plan.levers[own.name] if plan.levers else None
+    if share is not None and share.samples is not None:
+        weigh_gradients(parallel, share.samples, passes=share.passes)
     if folder is not None:
         _watch_drift(parallel, plan, folder, own.name)
     return parallel

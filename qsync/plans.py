@@ -12,6 +12,7 @@ from typing import Any
 from qsync.errors import FormatError, MismatchError
 from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph
+from qsync.levers import Levers
 from qsync.lowering import can_save_less, matching
 from qsync.precision import PRECISIONS_BY_KIND, Precision
 
@@ -67,6 +68,7 @@ class Plan:
     margin: float | None = None  # the part by which lowered classes may be late and still reach the target
     solver: str | None = None  # that chose the assignments: "milp" or "greedy"
     bound: float | None = None  # below which the added variance of no plan for this problem can fall
+    levers: Levers | None = None  # what it changes beside precisions
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -190,6 +192,9 @@ class Plan:
             )
             if less != also:
                 lines.append(f"{name}  saving less: {less or 'none'} -> {also or 'none'}")
+            lever, other_lever = (plan.levers[name] if plan.levers else None for plan in (self, other))
+            if lever != other_lever:
+                lines.append(f"{name}  levers: {lever or 'none'} -> {other_lever or 'none'}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -217,6 +222,8 @@ class Plan:
             body["solver"] = self.solver
         if self.bound is not None:
             body["bound"] = self.bound
+        if self.levers is not None:
+            body["levers"] = self.levers.to_json()
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -249,6 +256,7 @@ class Plan:
         plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
             value.get("margin"), value.get("solver"), value.get("bound"),
+            Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan

@@ -17,6 +17,7 @@ from qsync.cluster import DeviceClass
 from qsync.errors import FormatError, MismatchError
 from qsync.files import check_fields, check_header, field, read_json, write_json
 from qsync.graph import OpGraph, digest
+from qsync.levers import Setting
 from qsync.precision import Precision
 
 PROFILE_VERSION = 1
@@ -78,6 +79,8 @@ class Profile:
     versions; empty in files from before.
 
     `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
+
+    `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
     """
 
     device_class: str
@@ -107,6 +110,7 @@ class Profile:
     loading_s: float = 0.0
     model: str = ""
     batch: tuple[tuple[int, ...], ...] = ()
+    setting: Setting | None = None
 
     @property
     def device(self) -> str | None:
@@ -150,7 +154,7 @@ class Profile:
                 f"the profile of {self.device_class} was measured for another model ({mine}; this one is "
                 f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
             )
-        if self.shapes_hash != graph.shapes_hash:
+        if (self.setting.captured if self.setting else self.shapes_hash) != graph.shapes_hash:
             sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
             raise MismatchError(
                 f"the profile of {self.device_class} was measured for another batch shape"
@@ -166,6 +170,10 @@ class Profile:
         if lacking:
             return f", which also has {_some(lacking)}"
         return f", which has no {_some(surplus)}" if surplus else ", whose parameters have other shapes"
+
+    def graph_of(self, graph: OpGraph) -> OpGraph:
+        """The graph as this profile prices it: under its class's levers, where it was carried over to any."""
+        return self.setting.graph if self.setting else graph
 
     def check_class(self, device_class: DeviceClass) -> None:
         """MismatchError unless this profile was measured on what the class is, as far as both say."""
@@ -202,7 +210,10 @@ class Profile:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(self)
+        body = asdict(replace(self, setting=None))
+        del body["setting"]
+        if self.setting:
+            body["levers"] = asdict(self.setting.levers)
         body["casts"] = [[*key, *_numbers(cost)] for key, cost in self.casts.items()]
         body["cast_fit"] = [
             [*key, base.forward_s, base.backward_s, slope.forward_s, slope.backward_s]

@@ -11,8 +11,12 @@ from qsync.cluster import Cluster
 from qsync.datasheets import datasheet
 from qsync.errors import FormatError, MismatchError
 from qsync.folders import Basis
+from qsync.graph import OpGraph
+from qsync.levers import Levers
 from qsync.profiles import MEASURED, WHAT_IF, Profile, check_versions
+from qsync.replayer import Sized, under
 
+OTHER = "other"  # a folder in the folder: the model captured, and profiled, with another number of samples
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
 
@@ -49,6 +53,25 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
         origin = f"simulated device, {WHAT_IF}"
         simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
     return replace(basis, profiles={**basis.profiles, **simulated})
+
+
+def load_other(folder: str | Path) -> Sized | None:
+    """The model with another number of samples, from FOLDER/other: its graph.json, and profiles if there are
+    any; None without such a folder. Shares of the batch and passes are planned with it.
+
+    >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
+    >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
+    """
+    other = Path(folder) / OTHER
+    if not (other / "graph.json").is_file():
+        return None
+    found = [Profile.load(path) for path in sorted(other.glob("profile-*.json"))]
+    return Sized(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
+
+
+def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:
+    """The basis with its profiles carried over to the levers of a plan (`qsync.replayer.under`)."""
+    return replace(basis, profiles=under(basis.graph, basis.profiles, basis.cluster, levers, other))
 
 
 def _forced(basis: Basis) -> dict[str, Profile]:

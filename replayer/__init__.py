@@ -1,7 +1,9 @@
 """From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch."""
 
+from qsync.replayer.batches import Sized
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
+from qsync.replayer.levered import under
 from qsync.replayer.peaks import Peak, peaks
 from qsync.replayer.simulate import Exchange, Work, least_time, replay, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
@@ -15,6 +17,7 @@ __all__ = [
     "Event",
     "Exchange",
     "Peak",
+    "Sized",
     "Timeline",
     "Variation",
     "Work",
@@ -28,6 +31,7 @@ __all__ = [
     "run_cost",
     "steady_step",
     "step_time",
+    "under",
     "vary",
     "write_trace",
 ]

@@ -20,6 +20,7 @@ import numpy as np
 from qsync.cluster import Cluster, Link
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.graph import OpGraph
+from qsync.levers import ClassLevers
 from qsync.lowering import Lowering, matching
 from qsync.plans import Plan
 from qsync.precision import Precision, type_bytes
@@ -213,7 +214,9 @@ def replay(
     """
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = {
-        name: price(Tabulated(graph, assignment, cluster[name].narrow, less), profiles[name])
+        name: price(
+            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].narrow, less), profiles[name]
+        )
         for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
     }
     works = [exchange.work(entry) for entry in costs.values()]
@@ -302,7 +305,7 @@ def checked_lowerings(
 ) -> dict[str, Lowering]:
     """The lowering of every class, once plan, graph, profiles and cluster are known to belong together."""
     return {
-        name: Lowering(graph, assignment, cluster[name].narrow, less)
+        name: Lowering(profiles[name].graph_of(graph), assignment, cluster[name].narrow, less)
         for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
     }
 
@@ -317,6 +320,8 @@ def checked_assignments(
     if isinstance(plan, Plan):
         plan.check_graph(graph)
     check_profiles(graph, profiles, cluster)
+    if isinstance(plan, Plan):
+        check_levers(plan, profiles)
     found = []
     for device_class in cluster.classes:
         name = device_class.name
@@ -350,6 +355,18 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
         profiles[device_class.name].check_graph(graph)
         profiles[device_class.name].check_class(device_class)
     check_versions({c.name: profiles[c.name] for c in cluster.classes})
+
+
+def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
+    """MismatchError unless the profiles are those of the plan's levers."""
+    for name, profile in profiles.items():
+        planned = plan.levers[name] if plan.levers else ClassLevers()
+        priced = profile.setting.levers if profile.setting else ClassLevers()
+        if name in plan.classes and planned != priced:
+            raise MismatchError(
+                f"the plan gives {name} {planned}, its profile is for {priced}; carry the profiles over to "
+                "the plan's levers (qsync.replayer.under)"
+            )
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:

@@ -19,6 +19,7 @@ FOLDERS = ("qsync", *ROOMS)
 RECORDS = (
     "datasheets",
     "graph",
+    "levers",
     "precision",
     "cluster",
     "plans",

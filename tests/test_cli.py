@@ -12,9 +12,12 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync import cli
+from qsync.allocator import allocate
 from qsync.folders import Basis
+from qsync.levers import ClassLevers, Levers
 from qsync.plans import Plan
 from qsync.profiles import Profile
+from qsync.whatif import load_other, under_levers
 
 CLUSTER_TOML = """
 [[classes]]
@@ -184,6 +187,22 @@ def test_replay_and_explain_say_what_a_step_waits_for_batches_or_that_nobody_mea
         replace(Profile.load(path), loading_s=0.0123).save(path)
     out = qsync("replay", folder / "plan.json")[1]
     assert "12.3 ms" in out and "Data loading is no part" not in out
+
+
+def test_a_plan_with_levers_is_replayed_and_explained_under_them(qsync, refused, folder):
+    other = encoder(2, rows=16)
+    other.save(folder / "other" / "graph.json")
+    basis = Basis.load(folder)
+    levers = Levers({"train": ClassLevers(44), "infer": ClassLevers(20, passes=2)})
+    under = under_levers(basis, levers, load_other(folder))
+    plan = allocate(under.graph, under.profiles, under.sensitivity, under.cluster)
+    plan.save(folder / "plan.json")
+    code, out, _ = qsync("replay", folder / "plan.json", "--json")
+    assert code == 0 and json.loads(out)["step_s"] == pytest.approx(plan.step_s)
+    code, out, _ = qsync("explain", folder / "plan.json")
+    assert code == 0 and "infer (proportional)" in out
+    (folder / "other" / "graph.json").unlink()
+    assert "was captured with 32 alone" in refused("replay", folder / "plan.json")
 
 
 def test_diff_names_what_changed(qsync, folder):
