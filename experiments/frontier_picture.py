@@ -6,47 +6,76 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsync.experiments.pictures import FAINT, INK
 from qsync.files import write_bytes
 from qsync.plans import Plan
+from qsync.profiles import shown
+
+# Okabe and Ito's, which colour-blind readers tell apart; eight classes are as many as a cluster has.
+_CLASSES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
 
 
 def draw(plans: Sequence[Plan], path: str | Path) -> Path:
-    """Step time against added variance (both simulated), with how many operators each class lowers.
+    """Step time against added variance (both simulated), above what each plan lowers on each class.
 
-    Variance is logarithmic; a plan that adds none stands on the lower edge.
+    Points bear their plan's number, counted from 1 as the files of `qsync plan --pareto` are. Variance is
+    logarithmic; a plan that adds none is hollow and stands on the lower edge. The dashed line is the variance
+    that no plan is below, as far as that is proved.
+
+    >>> draw(frontier(graph, profiles, sensitivity, cluster), "frontier.png")
     """
-    figure = Figure(figsize=(8, 4.6), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    trade, lowered = figure.subplots(2, 1, sharex=True, height_ratios=[2.2, 1])
     steps = [1e3 * (plan.step_s or 0.0) for plan in plans]
-    added = [plan.added_variance or 0.0 for plan in plans]
-    positive = [value for value in added if value > 0.0]
-    floor = min(positive) / 3 if positive else 1.0
-    shown = [max(value, floor) for value in added]
-    axes.step(steps, shown, where="post", color=FAINT, linewidth=1, zorder=1)
-    axes.scatter(steps, shown, color="#0072b2", zorder=2)
-    for plan, x, y in zip(plans, steps, shown, strict=True):
-        lowered = ", ".join(
-            f"{len(entry.lowered)} {name}" for name, entry in plan.classes.items() if entry.lowered
-        )
-        axes.annotate(
-            lowered or "none lowered",
-            (x, y),
-            xytext=(6, 5),
-            textcoords="offset points",
-            fontsize=7,
-            color=INK,
-        )
-    axes.set_yscale("log")
-    axes.set_xlabel("step, ms (simulated)")
-    axes.set_ylabel("added variance, squared gradient norm")
-    axes.set_title(
-        f"{plans[0].model}: what a shorter step costs; operators lowered, by class", loc="left", fontsize=10
+    _draw_trade(trade, plans, steps)
+    _draw_lowered(lowered, plans, steps)
+    for axes in (trade, lowered):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(colors=INK, labelsize=8)
+        axes.margins(x=0.06)
+    figure.suptitle(
+        f"{plans[0].model}: what a shorter step costs (simulated)", x=0.01, ha="left", fontsize=11, color=INK
     )
-    axes.margins(x=0.12, y=0.12)
-    axes.spines[["top", "right"]].set_visible(False)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return write_bytes(path, buffer.getvalue())
+
+
+def _draw_trade(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> None:
+    added = [plan.added_variance or 0.0 for plan in plans]
+    positive = [value for value in added if value > 0.0]
+    floor = min(positive) / 3 if positive else 1.0
+    heights = [max(value, floor) for value in added]
+    axes.step(steps, heights, where="post", color=FAINT, linewidth=1, zorder=1)
+    bounds = [max(plan.bound, floor) if plan.bound is not None else float("nan") for plan in plans]
+    if any(bound < 0.99 * height for bound, height in zip(bounds, heights, strict=True)):
+        # A plan as fast as one of these, or faster, is not below that one's bound: so back to the one before.
+        style = {"color": FAINT, "linewidth": 1, "linestyle": (0, (4, 3)), "label": "no plan is below"}
+        axes.step(steps, bounds, where="pre", zorder=1, **style)
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    faces = ["#0072b2" if value > 0.0 else "white" for value in added]
+    axes.scatter(steps, heights, facecolor=faces, edgecolor="#0072b2", zorder=2)
+    for number, (x, y, value) in enumerate(zip(steps, heights, added, strict=True), 1):
+        text = f"{number}" if value > 0.0 else f"{number}: none"
+        axes.annotate(text, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8, color=INK)
+    axes.set_yscale("log")
+    axes.margins(y=0.12)
+    axes.set_ylabel("added variance\n(squared gradient norm)", fontsize=9, color=INK)
+
+
+def _draw_lowered(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> None:
+    for number, (name, entry) in enumerate(plans[0].classes.items()):
+        of_plans = [plan.classes[name] for plan in plans]
+        shares = [100 * len(own.lowered) / max(1, len(own.assignment)) for own in of_plans]
+        axes.plot(
+            steps, shares, color=_CLASSES[number % len(_CLASSES)], marker="o", markersize=3, linewidth=1.2,
+            label=shown(name, entry.origin),
+        )  # fmt: skip
+    axes.set_ylim(-4, 104)
+    axes.set_ylabel("operators lowered, %", fontsize=9, color=INK)
+    axes.set_xlabel("step, ms", fontsize=9, color=INK)
+    # Beside the lines, which may run anywhere.
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

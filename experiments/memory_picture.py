@@ -49,7 +49,8 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
 def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
     """Draw how a step fills the memory of every class (`qsync.replayer.peaks`), one below the other.
 
-    The budget is drawn where it is near enough to be seen beside the peak.
+    The budget is drawn where it is near enough to be seen beside the peak; the title says in any case which
+    part of it is used.
 
     >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
     """
@@ -57,8 +58,9 @@ def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
     found = figure.subplots(len(peaks), 1, squeeze=False)[:, 0]
     for axes, (name, peak) in zip(found, peaks.items(), strict=True):
         _stacked(axes, peak.curve)
-        high = peak.peak_bytes / 1e6
-        axes.set_title(f"{name}: {high:.1f} MB at most, margin included", loc="left", fontsize=9, color=INK)
+        high, part = peak.peak_bytes / 1e6, peak.peak_bytes / peak.budget_bytes
+        title = f"{name}: {high:.4g} MB at most, margin included; {100 * part:.3g} % of its budget"
+        axes.set_title(title, loc="left", fontsize=9, color=INK)
         if peak.budget_bytes < 2 * peak.peak_bytes:
             axes.axhline(peak.budget_bytes / 1e6, color=INK, linestyle=(0, (4, 3)), label="budget")
             axes.set_ylim(0, 1.08 * max(high, peak.budget_bytes / 1e6))

@@ -285,7 +285,7 @@ def _shown_precisions(plan: Plan, sensitivity: Sensitivity, ops: Sequence[str]) 
 def _class_label(name: str, plan: Plan, emulated: Collection[str]) -> str:
     lowered, total = len(plan.classes[name].lowered), len(plan.classes[name].assignment)
     note = " (emulated)" if name in emulated else ""
-    return f"{name}{note}\n{lowered} of {total} lowered"
+    return f"{shown(name, plan.classes[name].origin)}{note}\n{lowered} of {total} lowered"
 
 
 def _draw_lane(axes: Axes, position: int, lane: Lane) -> None:

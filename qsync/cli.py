@@ -329,6 +329,9 @@ def explain(
     cluster: ClusterFile = None,
     memory: Memory = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
+    allocation: Annotated[
+        Path | None, typer.Option(help="Draw the precision of every operator above its sensitivity (PNG).")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -348,6 +351,11 @@ def explain(
         memory_picture.steps(
             {shown(name, found.profiles[name].origin): peak for name, peak in filled.items()}, picture
         )
+    if allocation is not None:
+        from qsync.experiments import pictures
+
+        emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
+        pictures.allocation(chosen, found.graph, found.sensitivity, allocation, emulated=emulated)
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,

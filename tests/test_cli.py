@@ -158,6 +158,8 @@ def test_explain_shows_what_fills_the_memory(qsync, folder):
     assert code == 0
     assert "Memory of a rank at its fullest" in out and "saved by int8 operators" in out and "budget" in out
     assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
+    assert qsync("explain", plan, "--allocation", "allocation.png")[0] == 0
+    assert Path("allocation.png").read_bytes().startswith(b"\x89PNG")
     memory = json.loads(qsync("explain", plan, "--json")[1])["memory"]
     for name, entry in Plan.load(plan).classes.items():
         assert memory[name]["peak_bytes"] == entry.predicted.memory_bytes

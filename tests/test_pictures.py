@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from qsync.errors import QSyncError
-from qsync.experiments import pictures
+from qsync.experiments import frontier_picture, memory_picture, pictures
 from qsync.graph import Op, OpGraph, Role
-from qsync.plans import ClassPlan, Plan
+from qsync.plans import ClassPlan, Plan, Predicted
 from qsync.precision import Precision
 from qsync.profiles import Sensitivity
+from qsync.replayer import Peak
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 
@@ -114,6 +117,74 @@ def test_blocks_end_with_their_first_numbers():
         "head",
         "blocks.2",
     ]
+
+
+@pytest.fixture
+def figures(monkeypatch) -> list[Figure]:
+    """Every figure that is written, as it was written."""
+    written, save = [], Figure.savefig
+
+    def saved(self: Figure, *args: object, **options: object) -> None:
+        written.append(self)
+        save(self, *args, **options)
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return written
+
+
+def trade() -> list[Plan]:
+    """Three plans, each slower than the one before; the last adds no variance."""
+    names, plans = op_names(10), []
+    for step_s, added, bound, num_lowered in (
+        (0.1, 4e-3, 3e-3, 8),
+        (0.15, 1e-4, 9e-5, 4),
+        (0.2, 0.0, 0.0, 0),
+    ):
+        low = {name: Precision.INT8 if i < num_lowered else Precision.FP32 for i, name in enumerate(names)}
+        classes = {
+            "strong": ClassPlan(dict.fromkeys(names, Precision.FP32), Predicted(0.1, 0.0, 1, 0.0)),
+            "weak": ClassPlan(low, Predicted(step_s, 0.0, 1, added), origin="what if"),
+        }
+        plans.append(Plan("Gpt", "0", classes, step_s, bound=bound))
+    return plans
+
+
+def test_the_trade_numbers_its_plans_and_names_the_classes(tmp_path, figures):
+    check_png(frontier_picture.draw(trade(), tmp_path / "frontier.png"))
+    above, below = figures[0].axes
+    assert [text.get_text() for text in above.texts] == ["1", "2", "3: none"]
+    assert above.collections[0].get_offsets()[:2].tolist() == [[100.0, 4e-3], [150.0, 1e-4]]
+    assert [list(line.get_ydata()) for line in below.lines] == [[0.0, 0.0, 0.0], [80.0, 40.0, 0.0]]
+    assert [text.get_text() for text in below.get_legend().get_texts()] == ["strong", "weak (what if)"]
+    assert above.get_legend() is not None  # the bound, which the first plan is not at
+    proved = [replace(plan, bound=plan.added_variance) for plan in trade()]
+    frontier_picture.draw(proved, tmp_path / "frontier.png")
+    assert figures[1].axes[0].get_legend() is None
+
+
+def test_memory_is_drawn_against_its_budget(tmp_path, figures):
+    curve = {part: [10, 20, 10] for part in ("throughout", "casts", "saved", "transient")}
+    filled = {
+        "near": Peak("near", 100_000_000, {"parameters": 80_000_000}, curve),
+        "far": Peak("far", 8_000_000_000, {"parameters": 80_000_000}, curve),
+    }
+    check_png(memory_picture.steps(filled, tmp_path / "memory.png"))
+    near, far = figures[0].axes
+    assert near.get_title("left") == "near: 80 MB at most, margin included; 80 % of its budget"
+    assert far.get_title("left") == "far: 80 MB at most, margin included; 1 % of its budget"
+    assert [len([line for line in axes.lines if line.get_label() == "budget"]) for axes in (near, far)] == [
+        1,
+        0,
+    ]
+
+
+def test_the_allocation_names_where_the_costs_of_a_class_come_from(tmp_path, figures):
+    plan, graph, sensitivity = records(5)
+    weak = replace(plan["weak"], origin="what if")
+    plan = replace(plan, classes={**plan.classes, "weak": weak})
+    pictures.allocation(plan, graph, sensitivity, tmp_path / "allocation.png", emulated={"middle"})
+    labels = [label.get_text().splitlines()[0] for label in figures[0].axes[0].get_yticklabels()]
+    assert labels == ["strong", "middle (emulated)", "weak (what if)"]
 
 
 def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
