@@ -28,7 +28,7 @@ from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.state import State
 from qsync.precision import Precision
 from qsync.replayer import step_time
-from qsync.replayer.simulate import LEAST_RATE
+from qsync.replayer.simulate import LEAST_RATE, starts_s
 
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
@@ -134,6 +134,10 @@ class _Class:
             for other, one in state.classes.items()
             if other not in lowerable
         ]
+        # Where buffers are handed out first all start with the last; an optimizer takes as long in any case.
+        works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
+        start_s = starts_s(list(works.values()), state.problem.exchange)
+        self._start_s = dict(zip(works, start_s, strict=True))[name]
         self._linear = LinearClass(self._one.part.graph, self._one.part, self._weight, _KNOWN)
         self._cuts: list[Row] = []
         self._forward = total(self._linear.forward_s)
@@ -255,8 +259,8 @@ class _Class:
         if k == 0 or self._ready[k] < 0:
             copied += exchange.unused_bytes
         lead = profile.loading_s + profile.host_s + profile.outside.total_s
-        own = lead + forward_s + backward_s + copied * profile.bucket_s_per_byte + profile.optimizer_s
-        seconds = own * (1 + self._state.late.get(self.name, 0.0)) + exchange.broadcast_s
+        own = lead + forward_s + backward_s + copied * profile.bucket_s_per_byte
+        seconds = own * (1 + self._state.late.get(self.name, 0.0)) + self._start_s
         if k == 0:
             return seconds
         tolls, alone = self._one.work.tolls_s, exchange.durations_s

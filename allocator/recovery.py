@@ -9,7 +9,7 @@ from qsync.allocator.fastest import sibling_groups
 from qsync.allocator.problem import RANK
 from qsync.allocator.state import Move, State
 from qsync.precision import Precision
-from qsync.replayer import least_time
+from qsync.replayer import least_time, starts_s
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
@@ -58,14 +58,20 @@ def holds(state: State, target_s: float) -> bool:
     most = target_s * (1 + TOLERANCE)
     if any(one.alone_s * (1 + state.late.get(name, 0.0)) > most for name, one in state.classes.items()):
         return False
-    if any(_least_time(state, name) > most for name in state.classes):
+    if any(seconds > most for seconds in _least_times(state).values()):
         return False
     return state.late_step_s() <= most and all(one.fits() for one in state.classes.values())
 
 
-def _least_time(state: State, name: str) -> float:
-    """Seconds of a step with one late class in it, at the least."""
-    return least_time(state.classes[name].work.slower(1 + state.late.get(name, 0.0)), state.problem.exchange)
+def _least_times(state: State) -> dict[str, float]:
+    """By class the seconds that a step takes at the least, late classes included."""
+    exchange = state.problem.exchange
+    works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
+    starts = starts_s(list(works.values()), exchange)
+    return {
+        name: least_time(work, start_s, exchange)
+        for (name, work), start_s in zip(works.items(), starts, strict=True)
+    }
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
@@ -123,8 +129,7 @@ class _Trial:
         self._at_once, self._any_held = 1, False
         # By class: how much longer than its own step a step was at the least, when that was last looked at.
         self._longer_s: dict[str, float] = {}
-        for name in state.classes:
-            self._look(name)
+        self._look()
 
     def room_s(self, name: str) -> float:
         """Seconds that a class may still lose, as far as is known."""
@@ -135,7 +140,7 @@ class _Trial:
     def may_hold(self, name: str) -> bool:
         """Whether the step of this class, as it is now, does not rule the target out."""
         if self.room_s(name) < 0.0:
-            self._look(name)
+            self._look()
         return self.room_s(name) >= 0.0
 
     def add(self, move: Move) -> None:
@@ -159,8 +164,7 @@ class _Trial:
             self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
             return
         self._at_once = 1
-        for name in {move.device_class for move in moves}:
-            self._look(name)
+        self._look()
         for move in reversed(moves):
             self._state.back(move)
         if len(moves) == 1:
@@ -169,9 +173,10 @@ class _Trial:
         for half in (moves[:middle], moves[middle:]):
             self._settle([self._state.move(move.device_class, move.assignment) for move in half])
 
-    def _look(self, name: str) -> None:
-        least_s = _least_time(self._state, name) / (1 + self._state.late.get(name, 0.0))
-        self._longer_s[name] = least_s - self._state.classes[name].alone_s
+    def _look(self) -> None:
+        for name, least_s in _least_times(self._state).items():
+            late = 1 + self._state.late.get(name, 0.0)
+            self._longer_s[name] = least_s / late - self._state.classes[name].alone_s
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:

@@ -5,7 +5,7 @@ from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.levered import under
 from qsync.replayer.peaks import Peak, peaks
-from qsync.replayer.simulate import Exchange, Work, least_time, replay, steady_step, step_time
+from qsync.replayer.simulate import Exchange, Work, least_time, replay, starts_s, steady_step, step_time
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 from qsync.replayer.trace import write_trace
 from qsync.replayer.variation import Variation, vary
@@ -29,6 +29,7 @@ __all__ = [
     "peaks",
     "replay",
     "run_cost",
+    "starts_s",
     "steady_step",
     "step_time",
     "under",

@@ -165,6 +165,14 @@ def steady_step(
     return replace(step, idle_s=tuple(b - a for a, b in zip(starts, step.starts_s, strict=True)))
 
 
+def starts_s(works: Sequence[Work], exchange: Exchange) -> tuple[float, ...]:
+    """Seconds after the end of the last all-reduce before which no class starts its next step.
+
+    >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
+    """
+    return _met(tuple(work.optimizer_s for work in works), exchange.broadcast_s)
+
+
 def _met(starts: tuple[float, ...], broadcast_s: float) -> tuple[float, ...]:
     return (max(starts) + broadcast_s,) * len(starts) if broadcast_s else starts
 
@@ -177,14 +185,14 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
     return steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s).reduced_s
 
 
-def least_time(work: Work, exchange: Exchange) -> float:
-    """Seconds below which no step falls that one class takes part in, whatever the others do.
+def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
+    """Seconds below which no step falls in which one class starts then, whatever the others do.
 
     Once it has filled bucket k, the all-reduces from k on follow one another (ours).
 
-    >>> least_time(work, exchange) <= step_time([work, other], exchange)
+    >>> least_time(work, start_s, exchange) <= step_time([work, other], exchange)
     """
-    left = work.lead_s + work.optimizer_s + exchange.broadcast_s
+    left = start_s + work.lead_s
     if not exchange.durations_s:
         return left + work.backward_s
     ready, alone = np.array(work.ready_s), np.array(exchange.durations_s)
