@@ -58,7 +58,8 @@ def check_plan(
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
-    limits = {entry.name: (budgets or {}).get(entry.name, entry.memory_bytes) for entry in cluster.classes}
+    budgets = {**plan.budgets, **(budgets or {})}
+    limits = {entry.name: budgets.get(entry.name, entry.memory_bytes) for entry in cluster.classes}
     violations = _illegal(graph, plan, profiles, sensitivity, cluster)
     if violations:
         return Certificate(tuple(violations), None, plan.target_s, {}, limits, {})

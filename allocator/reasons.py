@@ -63,7 +63,11 @@ def explain(
     state, target_s = as_planned(
         graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
     )
-    return [_reason(state, name, op, target_s) for name in state.classes for op in plan[name].lowered]
+    return [
+        _reason(state, name, op, target_s, plan.pinned_by(op, plan[name].assignment[op]))
+        for name in state.classes
+        for op in plan[name].lowered
+    ]
 
 
 def as_planned(
@@ -76,8 +80,13 @@ def as_planned(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> tuple[State, float]:
-    """The state that a plan describes, and its target in seconds (its own step if it has none)."""
+    """The state that a plan describes, and its target in seconds (its own step if it has none).
+
+    Budgets are those given, else the plan's own, else the cluster's memory.
+    """
     checked_lowerings(graph, plan, profiles, cluster)
+    own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
+    budgets = {**own, **(budgets or {})}
     problem = pose(graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes)
     state = State(problem)
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
@@ -86,7 +95,7 @@ def as_planned(
     return state, state.step_s() if plan.target_s is None else plan.target_s
 
 
-def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
+def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | None) -> Reason:
     one = state.classes[name]
     precision, variance, now_s = one.precision(op), one.part.variance[op], one.costs.total_s
     move = state.move(name, {op: Precision.FP32})
@@ -99,7 +108,7 @@ def _reason(state: State, name: str, op: str, target_s: float) -> Reason:
     move = state.move(name, {op: raised})
     step_s, late_s, memory = state.step_s(), state.late_step_s(), one.peak_bytes
     state.back(move)
-    verdict = _verdict(state.problem, name, head, raised, saved, step_s, late_s, memory, target_s)
+    verdict = _verdict(state.problem, name, head, raised, saved, step_s, late_s, memory, target_s, pinned_by)
     regained = variance[precision] - variance[raised]
     return Reason(
         op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict,
@@ -117,11 +126,14 @@ def _verdict(
     late_s: float,
     memory: int,
     target_s: float,
+    pinned_by: str | None,
 ) -> str:
     gain = (
         f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
     )
     head = f"{runs}, which {gain}"
+    if pinned_by is not None:
+        return f"{head}; it is pinned to that by {pinned_by!r}"
     over_s, over_bytes = step_s - target_s, memory - problem.classes[name].budget_bytes
     if over_s > target_s * TOLERANCE:
         step = f"{step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -55,8 +55,8 @@ class ShadowPrice:
         next_lowering      the one that adds least variance per second by which the class then computes less,
                            whether or not the step is any shorter for it
 
-    The prices are the densities at which the relaxed knapsack would go on. A raise that nothing forbids is
-    none of them: its operator is pinned, or the plan is not best, and `explain` says so.
+    The prices are the densities at which the relaxed knapsack would go on. Operators that were pinned stay,
+    and a raise that nothing forbids is none of them: the plan is not best there, and `explain` says so.
     """
 
     device_class: str
@@ -91,13 +91,14 @@ def shadow_prices(
     state, target_s = as_planned(
         graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
     )
-    return [_price(state, name, target_s) for name in state.classes]
+    return [_price(state, name, target_s, plan) for name in state.classes]
 
 
-def _price(state: State, name: str, target_s: float) -> ShadowPrice:
+def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
     one = state.classes[name]
     late, peak = 1 + state.late.get(name, 0.0), one.peak_bytes
-    found = [_alternative(state, name, changed, target_s) for changed in _changes(state, name)]
+    pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
+    found = [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
     raises = [other for other in found if other.variance < 0]
     too_long = [other for other in raises if other.beyond_s > 0 and not other.beyond_bytes]
     too_large = [other for other in raises if not other.beyond_s and other.beyond_bytes > 0]
@@ -117,21 +118,22 @@ def _price(state: State, name: str, target_s: float) -> ShadowPrice:
     )  # fmt: skip
 
 
-def _changes(state: State, name: str) -> Iterator[dict[str, Precision]]:
+def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:
     """Every single raise and lowering of a class: of an operator, or of operators that read one value."""
     one = state.classes[name]
 
     def added(op: str, precision: Precision) -> float:
         return one.part.variance[op][precision] - one.part.variance[op][one.precision(op)]
 
-    for op, options in one.part.choices.items():
+    choices = {op: options for op, options in one.part.choices.items() if op not in pinned}
+    for op, options in choices.items():
         for precision in options:
             if precision is not one.precision(op):
                 yield {op: precision}
     for group in sibling_groups(state.problem.graph, one.part.choices):
         for precision in one.part.choices[group[0]]:
             able = [
-                op for op in group if precision in one.part.choices[op] and precision is not one.precision(op)
+                op for op in group if precision in choices.get(op, ()) and precision is not one.precision(op)
             ]
             for alike in ([op for op in able if (added(op, precision) < 0) is up] for up in (True, False)):
                 if len(alike) > 1:

@@ -97,7 +97,10 @@ def allocate(
         graph, solution.assignments, profiles, cluster, problem=problem, target_s=target,
         bucket_cap_bytes=bucket_cap_bytes,
     )  # fmt: skip
-    return replace(plan, margin=margin or None, solver=solver, bound=solution.bound)
+    pinned = {pattern: Precision.parse(text) for pattern, text in (pins or {}).items()}
+    return replace(
+        plan, margin=margin or None, solver=solver, bound=solution.bound, pins=pinned, budgets=budgets or {}
+    )
 
 
 def _affordable(state: State, lowerable: list[str], target_s: float, margin: float) -> float:

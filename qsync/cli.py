@@ -343,6 +343,8 @@ def explain(
 
     budgets = _budgets(memory)
     chosen, found = _load(plan_file, basis, cluster, force)
+    own = {c.name: chosen.budgets[c.name] for c in found.cluster.classes if c.name in chosen.budgets}
+    budgets = {**own, **budgets}
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     filled = peaks(found.graph, chosen, found.profiles, found.cluster)
     if picture is not None:
@@ -359,11 +361,11 @@ def explain(
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
-        bucket_cap_bytes=chosen.bucket_cap_bytes,
+        budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
     )  # fmt: skip
     prices = shadow_prices(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
-        bucket_cap_bytes=chosen.bucket_cap_bytes,
+        budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
     )  # fmt: skip
     if as_json:
         _print_json({

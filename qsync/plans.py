@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.files import check_fields, check_header, field, read_json, write_json
+from qsync.files import check_fields, check_header, read_json, write_json
+from qsync.files import field as field_of
 from qsync.graph import OpGraph
 from qsync.levers import Levers
 from qsync.lowering import can_save_less, matching
@@ -69,6 +70,8 @@ class Plan:
     solver: str | None = None  # that chose the assignments: "milp" or "greedy"
     bound: float | None = None  # below which the added variance of no plan for this problem can fall
     levers: Levers | None = None  # what it changes beside precisions
+    pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
+    budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -92,6 +95,11 @@ class Plan:
         if self.bound is None or added is None:
             return None
         return max(0.0, 1.0 - self.bound / added) if added > 0.0 else 0.0
+
+    def pinned_by(self, op: str, precision: Precision) -> str | None:
+        """The pattern that pinned an operator to this precision when the plan was made, if one did."""
+        matching = (p for p, to in self.pins.items() if to is precision and fnmatch.fnmatchcase(op, p))
+        return next(matching, None)
 
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this plan was made for `graph`; both sides are named."""
@@ -224,18 +232,22 @@ class Plan:
             body["bound"] = self.bound
         if self.levers is not None:
             body["levers"] = self.levers.to_json()
+        if self.pins:
+            body["pins"] = {pattern: str(precision) for pattern, precision in sorted(self.pins.items())}
+        if self.budgets:
+            body["budgets"] = dict(sorted(self.budgets.items()))
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
         check_header(value, "plan", VERSION)
         classes = {}
-        for name, entry in field(value, "classes", dict, "plan").items():
+        for name, entry in field_of(value, "classes", dict, "plan").items():
             where = f"plan, class {name!r}"
             if not isinstance(entry, dict):
                 raise FormatError(f"{where} must be an object with an assignment")
             assignment = {}
-            for op, text in field(entry, "assignment", dict, where).items():
+            for op, text in field_of(entry, "assignment", dict, where).items():
                 try:
                     assignment[op] = Precision.parse(str(text))
                 except FormatError as error:
@@ -252,11 +264,13 @@ class Plan:
             )  # fmt: skip
         if not classes:
             raise FormatError("the plan has no device class; plan again")
-        header = (field(value, "model", str, "plan"), field(value, "graph_hash", str, "plan"))
+        header = (field_of(value, "model", str, "plan"), field_of(value, "graph_hash", str, "plan"))
         plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
             value.get("margin"), value.get("solver"), value.get("bound"),
             Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
+            {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
+            _mapping(value, "budgets"),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan
@@ -269,6 +283,12 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
         return cls.from_json(read_json(path))
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A field that plans have only where it says something."""
+    found: dict[str, Any] = field_of({name: {}, **value}, name, dict, "plan")
+    return found
 
 
 def _nearest(name: str, known: Mapping[str, Any]) -> str:

@@ -495,6 +495,7 @@ def test_the_check_catches_what_cannot_run():
     unmeasured = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops)}
     assert "which was not measured" in violations(PLAN, profiles=unmeasured)
     assert "no device class 'infer'" in violations(replace(PLAN, classes={"train": PLAN["train"]}))
+    assert "more than its budget of 1000" in violations(replace(PLAN, budgets={"infer": 1000}))
     assert "no profile of device class 'infer'" in violations(PLAN, profiles={"train": PROFILES["train"]})
 
 
@@ -524,6 +525,14 @@ def test_reasons_tell_what_a_product_computes_in_its_epilogue():
 
 
 def test_reasons_tell_memory_and_pins_from_time():
+    pinned = allocate(
+        GRAPH, PROFILES, SENSITIVITY, CLUSTER, pins={"h*": "bf16"}, lower_all=True, target_s=10.0
+    )
+    assert [reason.op for reason in explain(GRAPH, pinned, PROFILES, SENSITIVITY, CLUSTER)] == ["head"] * 2
+    for reason in explain(GRAPH, pinned, PROFILES, SENSITIVITY, CLUSTER):
+        assert reason.verdict.endswith("; it is pinned to that by 'h*'")
+    elsewhere = explain(GRAPH, pinned.pin("head", "int8"), PROFILES, SENSITIVITY, CLUSTER)
+    assert not any("'h*'" in reason.verdict for reason in elsewhere)
     loose = replace(PLAN, target_s=10.0)
     assert "it could run in" in explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER)[0].verdict
     tight = explain(GRAPH, loose, PROFILES, SENSITIVITY, CLUSTER, budgets={"infer": 1000})[0].verdict

@@ -118,7 +118,7 @@ def test_memory_has_a_price_where_it_alone_forbids_a_raise():
         GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=10.0, budgets={"infer": found.memory_bytes}
     )
     assert again.added_variance < plan.added_variance
-    assert prices_of(plan)["infer"].variance_per_byte is None  # in all of its memory
+    assert prices_of(plan, budgets={"infer": 1 << 40})["infer"].variance_per_byte is None
 
 
 def test_what_both_forbid_has_no_price():
@@ -129,6 +129,18 @@ def test_what_both_forbid_has_no_price():
     by_time = max(-one["variance"] / one["seconds"] for one in raises if one["late"] and not one["large"])
     assert price.variance_per_s == pytest.approx(by_time)
     assert price.variance_per_s < prices_of(PLAN)["infer"].variance_per_s and price.variance_per_byte is None
+
+
+def test_what_is_pinned_stays_as_it_is():
+    """No price is read off an operator that is not free to change, and its own budget is a plan's."""
+    dearest = prices_of(PLAN)["infer"].next_raise.ops[0]
+    pins = {dearest: PLAN["infer"].assignment[dearest]}
+    plan = replace(allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=PLAN.target_s), pins=pins)
+    assert plan["infer"].assignment == PLAN["infer"].assignment
+    price = prices_of(plan)["infer"]
+    assert price.next_raise.ops[0] != dearest
+    budgets = {"infer": replay(GRAPH, PLAN, PROFILES, CLUSTER)["infer"].memory_bytes}
+    assert prices_of(replace(PLAN, budgets=budgets)) == prices_of(PLAN, budgets=budgets) != prices_of(PLAN)
 
 
 def test_a_class_that_may_be_late_pays_more_for_a_second():
@@ -149,6 +161,6 @@ def test_operators_that_read_one_value_are_raised_together():
     }
     cluster, sensitivity = cluster_of(), sensitivity_of(graph)
     plan = allocate(graph, profiles, sensitivity, cluster, pins={"*": "int8"}, lower_all=True, target_s=1.0)
-    plan = replace(plan, target_s=plan.step_s)
+    plan = replace(plan, target_s=plan.step_s, pins={})
     for price in shadow_prices(graph, plan, profiles, sensitivity, cluster):
         assert price.next_raise.ops == ("q", "k")

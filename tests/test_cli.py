@@ -110,6 +110,7 @@ def test_plan_takes_pins_slack_and_a_cluster(qsync, folder):
     assert plan.bucket_cap_bytes == 2**20
     assert all(p == "fp32" for op, p in plan["infer"].assignment.items() if op.startswith("layer.0."))
     assert plan["infer"].assignment["head"] == "bf16"
+    assert plan.pins == {"layer.0.*": "fp32", "head": "bf16"} and plan.budgets == {}
 
 
 def test_explain_gives_one_reason_for_each_lowered_operator(qsync, folder):
@@ -141,11 +142,15 @@ def test_explain_says_what_more_time_or_memory_would_buy(qsync, refused, folder)
     out = qsync("explain", plan)[1]
     assert "1 ms more" in out and f"{infer['variance_per_s'] / 1e3:.2e}" in out
     assert "ms over the target" in out and f"{infer['next_raise']['variance']:.2e}" in out
-    budget = ("--memory", "infer=1200K")
-    qsync("plan", folder, "--out", plan, "--target-step", "1", *budget)
-    _, infer = json.loads(qsync("explain", plan, "--json", *budget)[1])["shadow_prices"]
+    qsync("plan", folder, "--out", plan, "--target-step", "1", "--memory", "infer=1200K")
+    found = json.loads(qsync("explain", plan, "--json")[1])
+    _, infer = found["shadow_prices"]
     assert infer["variance_per_byte"] > 0 and infer["next_raise"]["beyond_bytes"] > 0
-    out = qsync("explain", plan, *budget)[1]
+    assert found["memory"]["infer"]["budget_bytes"] == 1200 * 2**10
+    roomy = json.loads(qsync("explain", plan, "--json", "--memory", "infer=1G")[1])
+    assert roomy["shadow_prices"][1]["variance_per_byte"] is None
+    assert roomy["memory"]["infer"]["budget_bytes"] == 2**30
+    out = qsync("explain", plan)[1]
     assert "MiB over the budget" in out and f"{infer['variance_per_byte'] * 2**20:.2e}" in out
     assert "more than its memory budget" in " ".join(out.replace("│", " ").split())
     assert "no device class 'nobody'" in refused("explain", plan, "--memory", "nobody=1G")

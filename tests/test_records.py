@@ -191,6 +191,21 @@ def test_plans_from_before_saving_less_are_read():
         Plan.from_json(body)
 
 
+def test_a_plan_keeps_what_it_was_asked_for():
+    plan = replace(plan_of(), pins={"layer.1.*": BF16, "head": INT8}, budgets={"infer": 7})
+    body = through_text(plan.to_json())
+    assert list(body["pins"]) == ["head", "layer.1.*"] and Plan.from_json(body) == plan
+    assert plan.pinned_by("layer.1.key", BF16) == "layer.1.*" and plan.pinned_by("layer.1.key", INT8) is None
+    assert not {"pins", "budgets"} & set(plan_of().to_json())
+    for field, value, words in (
+        ("pins", ["head"], "'pins' must be dict"),
+        ("pins", {"head": "int7"}, "unknown precision 'int7'"),
+        ("budgets", {"infer": -1}, "'budgets', infer must be finite and not negative"),
+    ):
+        with pytest.raises(FormatError, match=words):
+            Plan.from_json({**body, field: value})
+
+
 def test_pins_and_differences():
     plan = plan_of(head=INT8)
     pinned = plan.pin("layer.0.q*", "bf16")
