@@ -7,12 +7,14 @@ of its class are lowered, by least variance added per second saved, until the st
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from qsync.allocator.recovery import holds, is_raise
 from qsync.allocator.state import Move, State
 from qsync.precision import Precision
 
+# Variance per second, or per byte; the operator's number; the operator; what it would run in.
+_Payer = tuple[float, int, str, Precision]
 # How many operators may be lowered to pay for one.
 _MOST_LOWERED = 32
 # An exchange that lessens a class's variance by a smaller part is not worth looking for.
@@ -26,64 +28,73 @@ def exchange(state: State, classes: Sequence[str], target_s: float) -> bool:
         one = state.classes[name]
         dear = {op: one.part.variance[op][one.precision(op)] for op in one.part.choices}
         dear = {op: v for op, v in dear.items() if v > _LEAST * one.variance}
-        payers = _payers(state, name) if dear else []
+        payers = _Payers(state, name) if dear else None
         for op in sorted(dear, key=lambda op: -dear[op]):
             for precision in reversed(one.part.choices[op]):
-                if is_raise(state, name, op, precision) and _paid(
-                    state, name, op, precision, payers, target_s
-                ):
+                raised = is_raise(state, name, op, precision)
+                if payers and raised and _paid(state, name, op, precision, payers, target_s):
                     changed = True
                     break
     return changed
 
 
-def _payers(state: State, name: str) -> list[tuple[str, Precision]]:
-    """What could be lowered, by the variance that a second saved would add, least first."""
+class _Payers:
+    """What could be lowered, by the variance that a second saved, or a byte, would add, least first."""
+
+    def __init__(self, state: State, name: str) -> None:
+        one = state.classes[name]
+        places, seconds, memory = one.places(), list[_Payer](), list[_Payer]()
+        for number, (op, options) in enumerate(one.part.choices.items()):
+            variance = one.part.variance[op]
+            for precision in options:
+                more = variance[precision] - variance[one.precision(op)]
+                if more <= 0.0:
+                    continue
+                saved_s = -state.seconds_of(name, {op: precision}, places)
+                if saved_s > 0.0:
+                    seconds.append((more / saved_s, number, op, precision))
+                if one.is_tight and (saved := _bytes_saved(state, name, op, precision)) > 0:
+                    memory.append((more / saved, number, op, precision))
+        self.seconds, self.memory = sorted(seconds), sorted(memory)
+
+
+def _bytes_saved(state: State, name: str, op: str, precision: Precision) -> int:
     one = state.classes[name]
-    now, found = one.costs.total_s, []
-    for number, (op, options) in enumerate(one.part.choices.items()):
-        variance = one.part.variance[op]
-        for precision in options:
-            more = variance[precision] - variance[one.precision(op)]
-            if more <= 0.0:
-                continue
-            move = state.move(name, {op: precision})
-            saved = now - one.costs.total_s
-            state.back(move)
-            if saved > 0.0:
-                found.append((more / saved, number, op, precision))
-    return [(op, precision) for _, _, op, precision in sorted(found)]
+    peak, move = one.peak_bytes, state.move(name, {op: precision})
+    saved = peak - one.peak_bytes
+    state.back(move)
+    return saved
 
 
-def _paid(
-    state: State,
-    name: str,
-    op: str,
-    precision: Precision,
-    payers: Sequence[tuple[str, Precision]],
-    target_s: float,
-) -> bool:
+def _paid(state: State, name: str, op: str, precision: Precision, payers: _Payers, target_s: float) -> bool:
     """Raise one operator and lower others until all holds; undone if that does not lessen the variance."""
     one = state.classes[name]
     variance = one.part.variance
-    least = _LEAST * one.variance
-    won = variance[op][one.precision(op)] - variance[op][precision] - least
+    won = variance[op][one.precision(op)] - variance[op][precision] - _LEAST * one.variance
     moves: list[Move] = [state.move(name, {op: precision})]
-    for payer, lower in payers:
-        if holds(state, target_s):
-            return True
-        cost = variance[payer][lower] - variance[payer][one.precision(payer)]
-        if payer == op or not 0.0 < cost < won:
-            continue
-        if len(moves) > _MOST_LOWERED:
-            break
-        before = one.costs.total_s
-        moves.append(state.move(name, {payer: lower}))
-        if one.costs.total_s >= before:
-            state.back(moves.pop())
-            continue
-        won -= cost
-    if holds(state, target_s):
+
+    def pay(payers: Sequence[_Payer], enough: Callable[[], bool], owed: Callable[[], float]) -> bool:
+        nonlocal won
+        for _, _, payer, lower in payers:
+            if enough():
+                return True
+            cost = variance[payer][lower] - variance[payer][one.precision(payer)]
+            if payer == op or not 0.0 < cost < won:
+                continue
+            if len(moves) > _MOST_LOWERED:
+                break
+            before = owed()
+            moves.append(state.move(name, {payer: lower}))
+            if owed() >= before:
+                state.back(moves.pop())
+            else:
+                won -= cost
+        return enough()
+
+    # Whoever pays in bytes may take time for it, seldom the other way round.
+    if pay(payers.memory, one.fits, lambda: one.peak_bytes) and pay(
+        payers.seconds, lambda: holds(state, target_s), lambda: one.costs.total_s
+    ):
         return True
     for move in reversed(moves):
         state.back(move)

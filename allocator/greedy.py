@@ -18,16 +18,16 @@ _MANY = 400
 _MAX_EXCHANGES = 4
 
 
-def greedy(state: State, lowerable: list[str], target_s: float, thorough: bool = True) -> None:
+def greedy(state: State, lowerable: list[str], target_s: float) -> None:
     """Raise the weak classes, which stand at their fastest, as far as time and memory allow.
 
-    Thoroughly: recovery from every start that reaches the target and in every order, of which the one that
-    adds least variance stands, the first of equals; then exchanges. Beside the fastest start every uniform
-    assignment is a start, so the plan never adds more variance than the best uniform choice that is fast
-    enough (ours). Otherwise, or with too many operators for that, one recovery.
+    Recovery from every start that reaches the target and in every order, of which the one that adds least
+    variance stands, the first of equals; then exchanges. Beside the fastest start every uniform assignment is
+    a start, so the plan never adds more variance than the best uniform choice that is fast enough (ours).
+    With too many operators for that, one recovery.
     """
     best, least = state.assignments(), state.variance
-    few = thorough and sum(len(state.problem.classes[name].choices) for name in lowerable) <= _MANY
+    few = sum(len(state.problem.classes[name].choices) for name in lowerable) <= _MANY
     for start in list(_starts(state, lowerable))[: None if few else 1]:
         for priority in PRIORITIES if few else PRIORITIES[-1:]:
             state.restore(start)

@@ -38,7 +38,7 @@ _SCALE = 1e3
 # The variance of the plan that is known is scaled to this: HiGHS stops at differences of a millionth.
 _KNOWN = 1e4
 # How often a class is solved again because replay, or memory, says more than its rows.
-_MAX_ROUNDS = 12
+_MAX_ROUNDS = 30
 # With so few choices every assignment that replay refuses is cut off by itself, which is exact.
 _FEW, _MAX_CUTS = 12, 300
 
@@ -278,15 +278,16 @@ class _Class:
         return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None
 
     def _less_memory(self, assignment: Mapping[str, Precision]) -> Row:
-        """The memory of assignments near this one, as far as single changes say, within the budget (ours)."""
+        """What assignments near this one need when it needs most, as far as single changes say, within the
+        budget (ours)."""
         state, one = self._state, self._one
-        peak, budget = one.peak_bytes, one.part.budget_bytes
+        (when, peak), budget = one.bytes_at(), one.part.budget_bytes
         row = Sum(constant=float(peak - budget))
         for op, bits in self._linear.chosen.items():
             for precision, bit in bits.items():
                 if precision is not assignment[op]:
                     move = state.move(self.name, {op: precision})
-                    row.add(bit, float(one.peak_bytes - peak))
+                    row.add(bit, float(one.bytes_at(when)[1] - peak))
                     state.back(move)
         scaled = Sum()
         scaled.add(row, _SCALE / budget)

@@ -13,26 +13,30 @@ from qsync.replayer import least_time, starts_s
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
-# The order in which raises are tried, of the variance regained and the seconds lost: larger is earlier.
+# The order in which raises are tried, of the variance regained and the part used of what there is room for:
+# larger is earlier.
 Priority = Callable[[float, float], float]
 
 # Replay sums floats, so two orders of the same sum may differ in the last bits.
 TOLERANCE = 1e-9
+# Where there is no room, what a raise takes is measured against this part of the whole.
+_LEAST_ROOM = 1e-3
 # So many raises are replayed together at the most.
 _MOST_AT_ONCE = 1024
 
 
-def variance_regained(regained: float, lost_s: float) -> float:
+def variance_regained(regained: float, used: float) -> float:
     """(n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
     return regained
 
 
-def regained_per_second(regained: float, lost_s: float) -> float:
-    """Variance regained per second of compute that the class loses by it (ours): a knapsack's density."""
-    return regained / max(lost_s, 1e-12)
+def regained_per_room(regained: float, used: float) -> float:
+    """Variance regained per part of the room in time and memory that it takes: a knapsack's density (Toyoda,
+    Management Science 1975, for several constraints)."""
+    return regained / max(used, 1e-9)
 
 
-PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_second)
+PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_room)
 
 
 def recover(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> None:
@@ -83,13 +87,18 @@ def is_raise(state: State, device_class: str, op: str, precision: Precision) -> 
 
 def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:
     places = {name: state.classes[name].places() for name in classes}
-    heap = []
-    for number, (name, raised) in enumerate(_raises(state, classes)):
-        lost_s = state.seconds_of(name, raised, places[name])
-        # The number makes ties deterministic: class order, then model order, then the highest first.
-        heap.append((-priority(_regained(state, name, raised), lost_s), number, name, raised, lost_s))
-    heapq.heapify(heap)
     trial = _Trial(state, target_s)
+    room_s = {name: max(trial.room_s(name), _LEAST_ROOM * target_s) for name in classes}
+    memory, heap = {}, []
+    for number, (name, raised) in enumerate(_raises(state, classes)):
+        lost_s, memory[number] = (
+            state.seconds_of(name, raised, places[name]),
+            _memory_used(state, name, raised),
+        )
+        used = lost_s / room_s[name] + memory[number]
+        # The number makes ties deterministic: class order, then model order, then the highest first.
+        heap.append((-priority(_regained(state, name, raised), used), number, name, raised, lost_s))
+    heapq.heapify(heap)
     while heap:
         _, number, name, raised, lost_s = heapq.heappop(heap)
         one = state.classes[name]
@@ -98,14 +107,16 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
             continue
         regained, before = _regained(state, name, still), one.costs.total_s
         following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
-        if priority(regained, lost_s) < following:  # its turn comes later
-            heapq.heappush(heap, (-priority(regained, lost_s), number, name, still, lost_s))
+        now = priority(regained, lost_s / room_s[name] + memory[number])
+        if now < following:  # its turn comes later
+            heapq.heappush(heap, (-now, number, name, still, lost_s))
             continue
         move = state.move(name, still)
         lost_s = one.costs.total_s - before
-        if priority(regained, lost_s) < following:
+        now = priority(regained, lost_s / room_s[name] + memory[number])
+        if now < following:
             state.back(move)
-            heapq.heappush(heap, (-priority(regained, lost_s), number, name, still, lost_s))
+            heapq.heappush(heap, (-now, number, name, still, lost_s))
         elif trial.may_hold(name):
             trial.add(move)
         else:
@@ -118,6 +129,19 @@ def _regained(state: State, device_class: str, raised: Raise) -> float:
     return sum(
         one.part.variance[op][one.precision(op)] - one.part.variance[op][p] for op, p in raised.items()
     )
+
+
+def _memory_used(state: State, name: str, raised: Raise) -> float:
+    """The part of the room in memory that a raise takes, where FP32 would not fit; else 0."""
+    one = state.classes[name]
+    if not one.is_tight:
+        return 0.0
+    now = one.peak_bytes
+    room = max(one.part.budget_bytes - now, _LEAST_ROOM * one.part.budget_bytes)
+    move = state.move(name, raised)
+    used = (one.peak_bytes - now) / room
+    state.back(move)
+    return used
 
 
 class _Trial:

@@ -90,7 +90,7 @@ def allocate(
     target = state.step_s() * (1 + slack) if target_s is None else target_s
     _check_reachable(state, target, lower_all)
     state.late = dict.fromkeys(lowerable, _affordable(state, lowerable, target, margin))
-    greedy(state, lowerable, target, thorough=solver == "greedy")
+    greedy(state, lowerable, target)
     solved = milp.solve if solver == "milp" else milp.judge
     solution = solved(state, lowerable, target, gap=gap, time_limit_s=time_limit_s)
     plan = as_plan(

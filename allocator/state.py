@@ -49,6 +49,8 @@ class ClassState:
         else:
             self.lowering = like.lowering.copy()
             self._memory = like._memory.copy(part.profile.optimizer_bytes)
+        # Whether memory rules out what adds least variance: only then does a search have to look at bytes.
+        self.is_tight = self._memory.peak_bytes > part.budget_bytes
         self.costs = ClassCosts(self.lowering, part.profile)
         self._work: Work | None = None  # not asked for since the last change
         self._beside_s = self.work.total_s - self.costs.total_s
@@ -103,9 +105,8 @@ class ClassState:
         """The memory peak as it is now."""
         if self._peak_bytes is None and len(self._stale) > _MANY:
             device, lowering = self.part.device_class, self.lowering
-            lowered = Tabulated(lowering.graph, lowering.assignment(), device.narrow)
             self._peak_bytes = peak_bytes(
-                lowered,
+                Tabulated(lowering.graph, lowering.assignment(), device.narrow),
                 optimizer_bytes=self.part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,
                 device=device.device,
@@ -114,6 +115,11 @@ class ClassState:
             self._look_again()
             self._peak_bytes = self._memory.peak_bytes
         return self._peak_bytes
+
+    def bytes_at(self, when: int | None = None) -> tuple[int, int]:
+        """A time of the step, that of the peak if None, and the bytes in use then, margin included."""
+        self._look_again()
+        return self._memory.bytes_at(when)
 
     def memory(self) -> Memory:
         """What the memory is used for at its peak."""

@@ -128,8 +128,14 @@ class StepMemory:
     def peak_bytes(self) -> int:
         """The most bytes in use at any time, margin included, DDP's buckets being the gradients."""
 
-        most = max(0, int(self._change.cumsum().max()))
-        return self._persistent + most + margin_bytes(self.device, most)
+        return self.bytes_at()[1]
+
+    def bytes_at(self, when: int | None = None) -> tuple[int, int]:
+        """A time, that of the peak if None, and the bytes in use then, margin included."""
+        in_use = self._change.cumsum()
+        when = int(in_use.argmax()) if when is None else when
+        most = max(0, int(in_use[when]))
+        return when, self._persistent + most + margin_bytes(self.device, most)
 
     def curve(self) -> dict[str, list[int]]:
         """Bytes in use at each time of the step, by part: `throughout`, `casts`, `saved`, `transient`."""

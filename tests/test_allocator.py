@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import pose
-from qsync.allocator.recovery import PRIORITIES, recover, regained_per_second, variance_regained
+from qsync.allocator.recovery import PRIORITIES, recover, regained_per_room, variance_regained
 from qsync.allocator.state import State
 from qsync.cluster import Link
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
@@ -300,7 +300,7 @@ def test_what_a_raise_is_worth_is_looked_at_when_its_turn_comes():
     sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 4.0, "fc2": 3.0})
     state = State(pose(graph, {"infer": replace(base, ops=ops)}, sensitivity, cluster_of({"infer": 1})))
     state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), INT8))
-    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_second)
+    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_room)
     assert state.assignments()["infer"] == {"fc0": BF16, "fc1": BF16, "fc2": INT8}
 
 

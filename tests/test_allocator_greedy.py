@@ -1,0 +1,72 @@
+"""Greedy where memory is short: bytes count in the order of raises, and exchanges are paid in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
+
+from qsync.allocator import allocate, exchanges, recovery
+from qsync.allocator.fastest import fastest_start
+from qsync.allocator.greedy import greedy
+from qsync.allocator.problem import pose
+from qsync.allocator.state import State
+
+GRAPH = encoder(3, rows=512)
+PROFILES = {
+    name: profile_of(GRAPH, name, slow=slow, latency_s=1e-8, cast_s=1e-11)
+    for name, slow in (("train", 1.0), ("infer", 1.8))
+}
+
+
+def sensitivity(seed):
+    draw, found = Random(seed), sensitivity_of(GRAPH)
+    omega = {
+        op: {p: v * 10 ** draw.uniform(-2, 2) for p, v in modes.items()} for op, modes in found.omega.items()
+    }
+    return replace(found, omega=omega)
+
+
+def short(seed, memory, time):
+    """A problem whose budget and target lie so far between what the fastest start needs and what FP32 does."""
+    state = State(pose(GRAPH, PROFILES, sensitivity(seed), cluster_of()))
+    most, slowest_s = state.classes["infer"].peak_bytes, state.step_s()
+    fastest_start(state, "infer")
+    least = state.classes["infer"].peak_bytes
+    budgets = {"infer": int(least + memory * (most - least))}
+    state = State(pose(GRAPH, PROFILES, sensitivity(seed), cluster_of(), budgets=budgets))
+    fastest_start(state, "infer")
+    return state, state.step_s() + time * (slowest_s - state.step_s())
+
+
+def found(*short_of):
+    state, target = short(*short_of)
+    greedy(state, ["infer"], target)
+    assert recovery.holds(state, target)
+    return state.variance
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "short_of", "more"),
+    [(recovery, "_memory_used", (2, 0.6, 0.6), 1.4), (exchanges, "_bytes_saved", (1, 0.1, 0.3), 1.05)],
+)
+def test_bytes_count_where_memory_is_short(monkeypatch, room, name, short_of, more):
+    with_bytes = found(*short_of)
+    monkeypatch.setattr(room, name, lambda *args: 0)
+    assert found(*short_of) > more * with_bytes
+
+
+@pytest.mark.parametrize("short_of", [(0, 0.3, 0.5), (1, 0.1, 0.3), (2, 0.6, 0.6)])
+def test_the_exact_solver_adds_no_more_than_greedy_where_memory_is_short(short_of):
+    state, target = short(*short_of)
+    budgets = {"infer": state.classes["infer"].part.budget_bytes}
+    exact, fast = (
+        allocate(
+            GRAPH, PROFILES, sensitivity(short_of[0]), cluster_of(),
+            budgets=budgets, target_s=target, solver=solver, time_limit_s=3.0,
+        )
+        for solver in ("milp", "greedy")
+    )  # fmt: skip
+    assert exact.bound <= exact.added_variance * (1 + 1e-9) <= fast.added_variance * (1 + 2e-9)
