@@ -1,0 +1,80 @@
+"""experiments/allocation_random.py: made-up problems' plans keep their word, and wrong ones are seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from qsync.errors import InfeasibleError
+from qsync.experiments import allocation_random
+from qsync.experiments.allocation_random import counts, table, try_problem
+from qsync.experiments.random_problems import problem
+
+
+@pytest.fixture
+def in_short(monkeypatch):
+    monkeypatch.setattr(allocation_random, "TIME_LIMIT_S", 1.0)
+    monkeypatch.setattr(allocation_random, "MOST_TRIED", 300)
+
+
+def test_plans_of_thirty_problems_hold_and_what_is_called_infeasible_is(in_short):
+    rows = [try_problem(1, number) for number in range(30)]
+    found = counts(rows)
+    assert found["violations of plans"] == found["broke"] == 0
+    texts = [text for row in rows for text in row["wrong"]]
+    assert not [text for text in texts if "infeasible" in text or "bound" in text], texts
+    assert found["infeasible"] > 2 and found["infeasible, and every assignment tried"] > 0
+    assert found["of these something lowered"] > 10 and found["every assignment tried"] > 4
+
+
+def test_a_problem_is_a_function_of_its_number():
+    assert problem(0, 3) == problem(0, 3) != problem(0, 4)
+    assert len({len(problem(0, number).cluster.classes) for number in range(20)}) == 4
+
+
+def planned_with(monkeypatch, change):
+    """Rows of problems where `allocate` says something else than it found."""
+    real = allocation_random.allocate
+
+    def changed(*args, **options):
+        return change(real(*args, **options))
+
+    monkeypatch.setattr(allocation_random, "allocate", changed)
+    found = [try_problem(1, number) for number in range(12)]
+    return [row for row in found if "infeasible" not in row["milp"]]
+
+
+def test_a_plan_that_breaks_its_word_is_seen(in_short, monkeypatch):
+    rows = planned_with(monkeypatch, lambda plan: replace(plan, target_s=0.9 * plan.step_s))
+    assert rows and all(row["milp"]["violations"] and row["wrong"] for row in rows)
+    assert "over the target" in str(counts(rows)["problems with something wrong"])
+    assert table(counts(rows)).row_count > len(rows)
+
+
+def test_a_bound_above_what_there_is_is_seen(in_short, monkeypatch):
+    rows = planned_with(monkeypatch, lambda plan: replace(plan, bound=2 * plan.added_variance + 1.0))
+    assert rows and all(any("bound" in text for text in row["wrong"]) for row in rows)
+
+
+def test_a_problem_wrongly_called_infeasible_is_seen(in_short, monkeypatch):
+    def refuse(*args, **options):
+        raise InfeasibleError("no plan")
+
+    right = {number: try_problem(1, number) for number in range(20)}
+    wrong = [n for n, row in right.items() if row.get("tried") and "infeasible" not in row["milp"]]
+    monkeypatch.setattr(allocation_random, "allocate", refuse)
+    assert wrong
+    for number in wrong:
+        assert "called infeasible, but an assignment holds" in try_problem(1, number)["wrong"]
+
+
+def test_what_breaks_a_solver_is_a_row(in_short, monkeypatch):
+    def stumble(*args, **options):
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr(allocation_random, "allocate", stumble)
+    row = try_problem(1, 0)
+    assert counts([row])["broke"] == 2 and "ZeroDivisionError" in row["wrong"][0]
