@@ -39,6 +39,7 @@ from qsync.experiments.demo_rank import commit
 from qsync.experiments.subjects import NAMES
 from qsync.files import write_json, write_text
 
+OUT = Path("allocation")
 # Targets: parts of the way from the least step to that in FP32.
 PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 NOTES = (
@@ -54,9 +55,7 @@ NOTES = (
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for profiles, allocation.json, .md and .png.")] = Path(
-        "allocation"
-    ),
+    out: Annotated[Path, typer.Option(help="Folder for profiles, figures and a picture.")] = OUT,
     model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
     seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Random assignments per target.")] = 30,

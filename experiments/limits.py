@@ -133,7 +133,7 @@ def capture_llama() -> dict[str, Any]:
     seconds = time.perf_counter() - start
     return {
         "seconds": seconds,
-        "peak_bytes": _peak_resident_bytes(),
+        "peak_bytes": peak_resident_bytes(),
         "num_ops": len(graph.ops),
         "num_parameters": sum(value.num_elements for value in graph.parameters),
     }
@@ -143,9 +143,9 @@ def compare_steps() -> dict[str, Any]:
     """Train a BERT of 4 layers, 512 wide, and its twin under an all-FP32 plan, in turn on equal batches."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plain = _bert(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
+    plain = bert(num_hidden_layers=4, hidden_size=512, num_attention_heads=8, intermediate_size=2048)
     wrapped = copy.deepcopy(plain)
-    batches = [_tokens(4, 128, seed) for seed in range(4)]
+    batches = [tokens(4, 128, seed) for seed in range(4)]
     graph = qsync.capture(wrapped, batches[0])
     assignment = {op.name: Precision.FP32 for op in graph.adjustable}
     qsync.wrap(wrapped, Plan(graph.model, graph.hash, {"here": ClassPlan(assignment)}))
@@ -178,7 +178,7 @@ def compare_steps() -> dict[str, Any]:
 def bert_base() -> OpGraph:
     """The graph of BERT-base in training, 8 sequences of 128 tokens. Captured on the meta device."""
     with torch.device("meta"):
-        return qsync.capture(_bert(), _tokens(8, 128))
+        return qsync.capture(bert(), tokens(8, 128))
 
 
 def synthetic_basis(graph: OpGraph) -> Basis:
@@ -234,13 +234,13 @@ def _measured(op: Op) -> tuple[Precision, ...]:
     return tuple(p for p in PRECISIONS_BY_KIND.get(op.kind, ()) if p in PRECISIONS)
 
 
-def _bert(**sizes: int) -> torch.nn.Module:
+def bert(**sizes: int) -> torch.nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     return BertForSequenceClassification(BertConfig(**sizes))
 
 
-def _tokens(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+def tokens(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """A batch on the device in force, the meta device included."""
     if torch.get_default_device().type == "meta":
         tokens, labels = torch.empty(rows, length, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
@@ -256,7 +256,7 @@ def _equal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | 
     return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
 
 
-def _peak_resident_bytes() -> int:
+def peak_resident_bytes() -> int:
     """This process's own peak. Not getrusage's: that one remembers the process it was started from."""
     line = next(
         line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")

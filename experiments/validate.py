@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from qsync.experiments import subjects
 from qsync.experiments.demo_runs import FAST, WEAK
 from qsync.experiments.ranks import backend_of, leave, placed
 from qsync.experiments.training import make_optimizer
+from qsync.plans import Plan
+from qsync.precision import Precision
 from qsync.progress import shown_on_rank_zero
 from qsync.replayer.comparison import Validation
 
@@ -37,8 +40,11 @@ def run_validation(
     seed: int = 0,
     weak_share: float = 0.5,
     out: Path = Path("validation"),
+    plans: Mapping[str, Plan] | None = None,
 ) -> Validation:
     """Random plans of one of the experiments' models on real ranks of this machine; kept in `out`.
+
+    Or the given plans, by name, of classes called as the demo calls them.
 
     Raises QSyncError for an unknown model, numbers that cannot be used, and when a rank failed.
 
@@ -55,9 +61,10 @@ def run_validation(
     out = Path(out).absolute()
     if out.exists() and not out.is_dir():
         raise QSyncError(f"--out {out} is a file; name a folder")
+    given = {name: plan.to_json() for name, plan in plans.items()} if plans else None
     config = {
-        "model": model, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": weak_share,
-        "out": str(out),
+        "model": model, "plans": given, "num_plans": num_plans, "turns": turns, "seed": seed,
+        "weak_share": weak_share, "out": str(out),
     }  # fmt: skip
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
@@ -115,6 +122,14 @@ def kinds_table(validation: Validation, most: int = 12) -> Table:
     return shown
 
 
+def assignments(plans: Mapping[str, Any] | None) -> dict[str, dict[str, Mapping[str, Precision]]] | None:
+    """What plans, as JSON, assign to each class."""
+    if plans is None:
+        return None
+    found = {name: Plan.from_json(plan) for name, plan in plans.items()}
+    return {name: {c: of.assignment for c, of in plan.classes.items()} for name, plan in found.items()}
+
+
 def main() -> None:
     """Entry point of a rank, with the configuration as JSON."""
     config: dict[str, Any] = json.loads(sys.argv[1])
@@ -134,7 +149,7 @@ def main() -> None:
                     num_plans=config["num_plans"], turns=config["turns"], seed=config["seed"],
                     device_class=FAST if rank == 0 else WEAK, emulated_share=share,
                     make_optimizer=make_optimizer(chosen.lr), bucket_cap_mb=BUCKET_CAP_MB,
-                    folder=config["out"], progress=progress,
+                    folder=config["out"], progress=progress, plans=assignments(config["plans"]),
                 )  # fmt: skip
     except QSyncError as error:
         leave("validate", error)

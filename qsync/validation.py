@@ -24,7 +24,7 @@ from qsync.contract import agree
 from qsync.devices import candidates, device_of, machine
 from qsync.errors import CalibrationError
 from qsync.folders import Basis
-from qsync.graph import OpGraph
+from qsync.graph import OpGraph, digest
 from qsync.hybrids import agree_on_class
 from qsync.lockstep import Lockstep, job_clock
 from qsync.precision import PRECISIONS_BY_KIND, Precision
@@ -60,12 +60,14 @@ def validate(
     folder: str | Path | None = None,
     progress: jobs.Progress = lambda text: None,
     loader: Iterable[Any] | None = None,
+    plans: Mapping[str, Mapping[str, Assignment]] | None = None,
 ) -> tuple[Validation, Basis]:
     """Run random plans of `model` on every rank of this job and say by how much replay misses each, and why.
 
     Called on every rank of a torchrun job, or alone. Trains `model` on `example_batch`: pass a copy, or load
     a checkpoint afterwards. `turns` times every plan takes `steps` counted steps; before each a batch is
-    taken from `loader`, if given, and only timed. The result is the same on every rank, and rank 0 keeps it
+    taken from `loader`, if given, and only timed. `plans` (name -> class -> assignment), the same on every
+    rank, are run in place of random ones. The result is the same on every rank, and rank 0 keeps it
     in `folder`, if given, as validation.json beside the profiles. Raises CalibrationError for numbers that
     cannot be used.
 
@@ -77,7 +79,9 @@ def validate(
             raise CalibrationError(f"{name} must be at least {least}, found {value}")
     device = device_of(model)
     jobs.join_job(device)
-    jobs.check_models(model, {"the validation's seed": seed, "its number of plans": num_plans})
+    given = digest({name: {c: dict(of) for c, of in plan.items()} for name, plan in (plans or {}).items()})
+    facts = {"the validation's seed": seed, "its number of plans": num_plans, "its plans": given}
+    jobs.check_models(model, facts)
     own = agree_on_class(model, emulated_share, device_class)
     graph = jobs.form_graph(model, example_batch, loss_fn)
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(candidates(own))
@@ -88,10 +92,12 @@ def validate(
     cluster = jobs.form_cluster(own, device, progress, rounds=1)[0]
     everyone = agree("gathering precisions", lambda: [own.name, [str(p) for p in chosen]])
     usable = {name: [Precision(p) for p in texts] for name, texts in reversed(everyone)}
-    plans = random_plans(graph, cluster, usable, num_plans, seed)
+    if plans is None:
+        drawn = random_plans(graph, cluster, usable, num_plans, seed)
+        plans = {f"random {k + 1}": plan for k, plan in enumerate(drawn)}
     for turn in range(turns):
         where = f"turn {turn + 1} of {turns}"
-        ranks.turn([plan[own.name] for plan in plans], steps, where, random.Random(f"{seed} {turn}"))
+        ranks.turn([plan[own.name] for plan in plans.values()], steps, where, random.Random(f"{seed} {turn}"))
     slow = ranks.slow()
     cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
     basis = ranks.basis(graph, cluster, slow, cap)
@@ -102,11 +108,11 @@ def validate(
         by_class.setdefault(name, entries)
     comparisons = tuple(
         compare(
-            f"random {k + 1}", graph, basis.profiles,
+            name, graph, basis.profiles,
             replay(graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=cap), plan,
-            {name: Measured(**entries[k]) for name, entries in by_class.items()},
+            {c: Measured(**entries[k]) for c, entries in by_class.items()},
         )
-        for k, plan in enumerate(plans)
+        for k, (name, plan) in enumerate(plans.items())
     )  # fmt: skip
     validation = Validation(graph.model, machine(), seed, comparisons)
     if folder is not None and (not dist.is_initialized() or dist.get_rank() == 0):

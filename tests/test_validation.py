@@ -127,6 +127,17 @@ def test_one_process_validates_alone_and_keeps_the_result(tmp_path):
     ]
 
 
+def test_plans_that_are_given_are_run_in_place_of_random_ones():
+    name = qsync.capture(Net(), (BATCH[0],)).adjustable[0].name
+    given = {"low": {"here": {name: Precision.BF16}}, "high": {"here": {}}}
+    options = {"turns": 1, "steps": 1, "device_class": "here", "plans": given}
+    validation = qsync.validate(Net(), BATCH, loss, precisions=["fp32", "bf16"], **options)[0]
+    low, high = validation.comparisons
+    assert (low.name, high.name) == ("low", "high")
+    assert low.assignments["here"] == {name: "bf16"} and high.assignments["here"] == {}
+    assert "linear bf16" in low.by_kind["here"] and "linear bf16" not in high.by_kind["here"]
+
+
 def test_phases_add_up_to_periods_and_hooks_are_left_nowhere():
     model = Net()
     optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, Net()))
