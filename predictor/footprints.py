@@ -19,7 +19,7 @@ from qsync.graph import OpGraph
 from qsync.lowering import Cast, Run
 from qsync.predictor.kept import Kept
 from qsync.predictor.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, Span, layout
-from qsync.predictor.memory import bytes_throughout, margin_bytes
+from qsync.predictor.memory import StepMemory, bytes_throughout, margin_bytes
 from qsync.remembered import Remembered
 from qsync.tabulated import Tables, Tabulated, tables
 
@@ -274,6 +274,11 @@ def peak_bytes(
 
     >>> peak_bytes(Tabulated(graph, assignment), optimizer_bytes=profile.optimizer_bytes)
     """
+    if lowered.graph.recomputed:  # whose tensors live twice, at times that follow no base
+        step = StepMemory(
+            lowered.lowered(), optimizer_bytes=optimizer_bytes, num_ranks=num_ranks, device=device
+        )
+        return step.peak_bytes
     of_graph = _FOOTPRINTS.of(lowered.graph, dict)
     key = (device, num_ranks > 1)
     if key not in of_graph:

@@ -17,6 +17,7 @@ from qsync.lowering import FUSED, Cast, Run
 from qsync.precision import is_encoded, type_bytes
 from qsync.predictor.blocks import block_bytes
 from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
+from qsync.predictor.recomputed import Recomputed
 from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
 from qsync.remembered import Remembered
 
@@ -51,6 +52,10 @@ class Layout:
         self.root = families(graph, self.dtype)
         self.involved = self._involve()
         self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
+        blocks = graph.recomputed
+        self.recomputed = Recomputed(blocks, len(graph.ops), self.position, self.involved) if blocks else None
+        # The last time of a step: later than `end` where something is computed twice.
+        self.last = self.recomputed.end if self.recomputed else self.end
 
     def _involve(self) -> dict[str, list[int]]:
         """For every storage the operators that make it, or read it or one of its views, in order."""
@@ -103,6 +108,8 @@ class Lifetimes:
     def of(self, what: str | int) -> list[Span]:
         """The tensors of a value (one that is no view) by its name, or those an operator needs besides."""
         found = _Family(self, what).spans if isinstance(what, str) else list(self.needs(what))
+        if self.layout.recomputed is not None:
+            found = [life for span in found for life in self.layout.recomputed.lives(what, span)]
         if self.device == "cuda":
             found = [replace(span, num_bytes=block_bytes(span.num_bytes)) for span in found]
         return found

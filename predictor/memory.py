@@ -103,7 +103,7 @@ class StepMemory:
         self.graph: OpGraph = lowered.graph
         self.optimizer_bytes, self.num_ranks, self.device = optimizer_bytes, num_ranks, device
         self.layout = layout(self.graph)
-        self.end = self.layout.end
+        self.end = self.layout.last
         self._persistent = optimizer_bytes + bytes_throughout(self.graph)
         self._read(lowered)
         self._lives = Lifetimes(self.layout, self._runs, self._casts, device, num_ranks > 1)
@@ -135,7 +135,8 @@ class StepMemory:
         in_use = self._change.cumsum()
         when = int(in_use.argmax()) if when is None else when
         most = max(0, int(in_use[when]))
-        return when, self._persistent + most + margin_bytes(self.device, most)
+        margin = margin_bytes(self.device, most, bool(self.graph.recomputed))
+        return when, self._persistent + most + margin
 
     def curve(self) -> dict[str, list[int]]:
         """Bytes in use at each time of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
@@ -189,7 +190,7 @@ class StepMemory:
             buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
             inputs=sum(type_bytes(v.dtype, v.num_elements) for v in beside),
             **parts,
-            margin=margin_bytes(self.device, sum(parts.values())),
+            margin=margin_bytes(self.device, sum(parts.values()), bool(self.graph.recomputed)),
             saved_by={op: num_bytes for op, num_bytes in saved_by.items() if num_bytes},
         )
 
@@ -238,9 +239,15 @@ def stated_error(device: str) -> float:
     return SAFETY * float(worst.get(device, max(worst.values())))
 
 
-def margin_bytes(device: str, num_bytes: int) -> int:
+# The most by which that was ever too small where blocks are recomputed: of 48 runs (GPT, BERT, ViT, BERT with
+# dropout; FP32, BF16, INT8; 0 to 4 blocks; torch 2.13 CPU) one, of INT8 with dropout, missed this part.
+RECOMPUTED = 0.01
+
+
+def margin_bytes(device: str, num_bytes: int, recomputed: bool = False) -> int:
     """By how much a prediction of what comes and goes may be too small."""
-    return math.ceil(stated_error(device) * num_bytes) + (SEGMENTS if device == "cuda" else 0)
+    part = max(stated_error(device), SAFETY * RECOMPUTED if recomputed else 0.0)
+    return math.ceil(part * num_bytes) + (SEGMENTS if device == "cuda" else 0)
 
 
 def bytes_throughout(graph: OpGraph) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qsync import backend, runtime
+from qsync.checkpointing import recompute
 from qsync.cluster import DeviceClass
 from qsync.devices import candidates, detect_class, device_of, machine
 from qsync.errors import CalibrationError, QSyncError, UnsupportedError
@@ -230,6 +231,7 @@ def wrap(
                 f"{', '.join(available)}; name this device's own class, or plan again"
             )
     saving_less = everywhere or runtime.saving(plan[device_class].saving_less)
+    recompute(model, plan.levers[device_class].recomputed if plan.levers else ())
     runtime.attach(model, runtime.following(assignment), plan.check_graph, saving_less)
     return model
 

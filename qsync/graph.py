@@ -87,13 +87,16 @@ class Op:
 class OpGraph:
     """A model's operators in execution order, with what enters the graph.
 
-    Graph breaks are joined in order.
+    Graph breaks are joined in order. `recomputed` are blocks that compute forward once more in backward, each
+    as the positions of its first and last operator, where a plan wants that (`qsync.levers`); it is in no
+    file.
     """
 
     model: str
     inputs: tuple[Input, ...]
     ops: tuple[Op, ...]
     num_segments: int = 1
+    recomputed: tuple[tuple[int, int], ...] = ()
 
     @property
     def adjustable(self) -> tuple[Op, ...]:

@@ -427,6 +427,7 @@ def _module_path(text: str) -> str:
     """`L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"^L\['[^']*'\]", "", text)
     text = re.sub(r"\._(?:modules|orig_mod)\b", "", text)
+    text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module itself, as qsync.checkpointing calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
     return text.strip(".").removesuffix("._call_impl")
 

@@ -16,6 +16,7 @@ from qsync.levers import ClassLevers, Levers, Setting, samples_of
 from qsync.profiles import Profile
 from qsync.replayer.batches import Sized, carried, resized
 from qsync.replayer.passes import repeated, standing_by
+from qsync.replayer.recomputing import recomputing, with_recomputed
 
 
 def under(
@@ -76,6 +77,7 @@ def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Size
             )
         at = resized(graph, other.graph, size)
         found = carried(profile, graph, other, size, at, loaded=samples)
-    found = repeated(found, at, levers.passes)
+    at = with_recomputed(at, levers.recomputed)
+    found = repeated(recomputing(found, at), at, levers.passes)
     setting = Setting(standing_by(at, levers.passes), samples, graph.shapes_hash, captured, levers)
     return replace(found, setting=setting)
