@@ -30,7 +30,7 @@ def sensitivity(seed):
 
 
 def short(seed, memory, time):
-    """A problem whose budget and target lie so far between what the fastest start needs and what FP32 does."""
+    """Its budget and target lie so far between what the fastest start needs and what FP32 does."""
     state = State(pose(GRAPH, PROFILES, sensitivity(seed), cluster_of()))
     most, slowest_s = state.classes["infer"].peak_bytes, state.step_s()
     fastest_start(state, "infer")
