@@ -84,8 +84,8 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
     if chosen is None:
         return False
     move = state.move(device_class, dict.fromkeys((op for group in equal for op in group), chosen))
-    # Groups beside each other may share what the one gained: then each is looked at for itself.
-    if now - one.costs.total_s < (1 - _MEANINGFUL) * len(equal) * (now - best):
+    # Groups beside each other may be in each other's way: then each is looked at for itself.
+    if one.costs.total_s > best + _MEANINGFUL * now:
         state.back(move)
         state.move(device_class, dict.fromkeys(group, chosen))
         for other in equal[1:]:

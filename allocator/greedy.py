@@ -24,7 +24,7 @@ def greedy(state: State, lowerable: list[str], target_s: float) -> None:
     Recovery from every start that reaches the target and in every order, of which the one that adds least
     variance stands, the first of equals; then exchanges. Beside the fastest start every uniform assignment is
     a start, so the plan never adds more variance than the best uniform choice that is fast enough (ours).
-    With too many operators for that, one recovery.
+    With too many operators for that, one start and one order.
     """
     best, least = state.assignments(), state.variance
     few = sum(len(state.problem.classes[name].choices) for name in lowerable) <= _MANY
@@ -37,7 +37,7 @@ def greedy(state: State, lowerable: list[str], target_s: float) -> None:
             if state.variance < least:
                 best, least = state.assignments(), state.variance
     state.restore(best)
-    for _ in range(_MAX_EXCHANGES if few else 0):
+    for _ in range(_MAX_EXCHANGES if few else 1):
         if not exchange(state, lowerable, target_s):
             break
         recover(state, lowerable, target_s, PRIORITIES[-1])

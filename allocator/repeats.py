@@ -94,7 +94,7 @@ def _alike(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
 
 def _of_op(op: Op, part: ClassProblem) -> tuple[Hashable, ...]:
     costs = tuple(part.profile.ops.get(op.name, {}).items())
-    return op.role, op.magnitude, op.exposed, costs, part.choices.get(op.name)
+    return op.role, op.magnitude, op.exposed, costs, frozenset(part.choices.get(op.name, ()))
 
 
 def _numbered(keys: Sequence[Hashable]) -> Hashes:
