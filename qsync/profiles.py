@@ -210,7 +210,8 @@ class Profile:
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
-        body = asdict(replace(self, setting=None))
+        # Without what is written in another way below: of a large graph that is nearly everything.
+        body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}))
         del body["setting"]
         if self.setting:
             body["levers"] = asdict(self.setting.levers)
