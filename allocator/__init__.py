@@ -8,8 +8,10 @@ from qsync.allocator.reasons import Reason, explain
 from qsync.allocator.refused import Refusal, refusals
 from qsync.allocator.shadow import Alternative, ShadowPrice, shadow_prices
 from qsync.allocator.solving import allocate
+from qsync.allocator.together import alike
+from qsync.allocator.within import fastest_within
 
 __all__ = [
-    "Alternative", "Certificate", "Reason", "Refusal", "ShadowPrice", "allocate", "check_plan", "doubts",
-    "explain", "frontier", "refusals", "shadow_prices", "uniform",
+    "Alternative", "Certificate", "Reason", "Refusal", "ShadowPrice", "alike", "allocate", "check_plan",
+    "doubts", "explain", "fastest_within", "frontier", "refusals", "shadow_prices", "uniform",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from qsync.allocator.averaging import gradient_weight
 from qsync.allocator.problem import check_sensitivity
+from qsync.allocator.together import alike
 from qsync.cluster import Cluster
 from qsync.errors import QSyncError
 from qsync.graph import OpGraph
@@ -106,6 +107,20 @@ def _illegal(
                 found.append(
                     f"{op} runs in {precision} on {name}, which was not measured; profile this class again"
                 )
+    return found + _not_alike(graph, plan)
+
+
+def _not_alike(graph: OpGraph, plan: Plan) -> list[str]:
+    """Operators that the plan itself says are to run alike, and do not."""
+    found = []
+    for first, *others in alike(graph, plan.together):
+        for name, entry in plan.classes.items():
+            now = {op: entry.assignment.get(op, Precision.FP32) for op in (first, *others)}
+            found += [
+                f"{first} and {op} are to run alike, but run in {now[first]} and {now[op]} on {name}"
+                for op in others
+                if now[op] is not now[first]
+            ]
     return found
 
 

@@ -64,7 +64,7 @@ def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]])
     readers: dict[str, list[str]] = {}
     for op in graph.adjustable:
         for value in dict.fromkeys(op.inputs):
-            if len(choices[op.name]) > 1:
+            if len(choices.get(op.name, ())) > 1:
                 readers.setdefault(value, []).append(op.name)
     return list(dict.fromkeys(tuple(group) for group in readers.values() if len(group) > 1))
 

@@ -44,6 +44,8 @@ class LinearClass:
             able = [p for p in options if weight * part.variance[op][p] <= most] or [options[-1]]
             bits = self.program.choice([weight * part.variance[op][p] for p in able])
             self.chosen[op] = dict(zip(able, bits, strict=True))
+        for op, partners in part.partners.items():
+            self.chosen |= dict.fromkeys(partners, self.chosen[op])
         self.settled_cost = sum(
             weight * part.variance[op][next(iter(bits))] for op, bits in self.chosen.items() if len(bits) == 1
         )

@@ -151,7 +151,7 @@ class _Class:
         if self._is_settled:
             return self._variance
         end = time.perf_counter() + time_limit_s
-        few = sum(len(bits) > 1 for bits in self._linear.chosen.values()) <= _FEW
+        few = sum(len(self._linear.chosen[op]) > 1 for op in self._one.part.choices) <= _FEW
         bound, exact, target_s = 0.0, True, self._target_s
         for _ in range(_MAX_CUTS if few else _MAX_ROUNDS):
             found, least = self._solved(target_s, end - time.perf_counter(), gap)
@@ -283,8 +283,8 @@ class _Class:
         state, one = self._state, self._one
         (when, peak), budget = one.bytes_at(), one.part.budget_bytes
         row = Sum(constant=float(peak - budget))
-        for op, bits in self._linear.chosen.items():
-            for precision, bit in bits.items():
+        for op in one.part.choices:
+            for precision, bit in self._linear.chosen[op].items():
                 if precision is not assignment[op]:
                     move = state.move(self.name, {op: precision})
                     row.add(bit, float(one.bytes_at(when)[1] - peak))

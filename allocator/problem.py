@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.allocator.averaging import gradient_weight
+from qsync.allocator.together import alike, check_pins
 from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.graph import Op, OpGraph
@@ -39,7 +40,8 @@ RANK = {
 class ClassProblem:
     """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
 
-    `graph` is that of one pass under the class's levers.
+    `graph` is that of one pass under the class's levers. Of operators that run alike the first has the
+    choices, and the variance of all; `partners` names the others.
     """
 
     device_class: DeviceClass
@@ -48,11 +50,20 @@ class ClassProblem:
     choices: Mapping[str, tuple[Precision, ...]]
     variance: Mapping[str, Mapping[Precision, float]]
     graph: OpGraph
+    partners: Mapping[str, tuple[str, ...]]
 
     @property
     def highest(self) -> dict[str, Precision]:
         """The assignment that adds least variance: FP32 but for what is pinned."""
-        return {op: options[-1] for op, options in self.choices.items()}
+        return self.with_partners({op: options[-1] for op, options in self.choices.items()})
+
+    def with_partners(self, assignment: Mapping[str, Precision]) -> dict[str, Precision]:
+        """An assignment with those who run as others do."""
+        found = dict(assignment)
+        for op, partners in self.partners.items():
+            if op in assignment:
+                found |= dict.fromkeys(partners, assignment[op])
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +84,14 @@ def pose(
     *,
     budgets: Mapping[str, int] | None = None,
     pins: Mapping[str, str | Precision] | None = None,
+    together: Sequence[Sequence[str]] = (),
     bucket_cap_bytes: int | None = None,
 ) -> Problem:
     """Check that everything belongs together, and list what may be chosen.
 
     A precision may be chosen where the operator's kind, the class and its profile all have it, and a kernel
-    of such a device serves the operator's shapes. Raises MismatchError, UnsupportedError, FormatError or
+    of such a device serves the operator's shapes. `together` are patterns of operators that run alike
+    (`alike`). Raises MismatchError, UnsupportedError, FormatError or
     CalibrationError naming the class or operator that is wrong.
     """
     check_profiles(graph, profiles, cluster)
@@ -87,7 +100,9 @@ def pose(
         cluster[name]  # FormatError for a class that is not there
         if not budget >= 1:
             raise FormatError(f"the memory budget of {name} must be positive, found {budget}; give bytes")
-    pinned = _pinned(graph, pins or {})
+    pinned, groups = _pinned(graph, pins or {}), alike(graph, together)
+    check_pins(groups, pinned)
+    partners = {group[0]: group[1:] for group in groups}
     classes = {}
     for device_class in cluster.classes:
         name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
@@ -99,9 +114,32 @@ def pose(
             options = _choices(op, device_class, profiles[name], pinned.get(op.name), refused)
             variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
             choices[op.name] = _from_lowest(options, variance[op.name])
+        for group in groups:
+            _join(name, group, choices, variance)
         budget = (budgets or {}).get(name, device_class.memory_bytes)
-        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance, at)
+        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance, at, partners)
     return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
+
+
+def _join(
+    name: str,
+    group: Sequence[str],
+    choices: dict[str, tuple[Precision, ...]],
+    variance: dict[str, dict[Precision, float]],
+) -> None:
+    """Leave the choice, and the variance of all, to the first of operators that run alike."""
+    shared = [p for p in choices[group[0]] if all(p in choices[op] for op in group)]
+    if not shared:
+        has = "; ".join(f"{op} can run in {', '.join(choices[op])}" for op in group)
+        raise UnsupportedError(
+            f"{', '.join(group)} are to run alike on {name}, which no precision allows ({has}); do not put "
+            "them together, or pin them otherwise"
+        )
+    variance[group[0]] = {p: sum(variance[op][p] for op in group) for p in shared}
+    choices[group[0]] = _from_lowest(shared, variance[group[0]])
+    for op in group[1:]:
+        variance[op] = dict.fromkeys(shared, 0.0)
+        del choices[op]
 
 
 def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from qsync.allocator import milp
@@ -37,6 +37,7 @@ def allocate(
     slack: float = 0.0,
     budgets: Mapping[str, int] | None = None,
     pins: Mapping[str, str | Precision] | None = None,
+    together: Sequence[Sequence[str]] = (),
     lower_all: bool = False,
     margin: float = 0.0,
     bucket_cap_bytes: int | None = None,
@@ -52,7 +53,8 @@ def allocate(
     T is `target_s` (seconds) if given, else the least step the cluster reaches with its strongest class in
     FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only
     with `lower_all`, or where FP32 does not fit in its memory. `budgets` (bytes by class) take the place of
-    the cluster's memory; `pins` map patterns of operator names to precisions. With `margin` the lowered
+    the cluster's memory; `pins` map patterns of operator names to precisions, and `together` are patterns of
+    operators that run alike (`qsync.allocator.together.alike`). With `margin` the lowered
     classes reach the target even when their compute takes that part longer than predicted, as far as the
     fastest start allows: a step waits for whoever is late, and a class planned to the last millisecond is
     late at every other step (ours).
@@ -81,7 +83,14 @@ def allocate(
     if not 0.0 < time_limit_s < math.inf:
         raise FormatError(f"the time limit must be positive and finite, found {time_limit_s}; give seconds")
     problem = pose(
-        graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, bucket_cap_bytes=bucket_cap_bytes
+        graph,
+        profiles,
+        sensitivity,
+        cluster,
+        budgets=budgets,
+        pins=pins,
+        together=together,
+        bucket_cap_bytes=bucket_cap_bytes,
     )
     state = State(problem)
     lowerable = _lowerable(state, lower_all)
@@ -99,8 +108,9 @@ def allocate(
     )  # fmt: skip
     pinned = {pattern: Precision.parse(text) for pattern, text in (pins or {}).items()}
     return replace(
-        plan, margin=margin or None, solver=solver, bound=solution.bound, pins=pinned, budgets=budgets or {}
-    )
+        plan, margin=margin or None, solver=solver, bound=solution.bound, pins=pinned, budgets=budgets or {},
+        together=tuple(tuple(patterns) for patterns in together),
+    )  # fmt: skip
 
 
 def _affordable(state: State, lowerable: list[str], target_s: float, margin: float) -> float:

@@ -96,8 +96,9 @@ class ClassState:
 
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
         """What `costs.total_s` is at another assignment, to the last digits."""
-        narrow = self.part.device_class.narrow
-        priced = price(Tabulated(self.lowering.graph, assignment, narrow), self.part.profile)
+        part = self.part
+        lowered = Tabulated(part.graph, part.with_partners(assignment), part.device_class.narrow)
+        priced = price(lowered, part.profile)
         return float(priced.forward_s.sum() + priced.backward_s.sum())
 
     @property
@@ -154,7 +155,7 @@ class State:
     def move(self, device_class: str, assignment: Mapping[str, Precision]) -> Move:
         """Give some operators of one class other precisions; `back` undoes it exactly."""
         state, changes = self.classes[device_class], []
-        for op, precision in assignment.items():
+        for op, precision in state.part.with_partners(assignment).items():
             if state.precision(op) is not precision:
                 change = state.lowering.assign(op, precision)
                 state.changed(change.touched)
@@ -179,7 +180,8 @@ class State:
         Asked once for operators that find the same around themselves.
         """
         state = self.classes[device_class]
-        key = tuple((places[op], precision) for op, precision in changed.items())
+        everyone = state.part.with_partners(changed)
+        key = tuple((places[op], precision) for op, precision in everyone.items())
         if key not in state.known_s:
             now = state.costs.total_s
             move = self.move(device_class, changed)

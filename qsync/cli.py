@@ -204,6 +204,14 @@ def plan(
     exclude: Annotated[
         list[str] | None, typer.Option(help="Keep operators that match a pattern in FP32. Repeatable.")
     ] = None,
+    together: Annotated[
+        list[str] | None,
+        typer.Option(help="Operators that run alike: '*.q,*.k,*.v' for those of every layer. Repeatable."),
+    ] = None,
+    max_variance: Annotated[
+        float | None,
+        typer.Option(help="The fastest step that adds no more variance than this.", show_default="no limit"),
+    ] = None,
     margin: Annotated[
         float, typer.Option(help="Part by which lowered classes may be late and still reach the target.")
     ] = 0.0,
@@ -236,7 +244,7 @@ def plan(
             "which FOLDER to plan for is missing; name one that qsync demo or qsync.hybrid wrote"
         )
 
-    from qsync.allocator import allocate, doubts
+    from qsync.allocator import doubts
     from qsync.whatif import load_basis
 
     pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
@@ -251,18 +259,20 @@ def plan(
     found = load_basis(basis, cluster, force=force)
     options: dict[str, Any] = {
         "budgets": budgets, "pins": pins, "lower_all": lower_all, "margin": margin,
+        "together": [[one.strip() for one in group.split(",")] for group in together or []],
         "solver": solver, "gap": gap, "time_limit_s": time_limit,
         "bucket_cap_bytes": int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
     }  # fmt: skip
+    if max_variance is not None and (target_step is not None or slack):
+        raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")
     if pareto is not None:
-        if target_step is not None or slack:
-            raise QSyncError("--pareto plans for every step time; leave out --target-step and --slack")
+        if target_step is not None or slack or max_variance is not None:
+            raise QSyncError(
+                "--pareto plans for every step time; leave out --target-step, --slack and --max-variance"
+            )
         _plan_frontier(found, pareto, out, options, as_json)
         return
-    chosen = allocate(
-        found.graph, found.profiles, found.sensitivity, found.cluster,
-        target_s=target_step, slack=slack, **options,
-    )  # fmt: skip
+    chosen = _planned(found, max_variance, options | {"target_s": target_step, "slack": slack})
     _check(found, chosen, budgets)
     warnings = doubts(found.graph, chosen, found.profiles, found.cluster, budgets)
     chosen.save(out)
@@ -280,6 +290,16 @@ def plan(
     for warning in warnings:
         console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
+
+
+def _planned(found: Any, max_variance: float | None, options: dict[str, Any]) -> Any:
+    from qsync.allocator import allocate, fastest_within
+
+    parts = (found.graph, found.profiles, found.sensitivity, found.cluster)
+    if max_variance is None:
+        return allocate(*parts, **options)
+    with Console(stderr=True).status("planning") as status:
+        return fastest_within(*parts, max_variance, progress=status.update, **options)
 
 
 def _plan_frontier(found: Any, num: int, out: Path, options: dict[str, Any], as_json: bool) -> None:

@@ -72,6 +72,7 @@ class Plan:
     levers: Levers | None = None  # what it changes beside precisions
     pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
     budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
+    together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -236,6 +237,8 @@ class Plan:
             body["pins"] = {pattern: str(precision) for pattern, precision in sorted(self.pins.items())}
         if self.budgets:
             body["budgets"] = dict(sorted(self.budgets.items()))
+        if self.together:
+            body["together"] = [list(patterns) for patterns in self.together]
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -271,6 +274,7 @@ class Plan:
             Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
             {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
             _mapping(value, "budgets"),
+            tuple(tuple(str(pattern) for pattern in patterns) for patterns in value.get("together") or ()),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan

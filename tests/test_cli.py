@@ -483,3 +483,18 @@ def test_planning_imports_no_torch(folder):
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def test_operators_can_be_told_to_run_alike_and_variance_can_be_limited(qsync, refused, folder):
+    _, out, _ = qsync("plan", folder, "--json", "--together", "*.query, *.key,*.value")
+    chosen = json.loads(out)
+    assignment = chosen["classes"]["infer"]["assignment"]
+    assert len({assignment[f"layer.0.{one}"] for one in ("query", "key", "value")}) == 1
+    variance = sum(entry["predicted"]["added_variance"] for entry in chosen["classes"].values())
+    code, out, _ = qsync("plan", folder, "--json", "--max-variance", str(variance / 2))
+    limited = json.loads(out)
+    added = sum(entry["predicted"]["added_variance"] for entry in limited["classes"].values())
+    assert code == 0 and added <= variance / 2 and limited["step_s"] > chosen["step_s"]
+    assert "leave out" in refused("plan", folder, "--max-variance", "1", "--slack", "0.1")
+    assert "negative" in refused("plan", folder, "--max-variance", "-1")
+    assert "no adjustable operator" in refused("plan", folder, "--together", "*.query,*.kee")
