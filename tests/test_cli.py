@@ -486,6 +486,9 @@ def test_planning_imports_no_torch(folder):
 
 
 def test_operators_can_be_told_to_run_alike_and_variance_can_be_limited(qsync, refused, folder):
+    assert "leave out" in refused("plan", folder, "--max-variance", "1", "--slack", "0.1")
+    assert "negative" in refused("plan", folder, "--max-variance", "-1")
+    assert "no adjustable operator" in refused("plan", folder, "--together", "*.query,*.kee")
     _, out, _ = qsync("plan", folder, "--json", "--together", "*.query, *.key,*.value")
     chosen = json.loads(out)
     assignment = chosen["classes"]["infer"]["assignment"]
@@ -495,6 +498,3 @@ def test_operators_can_be_told_to_run_alike_and_variance_can_be_limited(qsync, r
     limited = json.loads(out)
     added = sum(entry["predicted"]["added_variance"] for entry in limited["classes"].values())
     assert code == 0 and added <= variance / 2 and limited["step_s"] > chosen["step_s"]
-    assert "leave out" in refused("plan", folder, "--max-variance", "1", "--slack", "0.1")
-    assert "negative" in refused("plan", folder, "--max-variance", "-1")
-    assert "no adjustable operator" in refused("plan", folder, "--together", "*.query,*.kee")
