@@ -231,6 +231,21 @@ def plan(
         tuple[Path, Path] | None,
         typer.Option("--diff", help="Plan nothing: what differs between two plans.", show_default=False),
     ] = None,
+    levers: Annotated[
+        str | None,
+        typer.Option(
+            help="Search these too, with commas: share, accumulate, buckets, recompute. Others stay off.",
+            show_default="none",
+        ),
+    ] = None,
+    trials: Annotated[int, typer.Option(help="Trials of levers, of all processes together.")] = 40,
+    storage: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep trials here: to go on later, and for several processes.", show_default="nowhere"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search for levers.")] = 0,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -245,7 +260,7 @@ def plan(
         )
 
     from qsync.allocator import doubts
-    from qsync.whatif import load_basis
+    from qsync.whatif import load_basis, load_other
 
     pins = _pairs(pin, "--pin", "PATTERN=PRECISION")
     for pattern in exclude or []:
@@ -270,9 +285,17 @@ def plan(
             raise QSyncError(
                 "--pareto plans for every step time; leave out --target-step, --slack and --max-variance"
             )
+        if levers is not None:
+            raise QSyncError("--pareto plans without levers; leave out --levers")
         _plan_frontier(found, pareto, out, options, as_json)
         return
-    chosen = _planned(found, max_variance, options | {"target_s": target_step, "slack": slack})
+    options |= {"target_s": target_step, "slack": slack}
+    if levers is None:
+        chosen = _planned(found, max_variance, options)
+    elif max_variance is not None:
+        raise QSyncError("--max-variance looks for the least step without levers; leave out --levers")
+    else:
+        found, chosen = _search(found, levers, load_other(basis), trials, storage, seed, options)
     _check(found, chosen, budgets)
     warnings = doubts(found.graph, chosen, found.profiles, found.cluster, budgets)
     chosen.save(out)
@@ -280,6 +303,8 @@ def plan(
         _print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
     console.print(tables.plan_table(chosen))
+    for line in tables.lever_lines(chosen):
+        console.print(line, highlight=False, soft_wrap=True)
     if chosen.gap is not None:
         console.print(
             f"No plan adds less than {chosen.bound:.3g} variance at this step and memory; this one adds "
@@ -300,6 +325,22 @@ def _planned(found: Any, max_variance: float | None, options: dict[str, Any]) ->
         return allocate(*parts, **options)
     with Console(stderr=True).status("planning") as status:
         return fastest_within(*parts, max_variance, progress=status.update, **options)
+
+
+def _search(
+    found: Any, levers: str, other: Any, trials: int, storage: Path | None, seed: int, options: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The basis under the levers that were found best, and the plan."""
+    from qsync.allocator import search
+    from qsync.whatif import under_levers
+
+    with Console(stderr=True).status("searching levers") as status:
+        chosen = search(
+            found.graph, found.profiles, found.sensitivity, found.cluster,
+            levers=[name.strip() for name in levers.split(",") if name.strip()], other=other, trials=trials,
+            storage=storage, seed=seed, progress=status.update, **options,
+        )  # fmt: skip
+    return under_levers(found, chosen.levers, other), chosen
 
 
 def _plan_frontier(found: Any, num: int, out: Path, options: dict[str, Any], as_json: bool) -> None:

@@ -37,9 +37,10 @@ class ClassLevers:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The plan made again with one lever off and all else free: what the lever bought is the difference.
+    """The plan with one lever off, the others as they are and precisions chosen anew: what the lever bought
+    is the difference.
 
-    None where there is no such plan; `reason` is then why.
+    None where there is no such plan; `reason` says why, or that the target is then missed.
     """
 
     step_s: float | None = None

@@ -119,6 +119,25 @@ def plan_table(chosen: Any) -> Table:
     return table
 
 
+def lever_lines(plan: Plan) -> list[str]:
+    """What a plan changes beside precisions, and what each lever bought. Simulated."""
+    if plan.levers is None:
+        return []
+    lines = [f"{name} takes {entry}" for name, entry in sorted(plan.levers.classes.items())]
+    if plan.bucket_cap_bytes:
+        lines.append(f"DDP's buckets hold {plan.bucket_cap_bytes / 2**20:g} MiB (bucket_cap_mb)")
+    for lever, other in plan.levers.without.items():
+        if other.step_s is None or other.added_variance is None:
+            lines.append(f"without {lever} there is no such plan: {other.reason}")
+            continue
+        late = f" ({other.reason})" if other.reason else ""
+        lines.append(
+            f"without {lever} it would take {other.step_s * 1e3:.4g} ms and add {other.added_variance:.3g}, "
+            f"not {1e3 * (plan.step_s or 0.0):.4g} ms and {plan.added_variance or 0.0:.3g}{late}"
+        )
+    return lines
+
+
 def frontier_table(plans: Sequence[Plan]) -> Table:
     """One line per point of the trade, the fastest first."""
     table = Table(title=f"Step time against added variance of {plans[0].model} (simulated)")

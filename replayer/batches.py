@@ -10,6 +10,7 @@ cost in proportion to them (an assumption, and said to be one: small batches cos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -99,6 +100,17 @@ def _check_alike(graph: OpGraph, other: OpGraph) -> None:
         )
 
 
+def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, int]:
+    """The least and the most samples in one pass for which a class's costs are believed.
+
+    >>> reach(profile, graph, Sized(smaller, {}))
+    """
+    sizes, factor = [samples_of(graph)], REACH_ALONE
+    if other is not None and profile.device_class in other.profiles:
+        sizes, factor = [*sizes, samples_of(other.graph)], REACH
+    return math.ceil(min(sizes) / factor), int(max(sizes) * factor)
+
+
 def carried(
     profile: Profile, graph: OpGraph, other: Sized, samples: int, at: OpGraph, loaded: int | None = None
 ) -> Profile:
@@ -119,14 +131,13 @@ def carried(
         for a, b in pairs
         if a.shape != b.shape
     }
+    _check_reach(profile, graph, other, samples)
     if second is None:
-        _check_reach(profile, samples, (first,), REACH_ALONE)
         found = _in_proportion(profile, graph, has_samples, samples / first, loaded / first)
     else:
         second.check_graph(other.graph)
-        sizes = (first, samples_of(other.graph))
-        _check_reach(profile, samples, sizes, REACH)
-        part, part_loaded = ((s - first) / (sizes[1] - first) for s in (samples, loaded))
+        apart = samples_of(other.graph) - first
+        part, part_loaded = ((s - first) / apart for s in (samples, loaded))
         found = _between(profile, second, part, part_loaded)
     law = PROPORTIONAL if second is None else INTERPOLATED
     return replace(
@@ -135,13 +146,15 @@ def carried(
     )  # fmt: skip
 
 
-def _check_reach(profile: Profile, samples: int, sizes: tuple[int, ...], reach: float) -> None:
-    least, most = min(sizes) / reach, max(sizes) * reach
+def _check_reach(profile: Profile, graph: OpGraph, other: Sized, samples: int) -> None:
+    least, most = reach(profile, graph, other)
     if not least <= samples <= most:
-        known = " and ".join(map(str, sizes))
+        known = str(samples_of(graph))
+        if profile.device_class in other.profiles:
+            known += f" and {samples_of(other.graph)}"
         raise FormatError(
             f"{samples} samples in one pass are too far from the {known} that {profile.device_class} was "
-            f"profiled with; choose {-int(-least // 1)} to {int(most)}, or profile it with more or fewer"
+            f"profiled with; choose {least} to {most}, or profile it with more or fewer"
         )
 
 

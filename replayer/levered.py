@@ -25,13 +25,15 @@ def under(
     cluster: Cluster,
     levers: Levers | None,
     other: Sized | None = None,
+    known: dict[tuple[str, ClassLevers], Profile] | None = None,
 ) -> dict[str, Profile]:
     """The profiles of the cluster's classes as they are under these levers.
 
-    `other` is the model captured, and if possible profiled, with another number of samples: shares and passes
-    need it. The samples of all ranks together stay what they are. Raises FormatError for shares that do not
-    add up, passes that do not divide and numbers too far from what was profiled, MismatchError where `other`
-    is missing or of another model.
+    What is in `known` is not worked out again, and what is worked out is added to it. `other` is the model
+    captured, and if possible profiled, with another number of samples: shares and passes need it. The samples
+    of all ranks together stay what they are. Raises FormatError for shares that do not add up, passes that do
+    not divide and numbers too far from what was profiled, MismatchError where `other` is missing or of
+    another model.
 
     >>> profiles = under(graph, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), other)
     >>> plan = allocate(graph, profiles, sensitivity, cluster)
@@ -44,6 +46,8 @@ def under(
     chosen = {
         c.name: replace(levers[c.name], samples=levers[c.name].samples or captured) for c in cluster.classes
     }
+    if all(entry == ClassLevers(captured) for entry in chosen.values()):
+        return dict(profiles)
     total = sum(c.count * (chosen[c.name].samples or 0) for c in cluster.classes)
     if total != cluster.num_ranks * captured:
         shares = " + ".join(f"{c.count} x {chosen[c.name].samples}" for c in cluster.classes)
@@ -56,7 +60,11 @@ def under(
     for c in cluster.classes:
         if other is not None and c.name in other.profiles:
             other.profiles[c.name].check_class(c)
-    return {c.name: _of_class(graph, profiles[c.name], chosen[c.name], other) for c in cluster.classes}
+    known = {} if known is None else known
+    for name, entry in chosen.items():
+        if (name, entry) not in known:
+            known[name, entry] = _of_class(graph, profiles[name], entry, other)
+    return {name: known[name, entry] for name, entry in chosen.items()}
 
 
 def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Sized | None) -> Profile:

@@ -212,6 +212,27 @@ def test_a_plan_with_levers_is_replayed_and_explained_under_them(qsync, refused,
     assert "was captured with 32 alone" in refused("replay", folder / "plan.json")
 
 
+def test_plan_searches_levers_keeps_its_trials_and_says_what_each_bought(qsync, refused, folder):
+    encoder(2, rows=16).save(folder / "other" / "graph.json")
+    options = ("--slack", 0.3, "--solver", "greedy", "--storage", folder / "trials.log", "--trials", 6)
+    code, out, err = qsync(
+        "plan", folder, "--levers", "share, buckets", *options, "--out", folder / "plan.json"
+    )
+    assert code == 0, err
+    assert "train takes" in out and "infer (proportional)" in out and "without share it would take" in out
+    assert (folder / "trials.log").is_file()
+    plan = Plan.load(folder / "plan.json")
+    assert "share" in plan.levers.without and "recompute" not in plan.levers.used
+    assert qsync("replay", folder / "plan.json")[0] == qsync("explain", folder / "plan.json")[0] == 0
+    assert "unknown lever 'shares'" in refused("plan", folder, "--levers", "shares")
+    assert "leave out --levers" in refused("plan", folder, "--levers", "share", "--pareto", 3)
+    (folder / "trials.log").write_text("not trials\n")
+    assert "trials.log holds no trials" in refused("plan", folder, "--levers", "share", *options)
+    assert "nowhere" in refused("plan", folder, "--levers", "share", "--storage", "nowhere/trials.log")
+    (folder / "other" / "graph.json").unlink()
+    assert "capture it (and profile it) once more" in refused("plan", folder, "--levers", "share")
+
+
 def test_diff_names_what_changed(qsync, folder):
     qsync("plan", folder, "--out", "a.json")
     Plan.load("a.json").pin("head", "int8").save("b.json")
