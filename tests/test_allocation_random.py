@@ -14,14 +14,20 @@ from qsync.experiments.allocation_random import counts, table, try_problem
 from qsync.experiments.random_problems import problem
 
 
-@pytest.fixture
-def in_short(monkeypatch):
-    monkeypatch.setattr(allocation_random, "TIME_LIMIT_S", 1.0)
-    monkeypatch.setattr(allocation_random, "MOST_TRIED", 300)
+@pytest.fixture(scope="module", autouse=True)
+def in_short():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocation_random, "TIME_LIMIT_S", 1.0)
+        patch.setattr(allocation_random, "MOST_TRIED", 300)
+        yield
 
 
-def test_plans_of_thirty_problems_hold_and_what_is_called_infeasible_is(in_short):
-    rows = [try_problem(1, number) for number in range(30)]
+@pytest.fixture(scope="module")
+def rows(in_short):
+    return [try_problem(1, number) for number in range(30)]
+
+
+def test_plans_of_thirty_problems_hold_and_what_is_called_infeasible_is(rows):
     found = counts(rows)
     assert found["violations of plans"] == found["broke"] == 0
     texts = [text for row in rows for text in row["wrong"]]
@@ -35,43 +41,42 @@ def test_a_problem_is_a_function_of_its_number():
     assert len({len(problem(0, number).cluster.classes) for number in range(20)}) == 4
 
 
-def planned_with(monkeypatch, change):
-    """Rows of problems where `allocate` says something else than it found."""
+def planned_with(monkeypatch, rows, change):
+    """Rows of a few small problems where `allocate` says something else than it found."""
     real = allocation_random.allocate
 
     def changed(*args, **options):
         return change(real(*args, **options))
 
     monkeypatch.setattr(allocation_random, "allocate", changed)
-    found = [try_problem(1, number) for number in range(12)]
-    return [row for row in found if "infeasible" not in row["milp"]]
+    small = [row["number"] for row in rows if row.get("tried") and "infeasible" not in row["milp"]]
+    return [try_problem(1, number) for number in small[:4]]
 
 
-def test_a_plan_that_breaks_its_word_is_seen(in_short, monkeypatch):
-    rows = planned_with(monkeypatch, lambda plan: replace(plan, target_s=0.9 * plan.step_s))
+def test_a_plan_that_breaks_its_word_is_seen(rows, monkeypatch):
+    rows = planned_with(monkeypatch, rows, lambda plan: replace(plan, target_s=0.9 * plan.step_s))
     assert rows and all(row["milp"]["violations"] and row["wrong"] for row in rows)
     assert "over the target" in str(counts(rows)["problems with something wrong"])
     assert table(counts(rows)).row_count > len(rows)
 
 
-def test_a_bound_above_what_there_is_is_seen(in_short, monkeypatch):
-    rows = planned_with(monkeypatch, lambda plan: replace(plan, bound=2 * plan.added_variance + 1.0))
+def test_a_bound_above_what_there_is_is_seen(rows, monkeypatch):
+    rows = planned_with(monkeypatch, rows, lambda plan: replace(plan, bound=2 * plan.added_variance + 1.0))
     assert rows and all(any("bound" in text for text in row["wrong"]) for row in rows)
 
 
-def test_a_problem_wrongly_called_infeasible_is_seen(in_short, monkeypatch):
+def test_a_problem_wrongly_called_infeasible_is_seen(rows, monkeypatch):
     def refuse(*args, **options):
         raise InfeasibleError("no plan")
 
-    right = {number: try_problem(1, number) for number in range(20)}
-    wrong = [n for n, row in right.items() if row.get("tried") and "infeasible" not in row["milp"]]
+    wrong = [row["number"] for row in rows if row.get("tried") and "infeasible" not in row["milp"]]
     monkeypatch.setattr(allocation_random, "allocate", refuse)
     assert wrong
     for number in wrong:
         assert "called infeasible, but an assignment holds" in try_problem(1, number)["wrong"]
 
 
-def test_what_breaks_a_solver_is_a_row(in_short, monkeypatch):
+def test_what_breaks_a_solver_is_a_row(monkeypatch):
     def stumble(*args, **options):
         raise ZeroDivisionError("oh")
 
