@@ -2,7 +2,7 @@
 
 Each is solved by both solvers. Every plan is given to `check_plan`, which replays it; where every assignment
 can be tried, what was called infeasible must be so, and the exact solver's variance and bound are held
-against the least there is. Problems: `random_problems`; times are wall seconds of one process.
+against the least there is. Problems: `random_problems`; seconds are the processor's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
     }  # fmt: skip
     wrong: list[str] = []
     for solver in SOLVERS:
-        begun = time.perf_counter()
+        begun = time.process_time()
         try:
             plan = allocate(
                 drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **drawn.options,
@@ -96,7 +96,7 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
             row[solver] = {"broke": repr(error)}
             wrong.append(f"{solver} broke: {error!r}")
             continue
-        seconds = time.perf_counter() - begun
+        seconds = time.process_time() - begun
         found = check_plan(
             drawn.graph, plan, drawn.profiles, drawn.sensitivity, drawn.cluster,
             budgets=drawn.options.get("budgets"), bucket_cap_bytes=drawn.options.get("bucket_cap_bytes"),
