@@ -19,7 +19,7 @@ Rows = Sequence[Mapping[str, Any]]
 # Okabe and Ito's, which colour-blind readers tell apart; (colour, marker, line).
 _STYLES = {
     MILP: ("#0072b2", "o", "-"),
-    GREEDY: ("#56b4e9", "x", ""),
+    GREEDY: (INK, "+", ""),
     "random, best": ("#009e73", "^", ":"),
     BY_VARIANCE: ("#e69f00", "s", "--"),
     BY_TIME: ("#d55e00", "v", "--"),
@@ -71,7 +71,7 @@ def _panel(axes: Axes, rows: Rows) -> None:
             axes.plot(
                 *zip(*points, strict=True), marker=marker, linestyle=line or "none", color=colour,
                 markersize=8 if name == MILP else 4, fillstyle="none" if name == MILP else "full",
-                linewidth=1, label=name, zorder=2,
+                linewidth=1, label=name, zorder=3 if name == GREEDY else 2,
             )  # fmt: skip
     for row in rows:
         if row["method"] == BATCHES:
