@@ -306,10 +306,11 @@ def plan(
     for line in tables.lever_lines(chosen):
         console.print(line, highlight=False, soft_wrap=True)
     if chosen.gap is not None:
+        all_same = "step, memory and levers" if chosen.levers else "step and memory"
         console.print(
-            f"No plan adds less than {chosen.bound:.3g} variance at this step and memory; this one adds "
+            f"No plan adds less than {chosen.bound:.3g} variance at this {all_same}; this one adds "
             f"{chosen.added_variance:.3g}, {chosen.gap:.1%} of it perhaps needlessly ({chosen.solver})"
-            if chosen.gap > 1e-6 else "No plan adds less variance at this step and memory (proved)",
+            if chosen.gap > 1e-6 else f"No plan adds less variance at this {all_same} (proved)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip
     for warning in warnings:
