@@ -11,6 +11,7 @@ images) are conjunctions of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from qsync import lowering as rule
@@ -24,6 +25,20 @@ from qsync.profiles import Cost
 from qsync.replayer.costs import cast_cost, run_cost
 
 Bits = dict[str, Sum]  # by type: the bit that it is this one; they add up to 1
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way in which an operator may run, as lowering says, and the bit that it does.
+
+    `taken` are the types in which it takes its inputs, None for what is no float.
+    """
+
+    mode: str
+    output: str
+    form: str
+    taken: tuple[str | None, ...]
+    bit: Sum
 
 
 class LinearClass:
@@ -58,6 +73,7 @@ class LinearClass:
         self._turned: list[Sum] = [ZERO] * self._wiring.offset
         for i in range(len(graph.ops)):
             self._lower(i)
+        self.ways = [list(self._ways(i)) for i in range(len(graph.ops))]
         for i in range(len(graph.ops)):
             self._price_run(i)
         for value in range(self._wiring.num_values):
@@ -186,15 +202,14 @@ class LinearClass:
         turned = self.program.any_of(
             {id(self._turned[value]): self._turned[value] for value in wiring.operands[i]}.values()
         )
-        product, follower = wiring.product[i], wiring.epilogue[i]
-        for mode, output, form, bit in self._ways(i, product, follower):
-            for order, bit_of in self._split(bit, turned):
-                run = Run(op.name, mode, (), output, form, order)
+        for way in self.ways[i]:
+            for order, bit_of in self._split(way.bit, turned):
+                run = Run(op.name, way.mode, (), way.output, way.form, order)
                 self._add(i, bit_of, partial(run_cost, self._part.profile, run, op))
 
-    def _ways(self, i: int, product: int | None, follower: int | None) -> Iterator[tuple[str, str, str, Sum]]:
-        """Mode, type handed on, and form in which operator i may run, with the bit that it does."""
+    def _ways(self, i: int) -> Iterator[Way]:
         op, ops = self._graph.ops[i], self._graph.ops
+        product, follower = self._wiring.product[i], self._wiring.epilogue[i]
         if op.role is Role.ADJUSTABLE:
             for precision in self.chosen[op.name]:
                 computed = None
@@ -202,7 +217,7 @@ class LinearClass:
                     computed = ops[follower].kind
                 form = rule.form_of(op, computed, False, False, lambda: False)
                 for output, bit in self._handed_on(i, precision):
-                    yield str(precision), output, form, bit
+                    yield Way(str(precision), output, form, self._taken(i, precision, str(precision)), bit)
             return
         computed_there = ZERO
         if product is not None:
@@ -214,7 +229,15 @@ class LinearClass:
         for mode, bit in self._modes[i].items():
             output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
             for is_computed, bit_of in self._split(bit, computed_there):
-                yield mode, output, rule.form_of(op, None, is_computed, False, lambda: False), bit_of
+                form = rule.form_of(op, None, is_computed, False, lambda: False)
+                yield Way(mode, output, form, self._taken(i, Precision.FP32, mode), bit_of)
+
+    def _taken(self, i: int, precision: Precision, mode: str) -> tuple[str | None, ...]:
+        op, traced = self._graph.ops[i], self._wiring.traced
+        return tuple(
+            rule.taken_type(op, j, traced[value], precision, mode)
+            for j, value in enumerate(self._wiring.operands[i])
+        )
 
     def _split(self, bit: Sum, by: Sum) -> list[tuple[bool, Sum]]:
         """A bit in two: where another is 0, and where it is 1."""
@@ -241,7 +264,7 @@ class LinearClass:
 
     def _price_casts(self, value: int) -> None:
         owner = self._wiring.owner(value)
-        takers = self._takers(value)
+        takers = self.takers(value)
         if owner is None or not takers:
             return
         entry = (
@@ -278,8 +301,8 @@ class LinearClass:
     def _orders(self, value: int, bit: Sum) -> list[tuple[bool, Sum]]:
         return self._split(bit, self._turned[value])
 
-    def _takers(self, value: int) -> dict[str, list[Sum]]:
-        """By type, the bits that some operator takes this value in it."""
+    def takers(self, value: int) -> dict[str, list[Sum]]:
+        """By type, the bits that some operator takes this value in it; values are numbered as in `Wiring`."""
         found: dict[str, list[Sum]] = {}
         traced = self._wiring.traced[value]
         for i in self._wiring.consumers[value]:

@@ -10,8 +10,9 @@ bucket k starts every earlier all-reduce has either taken its toll or been waite
 backward runs, those that follow are slower. These rows are linear in the choices (`linear`), so what the
 programs say is a bound that no plan falls below. What they find is replayed: where replay adds more than the
 rows (a class that waits for another) they are solved again for a target shorter by that, where an assignment
-needs too much memory it is cut off, and what is returned was replayed in any case. Memory is in no row, so
-where it binds the bound is the lower for it.
+needs too much memory it is cut off, and what is returned was replayed in any case. Of memory there is a row
+of what is certainly kept for backward (`kept`); what else a step needs is in none, so where memory binds the
+bound is the lower for it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qsync.allocator.kept import kept_bytes
 from qsync.allocator.linear import LinearClass
 from qsync.allocator.program import FloatArray, Sum, total
 from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.state import State
 from qsync.precision import Precision
+from qsync.predictor.memory import bytes_throughout, stated_error
 from qsync.replayer import step_time
 from qsync.replayer.simulate import LEAST_RATE, starts_s
 
@@ -139,7 +142,7 @@ class _Class:
         start_s = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, start_s, strict=True))[name]
         self._linear = LinearClass(self._one.part.graph, self._one.part, self._weight, _KNOWN)
-        self._cuts: list[Row] = []
+        self._cuts: list[Row] = [self._memory()] if self._one.is_tight else []
         self._forward = total(self._linear.forward_s)
         # The operator until whose backward each row counts: the whole step first, then every bucket.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
@@ -276,6 +279,16 @@ class _Class:
         row = None if self._one.fits() else self._less_memory(assignment)
         state.back(move)
         return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None
+
+    def _memory(self) -> Row:
+        """What is certainly kept for backward, within the budget: a row that holds wherever memory does."""
+        part = self._one.part
+        device, budget = part.device_class.device, part.budget_bytes
+        throughout = part.profile.optimizer_bytes + bytes_throughout(part.graph)
+        row = Sum(constant=_SCALE * (throughout / budget - 1.0))
+        kept = kept_bytes(self._linear, part.graph, device)
+        row.add(kept, _SCALE * (1.0 + stated_error(device)) / budget)
+        return row, -np.inf, 0.0
 
     def _less_memory(self, assignment: Mapping[str, Precision]) -> Row:
         """What assignments near this one need when it needs most, as far as single changes say, within the

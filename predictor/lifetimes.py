@@ -282,13 +282,17 @@ class _Family:
             storage = self._make((value, cast.target), time)
             # A view is brought in order before it is rounded, and so are images.
             if value != self.root or (cast.target == "int8_image" and not cast.turned):
-                self.moments.append(Span(_bytes(cast.source, self.lives.layout.shape[value]), time, time))
+                self.moments.append(
+                    Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)
+                )
             if cast.of_parameter:
                 storage.part = "casts"
                 storage.death = self.lives.layout.end  # made once per optimizer step, and kept until then
 
     def _make(self, key: tuple[str, str], time: int) -> Span:
-        storage = self.storages[key] = Span(_bytes(key[1], self.lives.layout.shape[key[0]]), time, time)
+        storage = self.storages[key] = Span(
+            storage_bytes(key[1], self.lives.layout.shape[key[0]]), time, time
+        )
         return storage
 
     def _use(self, key: tuple[str, str], time: int) -> None:
@@ -352,7 +356,7 @@ class _Family:
             yield Span(num_bytes, birth, max(birth, death))
 
 
-def _bytes(type_name: str, shape: Sequence[int]) -> int:
+def storage_bytes(type_name: str, shape: Sequence[int]) -> int:
     """Bytes of a tensor of this type, with the FP32 scales of an encoded one."""
     size = type_bytes(type_name, num_elements(shape))
     if not is_encoded(type_name) or type_name == "fp16" or not shape:

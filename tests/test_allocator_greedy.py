@@ -8,10 +8,11 @@ from random import Random
 import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, exchanges, recovery
+from qsync.allocator import allocate, exchanges, milp, recovery
 from qsync.allocator.fastest import fastest_start
 from qsync.allocator.greedy import greedy
 from qsync.allocator.problem import pose
+from qsync.allocator.program import Sum
 from qsync.allocator.state import State
 
 GRAPH = encoder(3, rows=512)
@@ -70,3 +71,13 @@ def test_the_exact_solver_adds_no_more_than_greedy_where_memory_is_short(short_o
         for solver in ("milp", "greedy")
     )  # fmt: skip
     assert exact.bound <= exact.added_variance * (1 + 1e-9) <= fast.added_variance * (1 + 2e-9)
+
+
+def test_what_is_kept_for_backward_raises_the_bound_where_memory_is_short(monkeypatch):
+    bounds = []
+    for kept in (milp.kept_bytes, lambda *args: Sum()):
+        monkeypatch.setattr(milp, "kept_bytes", kept)
+        state, target = short(0, 0.3, 1.0)
+        greedy(state, ["infer"], target)
+        bounds.append(milp.judge(state, ["infer"], target).bound)
+    assert bounds[0] > 1.5 * bounds[1]
