@@ -94,8 +94,9 @@ class Space:
         left, found = self.cluster.num_ranks * samples_of(self.graph), {}
         for place, c in enumerate(order):
             least, most = self._ends(c.name, most_passes)
-            ends = [(d.count * e for e in self._ends(d.name, most_passes)) for d in order[place + 1 :]]
-            least_after, most_after = (sum(each) for each in zip(*ends, strict=True)) if ends else (0, 0)
+            after = [(d.count, *self._ends(d.name, most_passes)) for d in order[place + 1 :]]
+            least_after = sum(count * fewest for count, fewest, _ in after)
+            most_after = sum(count * largest for count, _, largest in after)
             low = max(least, math.ceil((left - most_after) / c.count))
             high = max(low, min(most, (left - least_after) // c.count))
             if place == len(order) - 1:

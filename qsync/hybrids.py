@@ -25,7 +25,7 @@ from qsync.phases import Phases
 from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.progress import shown_on_rank_zero
-from qsync.replayer import replay
+from qsync.replayer import replay, under
 from qsync.weighing import weigh_gradients
 
 logger = logging.getLogger("qsync")
@@ -54,9 +54,9 @@ def hybrid(
     plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
     batch)` returns the scalar loss; without it the model's own `.loss` is used. `loader` is what this rank's
     loop takes its batches from: then a step's wait for the next one is profiled and planned with too.
-    `options` go to the allocator (`target_s`, `slack`, `pins`, `budgets`). A `plan` with levers has gradients
-    weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of them
-    (`qsync.micro_batches`).
+    `options` go to `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `levers`). Under a plan with levers
+    gradients are weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of
+    them (`qsync.micro_batches`).
 
     Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
     itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
@@ -111,8 +111,9 @@ def _watch_drift(parallel: DistributedDataParallel, plan: Plan, folder: Path, na
             return None
         try:
             basis = Basis.load(folder)
+            profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
             timeline = replay(
-                basis.graph, plan, basis.profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+                basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
             )
         except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
             return None
@@ -183,7 +184,8 @@ def _on_rank_zero(
             return None
         plan = make()
         save_plan(folder, plan, basis)
-        for doubt in doubts(basis.graph, plan, basis.profiles, basis.cluster, budgets):
+        profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
+        for doubt in doubts(basis.graph, plan, profiles, basis.cluster, budgets):
             logger.warning("qsync: %s", doubt)
         return plan.to_json()
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qsync.allocator import allocate
+from qsync.allocator import allocate, search
 from qsync.cluster import Cluster
 from qsync.graph import OpGraph
 from qsync.plans import Plan
@@ -19,14 +19,20 @@ def plan(
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
+    *,
+    levers: Sequence[str] = (),
     **options: Any,
 ) -> Plan:
     """Choose the precision of every operator on every device class.
 
-    See qsync.allocator.allocate for the options.
+    See qsync.allocator.allocate for the options; with `levers` those are searched too, and
+    qsync.allocator.search has more options (`other`, `trials`, `storage`, `seed`).
 
     >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
+    >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
     """
+    if levers:
+        return search(graph, profiles, sensitivity, cluster, levers=levers, **options)
     return allocate(graph, profiles, sensitivity, cluster, **options)
 
 

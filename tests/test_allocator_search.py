@@ -11,11 +11,17 @@ from pathlib import Path
 
 import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from hypothesis import given
+from hypothesis import strategies as st
 
+from qsync import planning
 from qsync.allocator import allocate, check_plan, search
-from qsync.allocator.points import Setting
+from qsync.allocator.points import Setting, Space
 from qsync.allocator.search import Search
 from qsync.errors import FormatError, InfeasibleError, MismatchError
+from qsync.folders import Basis
+from qsync.hybrids import _on_rank_zero
+from qsync.levers import ClassLevers, Levers
 from qsync.plans import Plan
 from qsync.replayer import Sized, under
 
@@ -137,6 +143,34 @@ def test_several_processes_share_a_search_and_one_that_is_killed_costs_one_trial
     assert checked(plan)
     # What was killed was the trial without levers; the plan is no worse than that one all the same.
     assert plan.added_variance <= allocate(*PARTS, **FAST).added_variance
+
+
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    parts=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),
+)
+def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
+    counts = [1, *counts]
+    cluster = cluster_of({f"class{i}": count for i, count in enumerate(counts)})
+    one = profile_of(GRAPH, "any")
+    profiles = {c.name: replace(one, device_class=c.name) for c in cluster.classes}
+    space = Space(GRAPH, profiles, cluster, ["share"], Sized(SMALLER, {}))
+    drawn = iter(parts)
+    shares = space._shared(lambda name, low, high: next(drawn))
+    assert sum(c.count * shares[c.name] for c in cluster.classes) == 32 * cluster.num_ranks
+    assert all(8 <= share <= 128 for share in shares.values())
+
+
+def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
+    basis = Basis(GRAPH, CLUSTER, PROFILES, SENSITIVITY)
+    plan = _on_rank_zero(
+        "planning", lambda: planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST),
+        tmp_path, basis, None,
+    )  # fmt: skip
+    levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
+    twice = allocate(GRAPH, under(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST)
+    assert _on_rank_zero("planning", lambda: twice, tmp_path, basis, None) == twice
+    assert Plan.load(tmp_path / "plan.json") == twice and checked(plan, None)
 
 
 def test_searches_that_cannot_be_are_refused_with_what_to_do():
