@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
+from qsync.allocator.every import fastest_that_fits
+from qsync.allocator.siblings import sibling_groups
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
-from qsync.graph import OpGraph
 from qsync.precision import Precision
 from qsync.predictor.memory import Memory
 
@@ -31,7 +32,7 @@ def fastest_start(state: State, device_class: str) -> None:
     )
     state.move(device_class, best)
     _descend(state, device_class)
-    if not state.classes[device_class].fits():
+    if not state.classes[device_class].fits() and not fastest_that_fits(state, device_class):
         _fit(state, device_class, starts)
 
 
@@ -57,16 +58,6 @@ def _descend(state: State, device_class: str) -> None:
             alike.setdefault(tuple(places[op] for op in group), []).append(group)
         if not any([_cheapest(state, device_class, equal) for equal in alike.values()]):
             return
-
-
-def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:
-    """Operators that read the same value and may be lowered: q, k and v, which share one quantize."""
-    readers: dict[str, list[str]] = {}
-    for op in graph.adjustable:
-        for value in dict.fromkeys(op.inputs):
-            if len(choices.get(op.name, ())) > 1:
-                readers.setdefault(value, []).append(op.name)
-    return list(dict.fromkeys(tuple(group) for group in readers.values() if len(group) > 1))
 
 
 def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:

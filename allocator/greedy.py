@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qsync.allocator.every import least_of_all
 from qsync.allocator.exchanges import exchange
 from qsync.allocator.fastest import uniform_starts
 from qsync.allocator.recovery import PRIORITIES, holds, recover
@@ -24,7 +25,7 @@ def greedy(state: State, lowerable: list[str], target_s: float) -> None:
     Recovery from every start that reaches the target and in every order, of which the one that adds least
     variance stands, the first of equals; then exchanges. Beside the fastest start every uniform assignment is
     a start, so the plan never adds more variance than the best uniform choice that is fast enough (ours).
-    With too many operators for that, one start and one order.
+    With too many operators for that, one start and one order. A class with few assignments tries them all.
     """
     best, least = state.assignments(), state.variance
     few = sum(len(state.problem.classes[name].choices) for name in lowerable) <= _MANY
@@ -41,6 +42,7 @@ def greedy(state: State, lowerable: list[str], target_s: float) -> None:
         if not exchange(state, lowerable, target_s):
             break
         recover(state, lowerable, target_s, PRIORITIES[-1])
+    least_of_all(state, lowerable, target_s)
 
 
 def _starts(state: State, lowerable: list[str]) -> Iterator[Assignments]:

@@ -75,7 +75,8 @@ def solve(
     begun, best, least = time.perf_counter(), state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
-    parts = [_Class(state, name, target_s, lowerable) for name in lowerable]
+    # Of a class that adds nothing there is nothing better.
+    parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
     for number, part in enumerate(parts):
         left = time_limit_s - (time.perf_counter() - begun)
         bound += part.solve(left / (len(parts) - number), gap)
@@ -111,7 +112,7 @@ def judge(
     """
     begun = time.perf_counter()
     bound = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
-    for name in lowerable:
+    for name in [name for name in lowerable if state.classes[name].variance > 0.0]:
         left = time_limit_s - (time.perf_counter() - begun)
         bound += _Class(state, name, target_s, lowerable).relaxed(left)
     return _solution(state, bound, gap, begun)

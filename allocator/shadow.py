@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.allocator.fastest import sibling_groups
 from qsync.allocator.reasons import as_planned
 from qsync.allocator.recovery import TOLERANCE
+from qsync.allocator.siblings import sibling_groups
 from qsync.allocator.state import State
 from qsync.cluster import Cluster
 from qsync.graph import OpGraph

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.allocator.repeats import Repeats
+from qsync.lowered import EIGHT_BIT
 from qsync.lowering import Change, Lowering
 from qsync.precision import Precision
 from qsync.predictor.footprints import peak_bytes
@@ -47,7 +48,7 @@ class ClassState:
                 device=part.device_class.device,
             )
         else:
-            self.lowering = like.lowering.copy()
+            self.lowering = like.lowering.copy(part.device_class.narrow)
             self._memory = like._memory.copy(part.profile.optimizer_bytes)
         # Whether memory rules out what adds least variance: only then does a search have to look at bytes.
         self.is_tight = self._memory.peak_bytes > part.budget_bytes
@@ -215,5 +216,7 @@ class State:
 def _begin_alike(one: ClassProblem, other: ClassProblem) -> bool:
     """Whether two classes begin with the same lowered graph on the same kind of device."""
     mine, theirs = one.device_class, other.device_class
-    alike = (mine.narrow, mine.device) == (theirs.narrow, theirs.device) and one.graph is other.graph
-    return alike and one.highest == other.highest
+    if mine.device != theirs.device or one.graph is not other.graph or one.highest != other.highest:
+        return False
+    # Only 8-bit operators hand on the device's 16-bit float.
+    return mine.narrow == theirs.narrow or not set(EIGHT_BIT) & set(one.highest.values())

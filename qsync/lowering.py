@@ -365,9 +365,13 @@ class Lowering:
         self._turned = [False] * self.wiring.num_values
         self._lower_everything()
 
-    def copy(self) -> Lowering:
-        """Another lowering, which stands where this one does now."""
+    def copy(self, narrow: str | None) -> Lowering:
+        """Another lowering, which stands where this one does now, for a device with that 16-bit float.
+
+        It may be another one only while no operator hands it on.
+        """
         other = copy(self)
+        other.narrow = narrow
         other.precision, other.casts = list(self.precision), list(self.casts)
         other._wanted_narrow, other._saves_less = list(self._wanted_narrow), list(self._saves_less)
         other._mode, other._carried = list(self._mode), list(self._carried)
