@@ -81,7 +81,7 @@ def test_between_hosts_the_slower_link_counts_beside_the_one_within():
         ({"num_hosts": 9, "between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "9 hosts for 2 ranks"),
         (
             {"num_hosts": 2, "between": {"latency_s": -1, "bytes_per_s": 1e9}},
-            "between: latency_s must not be",
+            "between: latency_s must be finite and not negative, found -1",
         ),
         ({"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}}, "num_ranks must be a whole"),
     ],
