@@ -30,8 +30,9 @@ def rows(in_short):
 def test_plans_of_thirty_problems_hold_and_what_is_called_infeasible_is(rows):
     found = counts(rows)
     assert found["violations of plans"] == found["broke"] == 0
-    texts = [text for row in rows for text in row["wrong"]]
-    assert not [text for text in texts if "infeasible" in text or "bound" in text], texts
+    # How near the exact solver comes to the least there is depends on the time it has.
+    texts = [text for row in rows for text in row["wrong"] if "above the least" not in text]
+    assert not texts
     assert found["infeasible"] > 2 and found["infeasible, and every assignment tried"] > 0
     assert found["of these something lowered"] > 10 and found["every assignment tried"] > 4
 
