@@ -36,7 +36,7 @@ RECORDS = (
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = ("records", "backend", "predictor", "replayer", "allocator", "qsync", "experiments", "cli")
 # The command line's modules, above the experiments.
-COMMANDS = ("cli", "doctors")
+COMMANDS = ("cli", "doctors", "plan_commands")
 # Where torch may not be imported at all: planning works on a laptop.
 TORCH_FREE = ("records", "replayer", "allocator")
 HEAVY = ("torch", "numpy", "scipy", "matplotlib", "sklearn", "transformers", "rich", "typer")

@@ -1,0 +1,68 @@
+"""What commands have in common: options, how their texts are read, and where results are printed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from qsync.errors import QSyncError
+
+# Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces.
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+PlanFile = Annotated[Path, typer.Argument(help="A plan.json.", show_default=False)]
+BasisFolder = Annotated[
+    Path | None,
+    typer.Option("--basis", help="Folder with the graph and profiles.", show_default="the plan's own folder"),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", help="cluster.toml to plan for.", show_default="the folder's cluster.json"),
+]
+Memory = Annotated[
+    list[str] | None, typer.Option(help="Memory budget: CLASS=BYTES, or with K, M, G. Repeatable.")
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="Take profiles of other batch shapes, machines or versions, as what-if."),
+]
+
+
+def pairs_of(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
+    """Name -> value from 'name=value' options; the same name twice with another value is a contradiction."""
+    pairs: dict[str, str] = {}
+    for text in texts or []:
+        name, found, value = text.rpartition("=")
+        if not found or not name or not value:
+            raise QSyncError(f"{option} takes {form}, found {text!r}")
+        if pairs.get(name, value) != value:
+            raise QSyncError(f"{option} gives {name!r} both {pairs[name]} and {value}; give it once")
+        pairs[name] = value
+    return pairs
+
+
+def budgets_of(texts: list[str] | None) -> dict[str, int]:
+    """Class -> bytes, from --memory options."""
+    return {name: _bytes(text) for name, text in pairs_of(texts, "--memory", "CLASS=BYTES").items()}
+
+
+def _bytes(text: str) -> int:
+    units = {"k": 2**10, "m": 2**20, "g": 2**30}
+    scale = units.get(text[-1:].lower(), 1)
+    try:
+        number = int(float(text[:-1] if text[-1:].lower() in units else text) * scale)
+    except (ValueError, OverflowError):
+        raise QSyncError(f"--memory takes bytes, or a number with K, M or G, found {text!r}") from None
+    if number < 1:
+        raise QSyncError(f"--memory must be positive, found {text!r}; give bytes, or a number with K, M or G")
+    return number
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
