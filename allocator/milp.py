@@ -25,7 +25,16 @@ import numpy as np
 
 from qsync.allocator.kept import kept_bytes
 from qsync.allocator.linear import LinearClass
-from qsync.allocator.program import FloatArray, Sum, total
+from qsync.allocator.program import (
+    INFEASIBLE,
+    OPTIMAL,
+    STATUSES,
+    TIME_LIMITED,
+    UNSOLVED,
+    FloatArray,
+    Sum,
+    total,
+)
 from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.state import State
 from qsync.precision import Precision
@@ -50,7 +59,9 @@ _FEW, _MAX_CUTS = 12, 300
 class Solution:
     """What the solver found. `bound` is a variance that no plan within time and memory falls below.
 
-    `status` is "optimal" (`gap` is within what was asked) or "time-limited".
+    `status` is "optimal" where `gap` is within what was asked; else "time-limited" or "unsolved" where HiGHS
+    says so of a program, and "unproved" where more time would not help: the bound is what is loose (it knows
+    of memory only in part, and not that classes wait for each other).
     """
 
     assignments: Mapping[str, Mapping[str, Precision]]
@@ -98,7 +109,7 @@ def solve(
     if holds(state, target_s) and state.variance < least:
         best, least = state.assignments(), state.variance
     state.restore(best)
-    return _solution(state, bound, gap, begun)
+    return _solution(state, bound, gap, begun, parts)
 
 
 def judge(
@@ -112,16 +123,19 @@ def judge(
     """
     begun = time.perf_counter()
     bound = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
-    for name in [name for name in lowerable if state.classes[name].variance > 0.0]:
-        left = time_limit_s - (time.perf_counter() - begun)
-        bound += _Class(state, name, target_s, lowerable).relaxed(left)
-    return _solution(state, bound, gap, begun)
+    parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
+    for part in parts:
+        bound += part.relaxed(time_limit_s - (time.perf_counter() - begun))
+    return _solution(state, bound, gap, begun, parts)
 
 
-def _solution(state: State, bound: float, gap: float, begun: float) -> Solution:
+def _solution(state: State, bound: float, gap: float, begun: float, parts: Sequence[_Class]) -> Solution:
     variance, seconds = state.variance, time.perf_counter() - begun
-    solution = Solution(state.assignments(), variance, min(bound, variance), "optimal", seconds)
-    return solution if solution.gap <= max(gap, 1e-9) else replace(solution, status="time-limited")
+    solution = Solution(state.assignments(), variance, min(bound, variance), OPTIMAL, seconds)
+    if solution.gap <= max(gap, 1e-9):
+        return solution
+    stopped = {part.status for part in parts} - {OPTIMAL}
+    return replace(solution, status=min(stopped, default="unproved"))
 
 
 class _Class:
@@ -131,6 +145,7 @@ class _Class:
         self.name, self._state, self._target_s = name, state, target_s
         self._one = state.classes[name]
         self.best = {op: self._one.precision(op) for op in self._one.part.choices}
+        self.status = OPTIMAL  # the worst that HiGHS said
         self._variance = self._one.variance
         self._weight = _KNOWN / self._variance if self._variance > 0.0 else 1.0
         self._beside = [
@@ -168,6 +183,7 @@ class _Class:
                 self.best = found
                 break
             if time.perf_counter() > end:
+                self.status = TIME_LIMITED
                 break
             if few:
                 self._cuts.append(self._linear.excluding(found))
@@ -208,10 +224,13 @@ class _Class:
                 time_limit_s=end - time.perf_counter(),
                 relaxed=relaxed,
             )
+            status = STATUSES[result.status]
+            if status in (TIME_LIMITED, UNSOLVED):
+                self.status = status
             least = result.fun if relaxed else result.mip_dual_bound
             if least is not None and np.isfinite(least):
                 bound = max(bound, (least + self._linear.settled_cost) / self._weight)
-            elif result.status == 2:  # nothing is better than the plan that is known
+            elif status == INFEASIBLE:  # nothing is better than the plan that is known
                 bound = self._variance
             if result.x is None:
                 return None, bound

@@ -22,6 +22,10 @@ if TYPE_CHECKING:  # half a second to import, which only solving needs
 
 FloatArray = npt.NDArray[np.float64]
 
+# What the codes of scipy.optimize.milp mean; "unsolved" is numerical trouble, and nothing is known then.
+OPTIMAL, TIME_LIMITED, INFEASIBLE, UNSOLVED = "optimal", "time-limited", "infeasible", "unsolved"
+STATUSES = {0: OPTIMAL, 1: TIME_LIMITED, 2: INFEASIBLE, 3: UNSOLVED, 4: UNSOLVED}
+
 
 @dataclass(slots=True)
 class Sum:

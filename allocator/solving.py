@@ -108,8 +108,8 @@ def allocate(
     )  # fmt: skip
     pinned = {pattern: Precision.parse(text) for pattern, text in (pins or {}).items()}
     return replace(
-        plan, margin=margin or None, solver=solver, bound=solution.bound, pins=pinned, budgets=budgets or {},
-        together=tuple(tuple(patterns) for patterns in together),
+        plan, margin=margin or None, solver=solver, bound=solution.bound, status=solution.status,
+        pins=pinned, budgets=budgets or {}, together=tuple(tuple(patterns) for patterns in together),
     )  # fmt: skip
 
 

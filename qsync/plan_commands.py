@@ -14,6 +14,14 @@ from qsync import tables
 from qsync.arguments import ClusterFile, Force, Json, Memory, budgets_of, console, pairs_of, print_json
 from qsync.errors import QSyncError
 
+# Why a plan is not proved to be the best.
+_WHY = {
+    "optimal": "within the gap that was asked for",
+    "time-limited": "time was up; --time-limit gives more",
+    "unproved": "the bound may be loose where memory is short or classes wait for each other",
+    "unsolved": "the program ran into numerical trouble",
+}
+
 
 def plan(
     context: typer.Context,
@@ -144,7 +152,8 @@ def plan(
         all_same = "step, memory and levers" if chosen.levers else "step and memory"
         console.print(
             f"No plan adds less than {chosen.bound:.3g} variance at this {all_same}; this one adds "
-            f"{chosen.added_variance:.3g}, {chosen.gap:.1%} of it perhaps needlessly ({chosen.solver})"
+            f"{chosen.added_variance:.3g}, {chosen.gap:.1%} of it perhaps needlessly ({chosen.solver}: "
+            f"{_WHY.get(chosen.status, chosen.status)})"
             if chosen.gap > 1e-6 else f"No plan adds less variance at this {all_same} (proved)",
             highlight=False, soft_wrap=True,
         )  # fmt: skip

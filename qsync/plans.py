@@ -69,6 +69,7 @@ class Plan:
     margin: float | None = None  # the part by which lowered classes may be late and still reach the target
     solver: str | None = None  # that chose the assignments: "milp" or "greedy"
     bound: float | None = None  # below which the added variance of no plan for this problem can fall
+    status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
     levers: Levers | None = None  # what it changes beside precisions
     pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
     budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
@@ -231,6 +232,8 @@ class Plan:
             body["solver"] = self.solver
         if self.bound is not None:
             body["bound"] = self.bound
+        if self.status is not None:
+            body["status"] = self.status
         if self.levers is not None:
             body["levers"] = self.levers.to_json()
         if self.pins:
@@ -270,7 +273,7 @@ class Plan:
         header = (field_of(value, "model", str, "plan"), field_of(value, "graph_hash", str, "plan"))
         plan = cls(
             *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
-            value.get("margin"), value.get("solver"), value.get("bound"),
+            value.get("margin"), value.get("solver"), value.get("bound"), value.get("status"),
             Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
             {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
             _mapping(value, "budgets"),

@@ -12,8 +12,9 @@ from qsync.allocator import allocate, exchanges, milp, recovery
 from qsync.allocator.fastest import fastest_start
 from qsync.allocator.greedy import greedy
 from qsync.allocator.problem import pose
-from qsync.allocator.program import Sum
+from qsync.allocator.program import Program, Sum
 from qsync.allocator.state import State
+from qsync.plans import Plan
 
 GRAPH = encoder(3, rows=512)
 PROFILES = {
@@ -81,3 +82,26 @@ def test_what_is_kept_for_backward_raises_the_bound_where_memory_is_short(monkey
         greedy(state, ["infer"], target)
         bounds.append(milp.judge(state, ["infer"], target).bound)
     assert bounds[0] > 1.5 * bounds[1]
+
+
+def test_the_plan_says_why_it_is_not_proved_to_be_the_best(monkeypatch):
+    def status(**options):
+        plan = allocate(GRAPH, PROFILES, sensitivity(0), cluster_of(), **options)
+        assert Plan.from_json(plan.to_json()) == plan
+        return plan.status
+
+    state, target = short(0, 0.3, 1.0)
+    budgets = {"infer": state.classes["infer"].part.budget_bytes}
+    assert status() == "optimal"
+    assert status(budgets=budgets, target_s=target, solver="greedy") == "unproved"
+    assert status(slack=0.1, solver="greedy", gap=0.99) == "optimal"
+    solve = Program.solve
+    for code, said in ((1, "time-limited"), (4, "unsolved")):
+
+        def stopped(self, *args, code=code, **options):
+            result = solve(self, *args, **options)
+            result.status = code
+            return result
+
+        monkeypatch.setattr(Program, "solve", stopped)
+        assert status(budgets=budgets, target_s=target, solver="greedy") == said
