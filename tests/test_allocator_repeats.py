@@ -125,6 +125,19 @@ def test_the_fastest_start_of_equal_blocks_is_found_in_as_many_moves_as_that_of_
     assert found[0] == found[1]
 
 
+def test_memory_after_many_changes_is_that_of_the_whole_graph():
+    graph = encoder(24)
+    state = State(posed(graph))
+    one = state.classes["infer"]
+    highest = one.peak_bytes
+    move = state.move("infer", dict.fromkeys(one.part.choices, INT8))
+    assert sum(len(change.touched) for change in move.changes) > 200
+    assert one.peak_bytes == peak_memory(lower(graph, one.lowering.assignment()), num_ranks=1).peak_bytes
+    assert one.memory().peak_bytes == one.peak_bytes != highest
+    state.back(move)
+    assert one.peak_bytes == highest
+
+
 def test_classes_that_begin_alike_then_go_their_own_ways():
     graph = encoder(2)
     state = State(posed(graph, names=("train", "infer")))
