@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.allocator.averaging import gradient_weight
+from qsync.allocator.patterns import unmatched
 from qsync.allocator.together import alike, check_pins
 from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
@@ -160,7 +160,7 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
         precision = Precision.parse(text)
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
-            raise MismatchError(_unmatched(graph, pattern, list(names)))
+            raise MismatchError(unmatched(graph, pattern))
         for name in matched:
             if precision not in PRECISIONS_BY_KIND[names[name]]:
                 known = ", ".join(PRECISIONS_BY_KIND[names[name]])
@@ -175,19 +175,6 @@ def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Pr
                 )
             pinned_by.setdefault(name, pattern)
     return pinned
-
-
-def _unmatched(graph: OpGraph, pattern: str, names: list[str]) -> str:
-    """What is wrong with a pattern that matches no adjustable operator, and which one it may have meant."""
-    other = next((op for op in graph.ops if fnmatch.fnmatchcase(op.name, pattern)), None)
-    if other is not None:
-        return (
-            f"no adjustable operator of {graph.model} matches {pattern!r}: {other.name} ({other.kind}) is a "
-            f"{other.role} one, whose precision is not chosen; leave it out"
-        )
-    close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-    nearest = f" (nearest: {close[0]!r})" if close else ""
-    return f"no adjustable operator of {graph.model} matches {pattern!r}{nearest}; give a pattern of names"
 
 
 def _choices(

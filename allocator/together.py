@@ -6,6 +6,7 @@ import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 
+from qsync.allocator.patterns import unmatched
 from qsync.errors import FormatError, MismatchError
 from qsync.graph import OpGraph
 from qsync.precision import Precision
@@ -65,7 +66,7 @@ def _matched(graph: OpGraph, names: Sequence[str], patterns: Sequence[str]) -> l
     for pattern in patterns:
         matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
         if not matched:
-            raise MismatchError(f"no adjustable operator of {graph.model} matches {pattern!r}")
+            raise MismatchError(unmatched(graph, pattern))
         for name in matched:
             key = _stands_for(pattern, name) if len(patterns) > 1 else ()
             groups.setdefault(key, []).append(name)

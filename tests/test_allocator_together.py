@@ -94,7 +94,7 @@ def test_what_cannot_run_alike_is_refused():
         with pytest.raises(error, match=match):
             allocate(GRAPH, profiles, sensitivity, CLUSTER, **options)
 
-    refused(MismatchError, "matches '\\*.nothing'", together=[["*.query", "*.nothing"]])
+    refused(MismatchError, "nearest: 'layer.[01].query'", together=[["*.query", "*.quary"]])
     refused(FormatError, "no two operators", together=[["layer.0.query", "*.1.key"]])
     refused(
         FormatError, "layer.0.query and layer.0.key are to run alike, but are pinned to bf16 and int8",
