@@ -28,7 +28,7 @@ def shadow_table(prices: Sequence[Any]) -> Table:
     """What each class would give for more time or memory, and its next moves."""
     table = Table(title="Variance that more time or memory would save, to first order (simulated)")
     table.add_column("class")
-    for heading in ("1 ms more", "1 MiB more"):
+    for heading in ("per ms more", "per MiB more"):
         table.add_column(heading, justify="right")
     for heading in ("next to raise", "next to lower"):
         table.add_column(heading)
