@@ -107,10 +107,10 @@ def _illegal(
                 found.append(
                     f"{op} runs in {precision} on {name}, which was not measured; profile this class again"
                 )
-    return found + _not_alike(graph, plan)
+    return found + not_alike(graph, plan)
 
 
-def _not_alike(graph: OpGraph, plan: Plan) -> list[str]:
+def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
     """Operators that the plan itself says are to run alike, and do not."""
     found = []
     for first, *others in alike(graph, plan.together):

@@ -57,6 +57,10 @@ class ClassProblem:
         """The assignment that adds least variance: FP32 but for what is pinned."""
         return self.with_partners({op: options[-1] for op, options in self.choices.items()})
 
+    def first_of(self, op: str) -> str:
+        """The operator that has the choice for this one: itself, or the first of those it runs alike with."""
+        return next((first for first, others in self.partners.items() if op in others), op)
+
     def with_partners(self, assignment: Mapping[str, Precision]) -> dict[str, Precision]:
         """An assignment with those who run as others do."""
         found = dict(assignment)

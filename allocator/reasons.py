@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qsync.allocator.certificate import not_alike
 from qsync.allocator.problem import Problem, pose
 from qsync.allocator.recovery import TOLERANCE, is_raise
 from qsync.allocator.state import State
@@ -82,12 +83,16 @@ def as_planned(
 ) -> tuple[State, float]:
     """The state that a plan describes, and its target in seconds (its own step if it has none).
 
-    Budgets are those given, else the plan's own, else the cluster's memory.
+    Budgets are those given, else the plan's own, else the cluster's memory. What the plan says runs alike
+    changes together, unless somebody has parted it since.
     """
     checked_lowerings(graph, plan, profiles, cluster)
     own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
     budgets = {**own, **(budgets or {})}
-    problem = pose(graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes)
+    problem = pose(
+        graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes,
+        together=() if not_alike(graph, plan) else plan.together,
+    )  # fmt: skip
     state = State(problem)
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     state.restore({name: plan[name].assignment for name in state.classes})
@@ -97,15 +102,16 @@ def as_planned(
 
 def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | None) -> Reason:
     one = state.classes[name]
-    precision, variance, now_s = one.precision(op), one.part.variance[op], one.costs.total_s
-    move = state.move(name, {op: Precision.FP32})
+    first = one.part.first_of(op)  # what runs alike is raised with it, and counts with it
+    precision, variance, now_s = one.precision(op), one.part.variance[first], one.costs.total_s
+    move = state.move(name, {first: Precision.FP32})
     saved = one.costs.total_s - now_s
     state.back(move)
     computed = one.lowering.computed_by(one.lowering.position[op])
     head = f"{op} runs in {precision} on {name}"
     head += f" with {computed} in its epilogue" if computed else ""
-    raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
-    move = state.move(name, {op: raised})
+    raised = next(p for p in one.part.choices[first] if is_raise(state, name, first, p))
+    move = state.move(name, {first: raised})
     step_s, late_s, memory = state.step_s(), state.late_step_s(), one.peak_bytes
     state.back(move)
     verdict = _verdict(state.problem, name, head, raised, saved, step_s, late_s, memory, target_s, pinned_by)

@@ -151,7 +151,7 @@ def _alternative(state: State, name: str, changed: Mapping[str, Precision], targ
     step_s, late_s = state.step_s(), state.late_step_s()
     state.back(move)
     return Alternative(
-        tuple(changed), next(iter(changed.values())), variance, seconds, step_s,
+        tuple(one.part.with_partners(changed)), next(iter(changed.values())), variance, seconds, step_s,
         late_s - target_s if late_s > target_s * (1 + TOLERANCE) else 0.0,
         memory, max(0, memory - one.part.budget_bytes),
     )  # fmt: skip

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import alike, allocate, check_plan, fastest_within
+from qsync.allocator import alike, allocate, check_plan, explain, fastest_within, shadow_prices
 from qsync.allocator.problem import pose
 from qsync.allocator.recovery import holds
 from qsync.allocator.solving import as_plan
@@ -136,3 +136,25 @@ def test_the_fastest_step_within_a_variance():
             fastest_within(GRAPH, profiles, sensitivity, CLUSTER, variance)
     with pytest.raises(FormatError, match="leave out slack"):
         fastest_within(GRAPH, profiles, sensitivity, CLUSTER, 1.0, slack=0.1)
+
+
+def test_what_runs_alike_is_explained_and_priced_together():
+    profiles, sensitivity = parts(GRAPH)
+    plan = allocate(GRAPH, profiles, sensitivity, CLUSTER, slack=0.1, together=[QKV])
+    group = next(
+        [f"layer.{n}.{one}" for one in ("query", "key", "value")]
+        for n in (0, 1) if f"layer.{n}.query" in plan["infer"].lowered
+    )  # fmt: skip
+    reasons = {
+        r.op: r for r in explain(GRAPH, plan, profiles, sensitivity, CLUSTER) if r.device_class == "infer"
+    }
+    assert len({(reasons[op].raised_to, reasons[op].variance_regained) for op in group}) == 1
+    raised = plan["infer"].assignment | dict.fromkeys(group, reasons[group[0]].raised_to)
+    other = as_plan(GRAPH, {"train": {}, "infer": raised}, profiles, CLUSTER)
+    assert reasons[group[0]].step_if_raised_s == pytest.approx(other.step_s)
+    for price in shadow_prices(GRAPH, plan, profiles, sensitivity, CLUSTER):
+        for found in (price.next_raise, price.next_lowering):
+            assert found is None or len({*group} & {*found.ops}) in (0, 3)
+    # Parted by hand, each is looked at for itself again.
+    parted = plan.pin(group[0], "fp32")
+    assert all(r.op != group[0] for r in explain(GRAPH, parted, profiles, sensitivity, CLUSTER))
