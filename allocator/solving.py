@@ -54,10 +54,10 @@ def allocate(
     FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least; it is lowered only
     with `lower_all`, or where FP32 does not fit in its memory. `budgets` (bytes by class) take the place of
     the cluster's memory; `pins` map patterns of operator names to precisions, and `together` are patterns of
-    operators that run alike (`qsync.allocator.together.alike`). With `margin` the lowered
-    classes reach the target even when their compute takes that part longer than predicted, as far as the
-    fastest start allows: a step waits for whoever is late, and a class planned to the last millisecond is
-    late at every other step (ours).
+    operators that run alike (`qsync.allocator.together.alike`). With `margin` the lowered classes reach the
+    target even when their compute takes that part longer than predicted, as far as the fastest start allows:
+    a step waits for whoever is late, and a class planned to the last millisecond is late at every other step
+    (ours).
 
     `solver` is "milp" (HiGHS, to within `gap` of the least variance or until `time_limit_s` is up) or
     "greedy" (QSync's two stages, and exchanges). The plan says below which variance none can fall
@@ -67,31 +67,11 @@ def allocate(
 
     >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """
-    if not 0.0 <= slack < math.inf:
-        raise FormatError(
-            f"slack must not be negative or infinite, found {slack}; 0.05 allows steps 5 % longer than the "
-            "least"
-        )
-    if not 0.0 <= margin < 1.0:
-        raise FormatError(f"margin must be at least 0 and less than 1, found {margin}; 0.03 is usual")
-    if target_s is not None and not 0.0 < target_s < math.inf:
-        raise FormatError(f"the target must be positive and finite, found {target_s}; give seconds")
-    if solver not in SOLVERS:
-        raise FormatError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
-    if not 0.0 <= gap < 1.0:
-        raise FormatError(f"the gap must be at least 0 and less than 1, found {gap}; {GAP} is usual")
-    if not 0.0 < time_limit_s < math.inf:
-        raise FormatError(f"the time limit must be positive and finite, found {time_limit_s}; give seconds")
+    _check_options(target_s, slack, margin, solver, gap, time_limit_s)
     problem = pose(
-        graph,
-        profiles,
-        sensitivity,
-        cluster,
-        budgets=budgets,
-        pins=pins,
-        together=together,
+        graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, together=together,
         bucket_cap_bytes=bucket_cap_bytes,
-    )
+    )  # fmt: skip
     state = State(problem)
     lowerable = _lowerable(state, lower_all)
     for name in lowerable:
@@ -111,6 +91,27 @@ def allocate(
         plan, margin=margin or None, solver=solver, bound=solution.bound, status=solution.status,
         pins=pinned, budgets=budgets or {}, together=tuple(tuple(patterns) for patterns in together),
     )  # fmt: skip
+
+
+def _check_options(
+    target_s: float | None, slack: float, margin: float, solver: str, gap: float, time_limit_s: float
+) -> None:
+    """FormatError for what cannot be."""
+    if not 0.0 <= slack < math.inf:
+        raise FormatError(
+            f"slack must not be negative or infinite, found {slack}; 0.05 allows steps 5 % longer than the "
+            "least"
+        )
+    if not 0.0 <= margin < 1.0:
+        raise FormatError(f"margin must be at least 0 and less than 1, found {margin}; 0.03 is usual")
+    if target_s is not None and not 0.0 < target_s < math.inf:
+        raise FormatError(f"the target must be positive and finite, found {target_s}; give seconds")
+    if solver not in SOLVERS:
+        raise FormatError(f"unknown solver {solver!r}: choose one of {', '.join(SOLVERS)}")
+    if not 0.0 <= gap < 1.0:
+        raise FormatError(f"the gap must be at least 0 and less than 1, found {gap}; {GAP} is usual")
+    if not 0.0 < time_limit_s < math.inf:
+        raise FormatError(f"the time limit must be positive and finite, found {time_limit_s}; give seconds")
 
 
 def _affordable(state: State, lowerable: list[str], target_s: float, margin: float) -> float:

@@ -14,7 +14,9 @@ from itertools import pairwise
 
 from qsync.errors import FormatError
 from qsync.graph import Input, OpGraph
+from qsync.lowered import Cast
 from qsync.profiles import Cost, Profile
+from qsync.replayer.costs import cast_cost
 
 # What torch's checkpoint keeps of the CPU's random state before a block, so that dropout repeats itself:
 # 5,056 bytes, in elements of 8.
@@ -111,13 +113,9 @@ def recomputing(profile: Profile, graph: OpGraph) -> Profile:
     for key, cost in profile.casts.items():
         if key[0] in cast_in_block:
             casts[key] = again(cost)
-    for (source, target), (base, slope) in profile.cast_fit.items():
+    for source, target in profile.cast_fit:
         for name in sorted(cast_in_block):
             if (name, source, target) not in casts:
-                casts[name, source, target] = again(
-                    Cost(
-                        max(0.0, base.forward_s + slope.forward_s * elements[name]),
-                        max(0.0, base.backward_s + slope.backward_s * elements[name]),
-                    )
-                )
+                cast = Cast(name, source, target, elements[name], False)
+                casts[name, source, target] = again(cast_cost(profile, cast))
     return replace(profile, ops=ops, casts=casts)
