@@ -9,6 +9,7 @@ from setuptools import setup
 ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
 
 PACKAGES = {"qsync": "qsync", **{f"qsync.{room}": room for room in ROOMS}}
+PACKAGES["qsync.expansion"] = "qsync/expansion"
 # CUDA sources travel with the package: they are compiled where they run.
 PACKAGES["qsync.backend.cutlass"] = "backend/cutlass"
 

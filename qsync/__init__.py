@@ -22,6 +22,7 @@ _PUBLIC = {
     "weigh_gradients": "qsync.weighing",
     "micro_batches": "qsync.weighing",
     "validate": "qsync.validation",
+    "ExpandedSchedule": "qsync.expansion.schedule",
     "Cluster": "qsync.cluster",
     "DeviceClass": "qsync.cluster",
     "Link": "qsync.cluster",
