@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qsync.expansion.recipes import Recipe
 from qsync.experiments.gpt import Mlp
 
 MASK = 0  # a byte that text does not hold
@@ -33,11 +34,11 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """norm(x + attention(x)), then norm(x + mlp(x))."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, width: int, num_heads: int, dropout: float, hidden: int | None = None) -> None:
         super().__init__()
         self.attention = Attention(width, num_heads)
         self.norm1 = nn.LayerNorm(width)
-        self.mlp = Mlp(width)
+        self.mlp = Mlp(width, hidden)
         self.norm2 = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
@@ -61,12 +62,13 @@ class Bert(nn.Module):
         context: int = 128,
         vocab: int = 256,
         dropout: float = 0.0,
+        hidden: int | None = None,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
         self.norm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(Layer(width, num_heads, dropout) for _ in range(num_layers))
+        self.layers = nn.ModuleList(Layer(width, num_heads, dropout, hidden) for _ in range(num_layers))
         self.transform = nn.Linear(width, width)
         self.gelu = nn.GELU()
         self.head_norm = nn.LayerNorm(width)
@@ -81,6 +83,33 @@ class Bert(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.head_norm(self.gelu(self.transform(x))))
+
+    # Post-LN: multiples of the width alone, and no depth.
+    recipe = Recipe(
+        "byte-level BERT",
+        """
+        tokens                     -> embedded
+        positions                  -> embedded
+        norm              embedded -> stream
+        *.attention.query   stream -> query
+        *.attention.key     stream -> key
+        *.attention.value   stream -> value
+        *.attention.output   mixed -> stream
+        layers.*.norm?      stream -> stream
+        *.mlp.fc            stream -> mlp
+        *.mlp.proj             mlp -> stream
+        transform           stream -> shaped
+        head_norm           shaped -> final
+        head                 final -> _
+        """,
+        read=lambda small: {"heads": small.layers[0].attention.num_heads},
+        build=lambda small, sizes: Bert(
+            len(small.layers), sizes["width"], sizes["heads"], small.positions.num_embeddings,
+            small.tokens.num_embeddings, small.layers[0].dropout.p, sizes["mlp"],
+        ),
+        sizes={"stream": "width", "embedded": "width", "shaped": "width"}, follows={"mlp": "width"},
+        blocks="layers.*",
+    )  # fmt: skip
 
 
 def masked(tokens: torch.Tensor, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

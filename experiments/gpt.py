@@ -8,6 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qsync.expansion.recipes import Recipe
+
+# How a block grows (see qsync.Recipe): what its modules read and write.
+BLOCK = """
+blocks.*.norm1           stream -> normed
+blocks.*.attention.qkv   normed -> query, key, value
+blocks.*.attention.proj   mixed -> stream
+blocks.*.norm2           stream -> normed
+blocks.*.mlp.fc          normed -> mlp
+blocks.*.mlp.proj           mlp -> stream
+"""
+
 
 class Attention(nn.Module):
     """Multi-head self-attention, causal or over everything: (B, T, width) -> (B, T, width)."""
@@ -28,13 +40,14 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linears, four times as wide in between."""
+    """Two linears, `hidden` in between: four times as wide, where nothing else is asked for."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
-        self.fc = nn.Linear(width, 4 * width)
+        hidden = hidden or 4 * width
+        self.fc = nn.Linear(width, hidden)
         self.gelu = nn.GELU()
-        self.proj = nn.Linear(4 * width, width)
+        self.proj = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.proj(self.gelu(self.fc(x)))
@@ -43,12 +56,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, num_heads: int, causal: bool = True) -> None:
+    def __init__(self, width: int, num_heads: int, causal: bool = True, hidden: int | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, num_heads, causal)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp = Mlp(width)
+        self.mlp = Mlp(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
@@ -70,11 +83,12 @@ class Gpt(nn.Module):
         context: int = 256,
         vocab: int = 256,
         tied: bool = False,
+        hidden: int | None = None,
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(Block(width, num_heads, hidden=hidden) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self._initialise(num_layers)
@@ -97,3 +111,20 @@ class Gpt(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
+
+    recipe = Recipe(
+        "byte-level GPT",
+        f"""
+        tokens            -> stream
+        positions         -> stream
+        {BLOCK}
+        norm       stream -> final
+        head        final -> _    tied tokens
+        """,
+        read=lambda small: {"heads": small.blocks[0].attention.num_heads},
+        build=lambda small, sizes: Gpt(
+            sizes["layers"], sizes["width"], sizes["heads"], small.positions.num_embeddings,
+            small.tokens.num_embeddings, small.head.weight is small.tokens.weight, sizes["mlp"],
+        ),
+        sizes={"stream": "width"}, follows={"mlp": "width"}, blocks="blocks.*",
+    )  # fmt: skip

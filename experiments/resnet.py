@@ -13,7 +13,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from qsync.expansion.recipes import Recipe
+
 HELDOUT_IMAGES = 297  # of 1797
+
+
+def _stage(number: int) -> str:
+    """How a stage grows (see qsync.Recipe): its first block reads the stage before."""
+    own, before = f"c{number}", f"c{max(number - 1, 0)}"
+    return f"""
+    stages.{number}.0.conv1        {before} -> inner{number}
+    stages.{number}.0.shortcut.0   {before} -> {own}
+    stages.{number}.*.conv1        {own} -> inner{number}
+    stages.{number}.*.bn1          inner{number} -> inner{number}
+    stages.{number}.*.conv2        inner{number} -> {own}
+    stages.{number}.*              {own} -> {own}
+    """
+
+
+STAGES = "".join(_stage(number) for number in range(3))
 
 
 class BasicBlock(nn.Module):
@@ -68,6 +86,22 @@ class ResNet(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         x = self.relu(self.bn(self.conv(images)))
         return self.head(self.stages(x).mean(dim=(2, 3)))
+
+    # Three stages, as it stands; the first adds to what the stem wrote.
+    recipe = Recipe(
+        "small ResNet",
+        f"""
+        conv                  _ -> c0
+        bn                   c0 -> c0
+        {STAGES}
+        head                 c2 -> _
+        """,
+        build=lambda small, sizes: ResNet(
+            (sizes["c0"], sizes["c1"], sizes["c2"]), sizes["layers"], small.head.out_features
+        ),
+        sizes={"inner0": "c0", "inner1": "c1", "inner2": "c2"}, blocks="stages.*.*",
+        residual=("c0", "c1", "c2"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,6 @@
-"""Lossless growth: a trained model made wider and deeper, and trained on.
+"""Lossless growth: a trained model becomes a larger one that computes the same, and goes on training.
 
-The method is LEMON's (Wang et al., "LEMON: Lossless model expansion", ICLR 2024, arXiv:2310.07999).
+Source of the method: LEMON (ICLR 2024, arXiv:2310.07999); what is ours is marked so. recipes.py says which
+module reads and writes which space, spaces.py where the coordinates of a grown space come from, maps.py makes
+tensors by it, layout.py works out which map every tensor gets, growing.py builds, verification.py compares.
 """

@@ -1,0 +1,428 @@
+"""The layout of a growth: which map every tensor of a model gets, by its recipe; all of it before anything
+is built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.expansion import norms
+from qsync.expansion.depth import Depth, Place, depth_of
+from qsync.expansion.maps import FREE, SPLITS, Axis, TensorMap, shares_of
+from qsync.expansion.recipes import ATTENTION, FIXED, Line, Recipe
+from qsync.expansion.sizes import Extent, heads, joined, size_name, small_sizes, target_sizes
+from qsync.expansion.spaces import (
+    AVERAGE,
+    CIRCULAR,
+    ZERO,
+    Growth,
+    attention,
+    circular,
+    padded,
+    paired,
+    stacked,
+)
+
+DEPTHS = ("zero", "cancel")
+# New entries of a norm's weight, beside the others: small, and not 0, which would never learn.
+_ZETA = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter or buffer of the small model: the line that it goes by, its module, its axes' roles."""
+
+    name: str
+    value: torch.Tensor
+    line: Line
+    module: torch.nn.Module
+    norm: str | None
+    roles: tuple[str, ...]  # by axis: "writes", "reads", or "" for one that does not grow
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpansionPlan:
+    """How a model grows: the map of every tensor, by name, and what no tensor holds.
+
+    `eps` are those of norms that change, by their path in the grown model. `small` and `sizes` are the sizes
+    before and after. `str()` is a table.
+    """
+
+    recipe: Recipe
+    tensors: Mapping[str, TensorMap]
+    eps: Mapping[str, float]
+    small: Mapping[str, int]
+    sizes: Mapping[str, int]
+    depth: Depth
+    split: str = "random"
+    new_blocks: str = "zero"
+    seed: int = 0
+
+    def grown(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state dict of the small model, grown: its weights, or a moving average of them, which gets the
+        same random part. Differentiable. Raises MismatchError for another model's.
+
+        >>> average = plan.grown(ema.state_dict())
+        """
+        missing = [m.source for m in self.tensors.values() if m.source not in state]
+        if missing:
+            raise MismatchError(
+                f"the state to grow lacks {joined(missing)}; give that of the model that was planned for"
+            )
+        for m in self.tensors.values():
+            if tuple(state[m.source].shape) != m.source_shape:
+                raise MismatchError(
+                    f"{m.source} has shape {tuple(state[m.source].shape)}, and {m.source_shape} in the model "
+                    "that was planned for; give that model's state"
+                )
+        return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
+
+    def __str__(self) -> str:
+        from qsync.expansion.telling import table
+
+        return table(self)
+
+
+def plan_expansion(
+    model: torch.nn.Module, recipe: Recipe, *, split: str = "random", depth: str = "zero", seed: int = 0
+) -> ExpansionPlan:
+    """Which map every tensor of `model` gets on its way to the sizes that `recipe.to(...)` asked for.
+
+    `split` is how the weights that read a copied value share it: "random" (every element by itself: what
+    copies most unlike), "scalar" (one random part per value: an optimizer's moments can come along), "even"
+    (equal parts: copies never part again; a control). `depth` is how what a new block adds is silenced:
+    "zero", or "cancel" (random, in sum nothing: all of the block learns from the first step). `seed` says
+    what is drawn. Nothing is built, and the model is not changed.
+
+    Raises UnsupportedError, with the module and the way out, for what has no lossless form: sizes that shrink
+    or do not divide, modules that the recipe does not name, quantized weights; MismatchError where model and
+    recipe do not fit together or weights are tied unsaid.
+
+    >>> print(qsync.plan_expansion(model, recipe.to(width=768, layers=12)))
+    """
+    for what, given, known in (("split", split, SPLITS), ("depth", depth, DEPTHS)):
+        if given not in known:
+            raise FormatError(f"unknown {what} {given!r}: choose from {', '.join(known)}")
+    if not recipe.target:
+        raise FormatError(
+            f"the recipe {recipe.name} does not say what to grow to; use recipe.to(width=..., layers=...)"
+        )
+    return _Layout(model, recipe, split, depth, seed).plan()
+
+
+@dataclass(slots=True)
+class _Layout:
+    model: torch.nn.Module
+    recipe: Recipe
+    split: str
+    new_blocks: str
+    seed: int
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    same: dict[str, str] = field(default_factory=dict)  # what a norm writes: what it reads
+    pattern: dict[str, str] = field(default_factory=dict)
+    small: dict[str, int] = field(default_factory=dict)
+    large: dict[str, int] = field(default_factory=dict)
+    divided: dict[str, float] = field(
+        default_factory=dict
+    )  # spaces that a tied head reads: what they are divided by
+    depth: Depth = field(default_factory=lambda: Depth({}))
+
+    def plan(self) -> ExpansionPlan:
+        self.tensors = {t.name: t for t in _tensors_of(self.model, self.recipe)}
+        shapes = {name: t.value.shape for name, t in self.tensors.items()}
+        self.depth = depth_of(self.recipe, shapes)
+        self.same = {
+            t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm and t.line.reads
+        }
+        known = {k: v for k, v in self.recipe.read(self.model).items() if k != "layers"}
+        self.small = small_sizes(self.recipe, known, self._extents(), self.same)
+        self.large = target_sizes(self.recipe, self.small)
+        self._patterns()
+        self._ties()
+        maps = {m.name: m for t in self.tensors.values() for m in self._maps(t)}
+        sizes = dict(self.large)
+        small = dict(self.small)
+        if self.depth.num_layers:
+            sizes["layers"] = _one_or_all(self.depth.num_layers)
+            small["layers"] = _one_or_all(self.depth.num_before)
+        return ExpansionPlan(
+            self.recipe, maps, self._eps(), small, sizes, self.depth, self.split, self.new_blocks, self.seed
+        )
+
+    def _extents(self) -> Iterator[Extent]:
+        for t in self.tensors.values():
+            for role, length in zip(t.roles, t.value.shape, strict=True):
+                if role:
+                    yield Extent(
+                        t.name, t.line.writes if role == "writes" else t.line.reads, length, role == "writes"
+                    )
+
+    def _size(self, space: str, sizes: Mapping[str, int]) -> int:
+        return sizes[size_name(self.recipe, space, self.same)]
+
+    def _patterns(self) -> None:
+        """How each space grows, by the norms at either end of it."""
+        wanted: dict[str, dict[str, str]] = {}
+        for t in self.tensors.values():
+            if t.norm and t.line.reads:
+                reads, writes = t.line.reads[0], t.line.writes[0]
+                if t.norm == norms.BATCH:
+                    if reads != writes:
+                        raise MismatchError(
+                            f"{t.name}: a batch norm hands on the channels that it reads; write {reads} -> "
+                            f"{reads} in the recipe {self.recipe.name}"
+                        )
+                    wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.name)
+                    continue
+                wanted.setdefault(reads, {}).setdefault(AVERAGE if t.norm == norms.LAYER else ZERO, t.name)
+                wanted.setdefault(writes, {}).setdefault(ZERO, t.name)
+        for space, patterns in wanted.items():
+            small, large = self._size(space, self.small), self._size(space, self.large)
+            if len(patterns) > 1 and large % small:
+                raise UnsupportedError(
+                    f"{' and '.join(name.rpartition('.')[0] for name in patterns.values())} ask for another "
+                    f"rest of {space} each ({', '.join(patterns)}), as norms after the residual sum do: "
+                    f"{small} grows without loss to its multiples alone; give {large // small * small} or "
+                    f"{(large // small + 1) * small}"
+                )
+            self.pattern[space] = next(iter(patterns))
+            for name in patterns.values():
+                t = self.tensors[name]
+                norms_stream = space in self.recipe.residual and t.line.writes[0] == space
+                if norms_stream and t.norm != norms.BATCH and self._grows_in_depth(name):
+                    raise UnsupportedError(
+                        f"{name.rpartition('.')[0]} norms the residual stream itself, so that a new block of "
+                        f"{self.recipe.name} cannot leave it as it is; grow the width, and leave layers out"
+                    )
+
+    def _grows_in_depth(self, name: str) -> bool:
+        is_deeper = any(place.is_new for places in self.depth.places.values() for place in places)
+        return is_deeper and bool(self.depth.block_of(name))
+
+    def _ties(self) -> None:
+        """What a head with the embeddings' weight reads is divided by how often that weight then counts."""
+        by_weight: dict[int, str] = {}
+        for t in self.tensors.values():
+            first = by_weight.setdefault(id(t.value), t.name)
+            if first == t.name or not self._grows(t):
+                continue
+            line = next((x.line for x in (t, self.tensors[first]) if x.line.tied), None)
+            if line is None:
+                raise MismatchError(
+                    f"{t.name} is {first}, and the recipe {self.recipe.name} does not say that they are "
+                    f"tied; end the line of one with `tied` and the other's module: {t.line.pattern} ... "
+                    f"tied {self.tensors[first].line.pattern}"
+                )
+            head = t if t.line.tied else self.tensors[first]
+            space = head.line.reads[0]
+            small, large = self._size(space, self.small), self._size(space, self.large)
+            self.divided[space] = float(large // small)
+            if space not in self.same:
+                raise UnsupportedError(
+                    f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
+                    "could be divided by the number of copies; untie the weights first"
+                )
+
+    def _grows(self, t: Tensor) -> bool:
+        spaces = [t.line.reads if role == "reads" else t.line.writes for role in t.roles if role]
+        return any(FIXED not in each for each in spaces)
+
+    def _growth(self, space: str, place: Place | None) -> Growth:
+        """How a space grows; in a new block whose additions cancel, in pairs."""
+        pairs = place is not None and place.is_new and self.new_blocks == "cancel"
+        if space in ATTENTION:
+            return attention(heads(self.small), heads(self.large), pairs)[space]
+        small, large = self._size(space, self.small), self._size(space, self.large)
+        pattern = self.pattern.get(space, CIRCULAR)
+        if pattern == CIRCULAR:
+            return (
+                paired(small, large)
+                if pairs and space not in self.recipe.residual
+                else circular(small, large)
+            )
+        return padded(small, large, pattern)
+
+    def _axis(self, t: Tensor, dim: int, place: Place | None) -> Axis | None:
+        role = t.roles[dim]
+        spaces = t.line.reads if role == "reads" else t.line.writes
+        if not role or FIXED in spaces:
+            return None
+        growth = stacked([self._growth(space, place) for space in spaces])
+        name = ", ".join(spaces)
+        if role == "writes":
+            return Axis(name, growth)
+        growth = Growth(growth.num_small, growth.index, growth.rest).by_unit(
+            t.value.shape[dim] // growth.num_small
+        )
+        instance = spaces if spaces[0] in self.recipe.residual else (*spaces, place.path if place else "")
+        return Axis(name, growth, True, shares_of(growth, self.split, self.seed, " ".join(instance)))
+
+    def _maps(self, t: Tensor) -> Iterator[TensorMap]:
+        for name, place in self.depth.copies(t.name):
+            axes = tuple(self._axis(t, dim, place) for dim in range(t.value.ndim))
+            made = TensorMap(name, t.name, tuple(t.value.shape), axes)
+            made = self._of_norm(t, made) if t.norm else self._of_product(t, made)
+            if place is not None and place.is_new:
+                made = replace(made, note=f"new, after {place.source}", silenced=self._silenced(t, made))
+            yield self._with_noise(t, made)
+
+    def _of_norm(self, t: Tensor, made: TensorMap) -> TensorMap:
+        """gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2): s is what the
+        variance is multiplied by. Divided where a tied head reads."""
+        kind = t.name.rpartition(".")[2]
+        if not t.line.reads or t.norm == norms.BATCH or made.axes[0] is None:
+            return made
+        divided = self.divided.get(t.line.writes[0], 1.0)
+        growth = made.axes[0].growth
+        if kind == "bias":
+            return replace(made, factor=1.0 / divided)
+        axis = replace(made.axes[0], growth=replace(growth, rest=FREE))
+        return replace(made, axes=(axis,), factor=math.sqrt(_shrinks(growth)) / divided)
+
+    def _of_product(self, t: Tensor, made: TensorMap) -> TensorMap:
+        divided = self.divided.get(t.line.reads[0], 1.0) if t.line.reads and "reads" in t.roles else 1.0
+        if divided == 1.0:
+            return made
+        if t.line.tied and self._is_tied(t):  # the embeddings' weight: grown as they are
+            axes = tuple(a if a is None else replace(a, is_read=False, shares=None) for a in made.axes)
+            return replace(made, axes=axes, note=f"tied {t.line.tied}")
+        return replace(made, factor=divided)
+
+    def _is_tied(self, t: Tensor) -> bool:
+        return any(other is not t and other.value is t.value for other in self.tensors.values())
+
+    def _silenced(self, t: Tensor, made: TensorMap) -> str:
+        """How a tensor of a new block is silenced, if it is what adds to the residual stream."""
+        writes = t.line.writes[0]
+        if writes not in self.recipe.residual or (t.norm and t.norm != norms.BATCH):
+            return ""
+        block = self.depth.block_of(t.name)
+        beside = [other for other in self.tensors.values() if self.depth.block_of(other.name) == block]
+        batch_norms = [t for t in beside if t.norm == norms.BATCH and t.line.writes[0] == writes]
+        kind = t.name.rpartition(".")[2]
+        if batch_norms and self.new_blocks == "cancel":
+            raise UnsupportedError(
+                f"{batch_norms[0].name.rpartition('.')[0]} is a batch norm, which blows up what cancels "
+                "before it; use "
+                'depth="zero"'
+            )
+        if batch_norms:
+            return "zero" if t.norm and kind in ("weight", "bias") else ""
+        if self.new_blocks == "zero" or "reads" not in t.roles:
+            return "zero"
+        axis = made.axes[t.roles.index("reads")]
+        if axis is None or int(axis.growth.num_copies.min()) < 2:
+            raise UnsupportedError(
+                f"{t.name} of a new block reads too few coordinates for two copies of each, so that nothing "
+                "can cancel; "
+                'use depth="zero"'
+            )
+        return "cancel"
+
+    def _with_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
+        """What is drawn has the deviation of what is there; less for a norm's weight."""
+        loose = [a.growth for a in made.axes if a is not None and a.is_loose]
+        if not loose or made.silenced == "zero" or (self.split == "even" and made.silenced != "cancel"):
+            return made
+        value = t.value.detach().double()
+        if t.norm:
+            return replace(made, rest_noise=_ZETA * float(value.square().mean().sqrt()) * made.factor)
+        deviation = float(value.std()) if value.numel() > 1 else abs(float(value.sum()))
+        has_copies = int(loose[0].num_copies.max()) > 1 and (
+            self.split == "random" or made.silenced == "cancel"
+        )
+        has_rest = not bool(loose[0].is_copy.all())
+        return replace(
+            made, noise=deviation * made.factor * has_copies, rest_noise=deviation * made.factor * has_rest
+        )
+
+    def _eps(self) -> dict[str, float]:
+        """What eps of each norm becomes, where the variance that it is added to shrinks."""
+        found = {}
+        for t in self.tensors.values():
+            if (
+                not t.norm
+                or not t.line.reads
+                or t.norm == norms.BATCH
+                or t.name.rpartition(".")[2] != "weight"
+            ):
+                continue
+            growth = self._growth(t.line.reads[0], None)
+            if _shrinks(growth) != 1.0:
+                for name, _ in self.depth.copies(t.name):
+                    found[name.rpartition(".")[0]] = norms.eps_of(t.module) * _shrinks(growth)
+        return found
+
+
+def _shrinks(growth: Growth) -> float:
+    """s: what the mean square of a grown vector is of that of the small one, around the same mean."""
+    return float(growth.is_copy.sum()) / growth.num_large
+
+
+def _one_or_all(numbers: tuple[int, ...]) -> int:
+    return numbers[0] if len(set(numbers)) == 1 else numbers  # type: ignore[return-value]
+
+
+def _tensors_of(model: torch.nn.Module, recipe: Recipe) -> Iterator[Tensor]:
+    """Every parameter with its line, and buffers of norms. Raises UnsupportedError for what no line names."""
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise UnsupportedError("a model in DistributedDataParallel is grown without it; give model.module")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = model.state_dict(keep_vars=True)
+    unnamed = []
+    for name, value in {**parameters, **kept}.items():
+        line = recipe.line_of(name)
+        path = name.rpartition(".")[0]
+        if line is None:
+            if name in parameters or (name in kept and not isinstance(value, torch.Tensor)):
+                unnamed.append(name)
+            continue
+        if not isinstance(value, torch.Tensor) or (name in parameters and not value.is_floating_point()):
+            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+            raise UnsupportedError(
+                f"{name} is quantized ({kind}); grow the model in floating point, and lower its precision "
+                "afterwards"
+            )
+        module = model.get_submodule(path)
+        norm = norms.norm_kind(module, path) if name != line.pattern else None
+        yield Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
+    if unnamed:
+        raise UnsupportedError(
+            f"the recipe {recipe.name} has no line for {joined(unnamed)}; add what each reads and writes, or "
+            f"`{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
+        )
+
+
+def _roles(
+    name: str, value: torch.Tensor, line: Line, module: torch.nn.Module, norm: str | None
+) -> tuple[str, ...]:
+    """Which axis is written, and which read."""
+    last = name.rpartition(".")[2]
+    fixed = ("",) * value.ndim
+    if not (set(line.reads) | set(line.writes)) - {FIXED}:
+        return fixed
+    if norm:
+        return ("writes",) if value.ndim == 1 else fixed
+    if isinstance(module, _ConvNd) and last in ("weight", "bias"):
+        if module.groups != 1 or module.transposed:
+            raise UnsupportedError(
+                f"{name} is a grouped or transposed convolution, which qsync does not grow; keep its spaces"
+            )
+        return ("writes", "reads", *fixed[2:]) if value.ndim > 1 else ("writes",)
+    if isinstance(module, torch.nn.Embedding):
+        return ("", "writes")
+    if type(module).__name__ == "Conv1D" and last == "weight":  # Hugging Face's, with inputs first
+        return ("reads", "writes")
+    if value.ndim == 2 and line.reads:
+        return ("writes", "reads")
+    if value.ndim == 1 or not line.reads:
+        return (*fixed[:-1], "writes")
+    raise UnsupportedError(
+        f"{name} of {type(module).__name__} has {value.ndim} axes, and which is read and which written is "
+        "not known; name the parameter itself in the recipe, or grow another way"
+    )

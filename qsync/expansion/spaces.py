@@ -1,0 +1,161 @@
+"""Where each coordinate of a grown space comes from, and what that asks of whoever writes and reads it.
+
+A space of `small` coordinates grows to `large`: k = large // small whole copies, and a rest of r = large - k
+small. What stands in the rest depends on who looks at the space (LEMON, arXiv:2310.07999, section 3):
+
+    circular  the first r coordinates once more   hidden units, heads, channels: what acts on each by itself
+    average   the mean of all                     what a LayerNorm reads: the mean stays, the variance shrinks
+    zero      0                                   what a norm hands on, and (ours) what an RMSNorm reads
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+CIRCULAR, AVERAGE, ZERO = PATTERNS = ("circular", "average", "zero")
+REST = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Growth:
+    """`index` (large,): for each coordinate the one it copies, REST where it copies none. `rest` is what
+    stands there: AVERAGE or ZERO. `scale` (large,), FP64: what a copy is multiplied by as it is written;
+    None: 1."""
+
+    num_small: int
+    index: torch.Tensor
+    rest: str = ZERO
+    scale: torch.Tensor | None = None
+
+    @property
+    def num_large(self) -> int:
+        return len(self.index)
+
+    @property
+    def is_copy(self) -> torch.Tensor:
+        """Bool (large,): whether a coordinate copies one, and is not in the rest."""
+        return self.index != REST
+
+    @property
+    def num_copies(self) -> torch.Tensor:
+        """Int64 (large,): how often the coordinate that is copied here is copied in all; 0 in the rest."""
+        counts = torch.bincount(self.index[self.is_copy], minlength=self.num_small)
+        return torch.where(self.is_copy, counts[self.index.clamp(min=0)], 0)
+
+    @property
+    def is_identity(self) -> bool:
+        return self.num_large == self.num_small and bool((self.index == torch.arange(self.num_small)).all())
+
+    def by_unit(self, unit: int) -> Growth:
+        """The same growth where every coordinate stands for `unit` neighbours, as a channel does for its
+        pixels.
+
+        >>> circular(2, 3).by_unit(2).index.tolist()
+        [0, 1, 2, 3, 0, 1]
+        """
+        if unit == 1:
+            return self
+        within = torch.arange(unit).repeat(self.num_large)
+        index = self.index.repeat_interleave(unit)
+        scale = None if self.scale is None else self.scale.repeat_interleave(unit)
+        index = torch.where(index == REST, REST, index * unit + within)
+        return Growth(self.num_small * unit, index, self.rest, scale)
+
+
+def circular(small: int, large: int) -> Growth:
+    """Copies in turn, the last round as far as it goes.
+
+    >>> circular(3, 5).index.tolist()
+    [0, 1, 2, 0, 1]
+    """
+    return Growth(small, torch.arange(large) % small)
+
+
+def padded(small: int, large: int, rest: str) -> Growth:
+    """Whole copies, then the rest.
+
+    >>> padded(3, 7, ZERO).index.tolist()
+    [0, 1, 2, 0, 1, 2, -1]
+    """
+    copied = torch.arange(large) % small
+    copied[large // small * small :] = REST
+    return Growth(small, copied, rest)
+
+
+def paired(small: int, large: int) -> Growth:
+    """Copies of as many as can each have two or more: what cancels needs another that it cancels with (ours).
+
+    >>> paired(3, 5).index.tolist()
+    [0, 1, 0, 1, 0]
+    """
+    return Growth(small, torch.arange(large) % min(small, max(large // 2, 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How many query heads and key/value heads an attention has, and how wide each is."""
+
+    queries: int
+    groups: int
+    width: int
+
+
+def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Growth]:
+    """The growths of what attention computes with: query, key, value, and mixed, which its output reads.
+
+    Heads are copied whole. A key/value head is copied with query heads that attend to it (grouped queries).
+    Where heads become wider, d to d', each coordinate of query and key is scaled so that the products over
+    all of its n copies, divided by sqrt(d') and no longer by sqrt(d), are what they were: by sqrt(sqrt(d' /
+    d) / n); LEMON's (d / d')^(1/4) where n = d' / d, ours elsewhere. With `pairs` every coordinate of mixed
+    that is copied is copied at least twice, which takes two heads (see `paired`).
+
+    >>> attention(Heads(2, 1, 1), Heads(4, 2, 1))["mixed"].index.tolist()
+    [0, 1, 0, 1]
+    """
+    per_small, per_large = small.queries // small.groups, large.queries // large.groups
+    in_group = circular(per_small, per_large)
+    groups = circular(small.groups, large.groups)
+    if pairs and per_large > 1:
+        in_group = paired(per_small, per_large)
+    elif pairs:
+        groups = paired(small.groups, large.groups)
+    queries = groups.index.repeat_interleave(per_large) * per_small + in_group.index.repeat(large.groups)
+    width = circular(small.width, large.width)
+    factor = (large.width / small.width) ** 0.5 / width.num_copies.double()
+    product = factor.sqrt() if large.width != small.width else None
+    return {
+        "query": _by_head(queries, small.queries, width, product),
+        "key": _by_head(groups.index, small.groups, width, product),
+        "value": _by_head(groups.index, small.groups, width, None),
+        "mixed": _by_head(queries, small.queries, width, None),
+    }
+
+
+def _by_head(heads: torch.Tensor, num_small: int, width: Growth, scale: torch.Tensor | None) -> Growth:
+    index = (heads[:, None] * width.num_small + width.index).flatten()
+    return Growth(
+        num_small * width.num_small, index, scale=None if scale is None else scale.repeat(len(heads))
+    )
+
+
+def stacked(growths: Sequence[Growth]) -> Growth:
+    """One axis of several spaces, one after the other, as where one linear writes query, key and value.
+
+    >>> stacked([circular(2, 3), circular(1, 2)]).index.tolist()
+    [0, 1, 0, 2, 2]
+    """
+    if len(growths) == 1:
+        return growths[0]
+    index, start = [], 0
+    for growth in growths:
+        index.append(torch.where(growth.is_copy, growth.index + start, REST))
+        start += growth.num_small
+    scale = None
+    if any(growth.scale is not None for growth in growths):
+        scale = torch.cat(
+            [g.scale if g.scale is not None else torch.ones(g.num_large).double() for g in growths]
+        )
+    return Growth(start, torch.cat(index), growths[0].rest, scale)
