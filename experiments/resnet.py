@@ -65,7 +65,10 @@ class ResNet(nn.Module):
     """
 
     def __init__(
-        self, channels: tuple[int, ...] = (64, 128, 256), num_blocks: int = 2, num_classes: int = 10
+        self,
+        channels: tuple[int, ...] = (64, 128, 256),
+        num_blocks: int | tuple[int, ...] = 2,
+        num_classes: int = 10,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, channels[0], 3, padding=1, bias=False)
@@ -74,7 +77,8 @@ class ResNet(nn.Module):
         stages = []
         width = channels[0]
         for stage, wanted in enumerate(channels):
-            strides = [1 if stage == 0 else 2] + [1] * (num_blocks - 1)
+            num = num_blocks[stage] if isinstance(num_blocks, tuple) else num_blocks
+            strides = [1 if stage == 0 else 2] + [1] * (num - 1)
             blocks = []
             for stride in strides:
                 blocks.append(BasicBlock(width, wanted, stride))

@@ -103,7 +103,8 @@ def _places(
         )
     if num_new > len(numbers):
         raise UnsupportedError(
-            f"{prefix}* grows from {len(numbers)} blocks to {2 * len(numbers)} at most, found {layers}; grow twice"
+            f"{prefix}* grows from {len(numbers)} blocks to {2 * len(numbers)} at most, found {layers}; "
+            "grow twice"
         )
     copied = [able[(2 * i + 1) * len(able) // (2 * num_new)] for i in range(num_new)]
     found, next_number = {}, numbers[0]
