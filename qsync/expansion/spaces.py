@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qsync.errors import UnsupportedError
+
 CIRCULAR, AVERAGE, ZERO = PATTERNS = ("circular", "average", "zero")
 REST = -1
 
@@ -106,7 +108,10 @@ class Heads:
 def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Growth]:
     """The growths of what attention computes with: query, key, value, and mixed, which its output reads.
 
-    Heads are copied whole. A key/value head is copied with query heads that attend to it (grouped queries).
+    Heads are copied whole. A key/value head is copied with query heads that attend to it (grouped queries);
+    where its copies have fewer each, they share them out. Raises UnsupportedError where a query head would
+    have no place left.
+
     Where heads become wider, d to d', each coordinate of query and key is scaled so that the products over
     all of its n copies, divided by sqrt(d') and no longer by sqrt(d), are what they were: by sqrt(sqrt(d' /
     d) / n); LEMON's (d / d')^(1/4) where n = d' / d, ours elsewhere. With `pairs` every coordinate of mixed
@@ -116,13 +121,20 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
     [0, 1, 0, 1]
     """
     per_small, per_large = small.queries // small.groups, large.queries // large.groups
-    in_group = circular(per_small, per_large)
     groups = circular(small.groups, large.groups)
-    if pairs and per_large > 1:
-        in_group = paired(per_small, per_large)
-    elif pairs:
+    if pairs and per_large == 1:
         groups = paired(small.groups, large.groups)
-    queries = groups.index.repeat_interleave(per_large) * per_small + in_group.index.repeat(large.groups)
+    if pairs and per_large > 1:
+        in_group = paired(per_small, per_large).index.repeat(large.groups)
+    else:
+        round_of = torch.arange(large.groups) // small.groups  # how many copies of its group stand before it
+        in_group = (round_of[:, None] * per_large + torch.arange(per_large)).flatten() % per_small
+    queries = groups.index.repeat_interleave(per_large) * per_small + in_group
+    if not pairs and len(queries.unique()) < small.queries:
+        raise UnsupportedError(
+            f"{small.queries} heads, {per_small} to a key/value head, have no room in {large.queries} of "
+            f"which {per_large} share one; give more heads, or fewer kv_heads"
+        )
     width = circular(small.width, large.width)
     factor = (large.width / small.width) ** 0.5 / width.num_copies.double()
     product = factor.sqrt() if large.width != small.width else None

@@ -83,7 +83,7 @@ def _outputs(
 ) -> dict[str, torch.Tensor]:
     """What a copy of a model returns in FP64, by the path in its output: all floating-point tensors."""
     own = copy.deepcopy(model).double().eval()
-    with torch.no_grad(), _in_double():
+    with torch.no_grad(), in_double():
         returned = own(*_double(args), **_double(kwargs))
     returned = dict(returned) if hasattr(returned, "items") else returned
     leaves, _ = tree_flatten_with_path(returned)
@@ -111,7 +111,7 @@ class _AskedForInDouble(TorchFunctionMode):
 
 
 @contextmanager
-def _in_double() -> Iterator[None]:
+def in_double() -> Iterator[None]:
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
