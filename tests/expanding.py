@@ -62,8 +62,9 @@ def _like_llama(kind: str) -> Callable[[], Made]:
         import transformers
 
         config = getattr(transformers, f"{kind}Config")(
-            vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=16, use_cache=False, bos_token_id=1, eos_token_id=2,
+            vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16, use_cache=False,
+            bos_token_id=1, eos_token_id=2,
         )  # fmt: skip
         return getattr(transformers, f"{kind}ForCausalLM")(config), {"input_ids": tokens()}
 
