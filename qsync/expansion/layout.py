@@ -82,6 +82,12 @@ class ExpansionPlan:
                 )
         return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
 
+    def expand(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The grown model: what `qsync.expand` returns, by this plan."""
+        from qsync.expansion.growing import grow
+
+        return grow(model, self)
+
     def __str__(self) -> str:
         from qsync.expansion.telling import table
 
@@ -247,6 +253,12 @@ class _Layout:
             )
         return padded(small, large, pattern)
 
+    def _shares(self, space: str, place: Place | None, split: str) -> torch.Tensor:
+        """The parts that copies of a space have; those of attention's spaces go together."""
+        block = place.path if place and space not in self.recipe.residual else ""
+        name = "attention" if space in ATTENTION else space
+        return shares_of(self._growth(space, place), split, self.seed, f"{name} {block}")
+
     def _axis(self, t: Tensor, dim: int, place: Place | None) -> Axis | None:
         role = t.roles[dim]
         spaces = t.line.reads if role == "reads" else t.line.writes
@@ -255,12 +267,20 @@ class _Layout:
         growth = stacked([self._growth(space, place) for space in spaces])
         name = ", ".join(spaces)
         if role == "writes":
-            return Axis(name, growth)
-        growth = Growth(growth.num_small, growth.index, growth.rest).by_unit(
-            t.value.shape[dim] // growth.num_small
-        )
-        instance = spaces if spaces[0] in self.recipe.residual else (*spaces, place.path if place else "")
-        return Axis(name, growth, True, shares_of(growth, self.split, self.seed, " ".join(instance)))
+            # A norm hands on one mean of all gradients, whatever the parts that its readers have.
+            is_mixed = any(self._is_mixed(space) for space in spaces)
+            split = "even" if is_mixed else self.split
+            shares = torch.cat([self._shares(space, place, split) for space in spaces])
+            return Axis(name, growth, shares, is_exact=not is_mixed)
+        shares = torch.cat([self._shares(space, place, self.split) for space in spaces])
+        unit = t.value.shape[dim] // growth.num_small
+        read = Growth(growth.num_small, growth.index, growth.rest).by_unit(unit)
+        return Axis(name, read, shares.repeat_interleave(unit), is_read=True)
+
+    def _is_mixed(self, space: str) -> bool:
+        """Whether a norm over coordinates reads a space."""
+        over = (norms.LAYER, norms.RMS)
+        return any(t.norm in over and t.line.reads[:1] == (space,) for t in self.tensors.values())
 
     def _maps(self, t: Tensor) -> Iterator[TensorMap]:
         for name, place in self.depth.copies(t.name):
@@ -289,7 +309,7 @@ class _Layout:
         if divided == 1.0:
             return made
         if t.line.tied and self._is_tied(t):  # the embeddings' weight: grown as they are
-            axes = tuple(a if a is None else replace(a, is_read=False, shares=None) for a in made.axes)
+            axes = tuple(a if a is None else replace(a, is_read=False, is_exact=False) for a in made.axes)
             return replace(made, axes=axes, note=f"tied {t.line.tied}")
         return replace(made, factor=divided)
 

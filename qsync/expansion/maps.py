@@ -19,14 +19,16 @@ FREE = "free"  # what stands in the rest does not matter: nobody reads it, or it
 class Axis:
     """One axis of a tensor: what grows it, whether it is written or read, and the spaces' names for people.
 
-    `shares` (large,), FP64, of an axis that is read: which part of the source's weight each copy has; 0 in
-    the rest.
+    `shares` (large,), FP64: which part of a source's weight each of its copies has with those that read it; 0
+    in the rest. `is_exact` is whether they are the same with all that read it, and no norm stands between:
+    then an axis that is written has that part of the source's gradient as well.
     """
 
     spaces: str
     growth: Growth
+    shares: torch.Tensor
     is_read: bool = False
-    shares: torch.Tensor | None = None
+    is_exact: bool = True
 
     @property
     def is_loose(self) -> bool:
@@ -95,7 +97,6 @@ class TensorMap:
             return torch.zeros(self.shape, dtype=source.dtype, device=source.device)
         for dim, axis in enumerate(self.axes):
             if axis is not None and axis.is_read:
-                assert axis.shares is not None
                 shares = along(axis.shares if self.silenced != "cancel" else 0 * axis.shares, dim, made)
                 made = made.index_select(dim, axis.growth.index.clamp(min=0).to(made.device)) * shares
         made = made * self.factor if self.factor != 1.0 else made
@@ -122,7 +123,16 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def shares_of(growth: Growth, split: str, seed: int, name: str) -> torch.Tensor:
-    """Which part of a source column each of its copies has: they sum to 1. Equal parts, but for "scalar"."""
+    """Which part of a source column each of its copies has: they sum to 1. Equal parts, but for "scalar".
+
+    A head has one part: parts of its own for every place in it would mix the gradients of its scores. So have the
+    copies of a key/value head, of which each of its query heads then has a part.
+    """
+    if growth.product_of:
+        shares, splits = torch.ones(1, dtype=torch.float64), [split] * (len(growth.product_of) - 1) + ["even"]
+        for depth, (part, how) in enumerate(zip(growth.product_of, splits, strict=True)):
+            shares = (shares[:, None] * shares_of(part, how, seed, f"{name} {depth}")).flatten()
+        return shares
     parts = torch.ones(growth.num_large, dtype=torch.float64)
     if split == "scalar":
         parts += torch.rand(growth.num_large, generator=generator(seed, name), dtype=torch.float64) - 0.5

@@ -11,7 +11,7 @@ small. What stands in the rest depends on who looks at the space (LEMON, arXiv:2
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,12 +25,14 @@ REST = -1
 class Growth:
     """`index` (large,): for each coordinate the one it copies, REST where it copies none. `rest` is what
     stands there: AVERAGE or ZERO. `scale` (large,), FP64: what a copy is multiplied by as it is written;
-    None: 1."""
+    None: 1. `product_of` are the growths of what a coordinate is made up of, if it is: a group of heads, a
+    head in it, a place in the head."""
 
     num_small: int
     index: torch.Tensor
     rest: str = ZERO
     scale: torch.Tensor | None = None
+    product_of: tuple[Growth, ...] = ()
 
     @property
     def num_large(self) -> int:
@@ -122,35 +124,43 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
     """
     per_small, per_large = small.queries // small.groups, large.queries // large.groups
     groups = circular(small.groups, large.groups)
+    in_group = paired(per_small, per_large) if pairs else circular(per_small, per_large)
     if pairs and per_large == 1:
-        groups = paired(small.groups, large.groups)
-    if pairs and per_large > 1:
-        in_group = paired(per_small, per_large).index.repeat(large.groups)
-    else:
-        round_of = torch.arange(large.groups) // small.groups  # how many copies of its group stand before it
-        in_group = (round_of[:, None] * per_large + torch.arange(per_large)).flatten() % per_small
-    queries = groups.index.repeat_interleave(per_large) * per_small + in_group
-    if not pairs and len(queries.unique()) < small.queries:
+        groups, in_group = paired(small.groups, large.groups), circular(per_small, 1)
+    heads = [groups, in_group]
+    if per_large < per_small and not pairs:  # copies of a group share its heads out, each the next ones
+        round_of = torch.arange(large.groups) // small.groups
+        nth = (round_of[:, None] * per_large + torch.arange(per_large)) % per_small
+        heads = [Growth(small.queries, (groups.index[:, None] * per_small + nth).flatten())]
+    if not pairs and len(product(heads).index.unique()) < small.queries:
         raise UnsupportedError(
             f"{small.queries} heads, {per_small} to a key/value head, have no room in {large.queries} of "
             f"which {per_large} share one; give more heads, or fewer kv_heads"
         )
     width = circular(small.width, large.width)
-    factor = (large.width / small.width) ** 0.5 / width.num_copies.double()
-    product = factor.sqrt() if large.width != small.width else None
+    queries, keys = product([*heads, width]), product([groups, width])
+    if large.width == small.width:
+        return {"query": queries, "key": keys, "value": keys, "mixed": queries}
+    scale = ((large.width / small.width) ** 0.5 / width.num_copies.double()).sqrt()
     return {
-        "query": _by_head(queries, small.queries, width, product),
-        "key": _by_head(groups.index, small.groups, width, product),
-        "value": _by_head(groups.index, small.groups, width, None),
-        "mixed": _by_head(queries, small.queries, width, None),
+        "query": replace(queries, scale=scale.repeat(large.queries)),
+        "key": replace(keys, scale=scale.repeat(large.groups)),
+        "value": keys,
+        "mixed": queries,
     }
 
 
-def _by_head(heads: torch.Tensor, num_small: int, width: Growth, scale: torch.Tensor | None) -> Growth:
-    index = (heads[:, None] * width.num_small + width.index).flatten()
-    return Growth(
-        num_small * width.num_small, index, scale=None if scale is None else scale.repeat(len(heads))
-    )
+def product(growths: Sequence[Growth]) -> Growth:
+    """The growth of pairs, triples ... of coordinates, the last running fastest.
+
+    >>> product([circular(1, 2), circular(2, 3)]).index.tolist()
+    [0, 1, 0, 0, 1, 0]
+    """
+    index, num_small = torch.zeros(1, dtype=torch.int64), 1
+    for growth in growths:
+        index = (index[:, None] * growth.num_small + growth.index).flatten()
+        num_small *= growth.num_small
+    return Growth(num_small, index, product_of=tuple(growths))
 
 
 def stacked(growths: Sequence[Growth]) -> Growth:
