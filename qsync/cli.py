@@ -1,7 +1,7 @@
-"""The command line: doctor, demo, learn, plan, explain, replay, validate, diff.
+"""The command line: doctor, demo, learn, plan, expand, explain, replay, validate, diff.
 
 Every command takes --json. Bad input is one sentence on stderr and exit code 2, and nothing is written. Only
-doctor, demo, learn and validate import torch.
+doctor, demo, learn, expand and validate import torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 import qsync
-from qsync import plan_commands, tables
+from qsync import expand_command, plan_commands, tables
 from qsync.arguments import (
     BasisFolder,
     ClusterFile,
@@ -168,6 +168,7 @@ def learn(
 
 
 app.command()(plan_commands.plan)
+app.command()(expand_command.expand)
 
 
 @app.command()

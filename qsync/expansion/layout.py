@@ -288,7 +288,7 @@ class _Layout:
             made = TensorMap(name, t.name, tuple(t.value.shape), axes)
             made = self._of_norm(t, made) if t.norm else self._of_product(t, made)
             if place is not None and place.is_new:
-                made = replace(made, note=f"new, after {place.source}", silenced=self._silenced(t, made))
+                made = replace(made, is_new=True, silenced=self._silenced(t, made))
             yield self._with_noise(t, made)
 
     def _of_norm(self, t: Tensor, made: TensorMap) -> TensorMap:
@@ -305,16 +305,15 @@ class _Layout:
         return replace(made, axes=(axis,), factor=math.sqrt(_shrinks(growth)) / divided)
 
     def _of_product(self, t: Tensor, made: TensorMap) -> TensorMap:
-        divided = self.divided.get(t.line.reads[0], 1.0) if t.line.reads and "reads" in t.roles else 1.0
-        if divided == 1.0:
+        """As its axes say; what reads a divided space makes up for it, but for the head that it is divided
+        for."""
+        if "reads" not in t.roles:
             return made
-        if t.line.tied and self._is_tied(t):  # the embeddings' weight: grown as they are
-            axes = tuple(a if a is None else replace(a, is_read=False, is_exact=False) for a in made.axes)
-            return replace(made, axes=axes, note=f"tied {t.line.tied}")
-        return replace(made, factor=divided)
-
-    def _is_tied(self, t: Tensor) -> bool:
-        return any(other is not t and other.value is t.value for other in self.tensors.values())
+        embeddings = next((x for x in self.tensors.values() if x is not t and x.value is t.value), None)
+        if embeddings is not None and t.line.tied:
+            axes = tuple(self._axis(embeddings, dim, None) for dim in range(t.value.ndim))
+            return replace(made, axes=axes, tied=t.line.tied)
+        return replace(made, factor=self.divided.get(t.line.reads[0], 1.0))
 
     def _silenced(self, t: Tensor, made: TensorMap) -> str:
         """How a tensor of a new block is silenced, if it is what adds to the residual stream."""

@@ -50,7 +50,8 @@ class TensorMap:
 
     `factor` multiplies what is made. `noise` is the deviation of what is drawn for copies to differ,
     `rest_noise` of what is drawn for a rest that reads zeros. `silenced` is "zero" or "cancel" for what a new
-    block adds to its residual stream. `note` says what else there is to know.
+    block adds to its residual stream; `is_new` is whether the tensor is one of a new block, `tied` the module
+    whose weight it is.
     """
 
     name: str
@@ -61,7 +62,8 @@ class TensorMap:
     noise: float = 0.0
     rest_noise: float = 0.0
     silenced: str = ""
-    note: str = ""
+    is_new: bool = False
+    tied: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -35,14 +35,18 @@ class GrownState:
 
 
 def expand_optimizer(
-    plan: ExpansionPlan, optimizer: torch.optim.Optimizer, model: torch.nn.Module, big: torch.nn.Module
+    plan: ExpansionPlan,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    model: torch.nn.Module,
+    big: torch.nn.Module,
 ) -> GrownState:
-    """The state of `optimizer`, over `model`, for an optimizer over the grown model `big`.
+    """The state of `optimizer` (or its state dict), over `model`, for an optimizer over the grown model
+    `big`.
 
-    Where weights are split by one part a per copy, its gradient is g* = a g, so that the moments are m* = a
-    m and v* = a^2 v (expansion of LEMON's weights, the state ours). Elements that copy nothing begin with m
-    = 0 and the mean of v over their tensor: with v = 0 at a late step, Adam's first update of theirs would
-    be over 3 times the learning rate. Parameters of new blocks have no state, and so count their own steps.
+    Where weights are split by one part a per copy, a copy's gradient is g* = a g, so that its moments are m*
+    = a m and v* = a^2 v (ours). Elements that copy nothing begin with m = 0 and the mean of v over their
+    tensor: with v = 0 at a late step Adam's first update of theirs would be over 3 times the learning rate.
+    Parameters of new blocks have no state, and so count their own steps.
 
     Raises UnsupportedError for split="random", which mixes gradients, and for optimizers that keep what is
     not known here; MismatchError for an optimizer of another model.
@@ -57,34 +61,65 @@ def expand_optimizer(
             'with split="random" gradients of copies are no multiples of the small model\'s; grow with '
             'split="scalar" to carry the optimizer\'s state, or start a fresh optimizer'
         )
-    names = {id(value): name for name, value in model.named_parameters()}
+    groups, known = _by_name(optimizer, model)
     state: dict[int, dict[str, Any]] = {}
-    groups = []
+    grown: list[dict[str, Any]] = []
     found: dict[str, list[str]] = {"exact": [], "approximate": [], "fresh": []}
     number = 0
-    for group in optimizer.param_groups:
-        unknown = [value for value in group["params"] if id(value) not in names]
-        if unknown:
-            raise MismatchError(
-                f"the optimizer holds a parameter of shape {tuple(unknown[0].shape)} that is not the "
-                "model's; give the model that it was made for"
-            )
-        inside = {names[id(value)] for value in group["params"]}
+    for options, names in groups:
         first = number
         for name, value in big.named_parameters():
             m = plan.tensors.get(name)
-            if m is None or m.source not in inside:
+            if m is None or m.source not in names:
                 continue
-            known = optimizer.state.get(model.get_parameter(m.source), {})
-            if m.note.startswith("new") or not known:
+            if m.is_new or not known.get(m.source):
                 found["fresh"].append(name)
             else:
-                state[number] = _grown(m, known, value)
+                state[number] = _grown(m, known[m.source], value)
                 found["exact" if is_exact(m) else "approximate"].append(name)
             number += 1
-        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        groups.append({**options, "params": list(range(first, number))})
-    return GrownState({"state": state, "param_groups": groups}, *(tuple(found[k]) for k in found))
+        grown.append({**options, "params": list(range(first, number))})
+    return GrownState({"state": state, "param_groups": grown}, *(tuple(found[k]) for k in found))
+
+
+def _by_name(
+    optimizer: torch.optim.Optimizer | Mapping[str, Any], model: torch.nn.Module
+) -> tuple[list[tuple[dict[str, Any], list[str]]], dict[str, dict[str, Any]]]:
+    """The groups of an optimizer, their options and the names of their parameters; and what is kept by
+    name."""
+    parameters = dict(model.named_parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        ids = {id(value): name for name, value in parameters.items()}
+        key_of = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if strange := [p for key, p in key_of.items() if key not in ids]:
+            raise MismatchError(
+                f"the optimizer holds a parameter of shape {tuple(strange[0].shape)} that is not the "
+                "model's; give the model that it was made for"
+            )
+        listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+        state = {ids[id(p)]: dict(kept) for p, kept in optimizer.state.items()}
+    else:
+        if not {"state", "param_groups"} <= optimizer.keys():
+            raise MismatchError(
+                "this is no optimizer's state dict: it lacks state or param_groups; give "
+                "optimizer.state_dict()"
+            )
+        num = sum(len(group["params"]) for group in optimizer["param_groups"])
+        order = [
+            name for group in optimizer["param_groups"] for name in group.get("param_names", ())
+        ] or list(parameters)
+        if len(order) != num or not set(order) <= parameters.keys():
+            raise MismatchError(
+                f"the optimizer's state is of {num} parameters, the model has {len(parameters)}; give the "
+                "model that it was made for, or the optimizer itself where it has not all of them"
+            )
+        name_of = dict(
+            zip((k for group in optimizer["param_groups"] for k in group["params"]), order, strict=True)
+        )
+        listed = [(group, [name_of[k] for k in group["params"]]) for group in optimizer["param_groups"]]
+        state = {name_of[k]: dict(kept) for k, kept in optimizer["state"].items()}
+    kept = ("params", "param_names")
+    return [({k: v for k, v in group.items() if k not in kept}, names) for group, names in listed], state
 
 
 def is_exact(m: TensorMap) -> bool:

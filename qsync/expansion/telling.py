@@ -49,11 +49,12 @@ def as_json(plan: ExpansionPlan) -> dict[str, Any]:
 def how(m: TensorMap) -> str:
     """How a tensor grows, in words."""
     if m.silenced == "zero":
-        return f"{m.note}, 0"
+        return "new, 0"
     parts = [str(axis) for axis in m.axes if axis is not None and not axis.growth.is_identity]
     parts += [f"times {m.factor:.4g}"] if m.factor != 1.0 else []
     parts += ["in sum nothing"] if m.silenced == "cancel" else []
-    parts += [m.note] if m.note else []
+    parts += ["new"] if m.is_new else []
+    parts += [f"tied {m.tied}"] if m.tied else []
     return "; ".join(parts) or "as it is"
 
 
@@ -63,8 +64,7 @@ def _rows(plan: ExpansionPlan) -> list[Sequence[str]]:
     for name, m in plan.tensors.items():
         block = plan.depth.block_of(m.source)
         shown = f"{block.rpartition('.')[0]}.*{m.source[len(block) :]}" if block else name
-        words = how(m) if not m.note.startswith("new, after") else how(m).replace(m.note, "new")
-        row = (shown, _shape(m.source_shape), _shape(m.shape), words)
+        row = (shown, _shape(m.source_shape), _shape(m.shape), how(m))
         counted[row] = counted.get(row, 0) + 1
     return [(f"{num} x {row[0]}" if ".*" in row[0] else row[0], *row[1:]) for row, num in counted.items()]
 
