@@ -81,13 +81,13 @@ def _fill(
         value.requires_grad_(source.requires_grad)
     before = dict(model.named_buffers())
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
-    for name, value in new.named_buffers():
+    for name, buffer in new.named_buffers():
         if name in state:
-            value.data = state[name]
-        elif name in before and before[name].shape == value.shape:
-            value.data = before[name].detach().clone()
+            buffer.data = state[name]
+        elif name in before and before[name].shape == buffer.shape:
+            buffer.data = before[name].detach().clone()
         else:
-            value.data = value.data.to(device)
+            buffer.data = buffer.data.to(device)
 
 
 def set_eps(new: torch.nn.Module, plan: ExpansionPlan) -> None:

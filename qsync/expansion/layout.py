@@ -267,7 +267,6 @@ class _Layout:
         growth = stacked([self._growth(space, place) for space in spaces])
         name = ", ".join(spaces)
         if role == "writes":
-            # A norm hands on one mean of all gradients, whatever the parts that its readers have.
             is_mixed = any(self._is_mixed(space) for space in spaces)
             split = "even" if is_mixed else self.split
             shares = torch.cat([self._shares(space, place, split) for space in spaces])
@@ -278,7 +277,12 @@ class _Layout:
         return Axis(name, read, shares.repeat_interleave(unit), is_read=True)
 
     def _is_mixed(self, space: str) -> bool:
-        """Whether a norm over coordinates reads a space."""
+        """Whether gradients of a space's copies are no parts of one: a norm hands on one mean of all of them,
+        whatever the parts that its readers have; copies of a key/value head may have other heads to serve
+        each."""
+        if space in ("key", "value"):
+            before, after = heads(self.small), heads(self.large)
+            return after.queries // after.groups < before.queries // before.groups
         over = (norms.LAYER, norms.RMS)
         return any(t.norm in over and t.line.reads[:1] == (space,) for t in self.tensors.values())
 

@@ -127,8 +127,8 @@ def generator(seed: int, name: str) -> torch.Generator:
 def shares_of(growth: Growth, split: str, seed: int, name: str) -> torch.Tensor:
     """Which part of a source column each of its copies has: they sum to 1. Equal parts, but for "scalar".
 
-    A head has one part: parts of its own for every place in it would mix the gradients of its scores. So have the
-    copies of a key/value head, of which each of its query heads then has a part.
+    A head has one part: parts of its own for every place in it would mix the gradients of its scores. So
+    have the copies of a key/value head, of which each of its query heads then has a part.
     """
     if growth.product_of:
         shares, splits = torch.ones(1, dtype=torch.float64), [split] * (len(growth.product_of) - 1) + ["even"]

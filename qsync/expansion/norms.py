@@ -60,14 +60,15 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
 
 def _tried(module: torch.nn.Module, eps: float) -> str | None:
     own = copy.deepcopy(module).double().cpu()
-    x = torch.randn(5, len(own.weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    weight = own.get_parameter("weight")
+    x = torch.randn(5, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     centred = x - x.mean(-1, keepdim=True)
     bias = getattr(own, "bias", None)
     added = bias if isinstance(bias, torch.Tensor) else 0.0
     with torch.no_grad():
         found = own(x)
         for kind, rows in ((RMS, x), (LAYER, centred)):
-            wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * own.weight + added
+            wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added
             # Classes of others may compute in FP32 inside.
             if found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5):
                 return kind

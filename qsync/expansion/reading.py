@@ -114,7 +114,7 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
         raise MismatchError(
             f"{path} lacks {joined(missing)}, which {CONFIG} asks for; give the config that it was saved with"
         )
-    floating = {kind for kind in types if kind.is_floating_point}
+    floating: set[torch.dtype] = {kind for kind in types if kind.is_floating_point}
     if len(floating) != 1:
         named = ", ".join(sorted(map(str, floating))) or "none"
         raise UnsupportedError(
@@ -163,7 +163,9 @@ def _pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers, without its notes and progress bars."""
-    from transformers import logging
+    import transformers
+
+    logging: Any = transformers.logging
 
     before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()

@@ -132,7 +132,7 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
         round_of = torch.arange(large.groups) // small.groups
         nth = (round_of[:, None] * per_large + torch.arange(per_large)) % per_small
         heads = [Growth(small.queries, (groups.index[:, None] * per_small + nth).flatten())]
-    if not pairs and len(product(heads).index.unique()) < small.queries:
+    if not pairs and len(set(product(heads).index.tolist())) < small.queries:
         raise UnsupportedError(
             f"{small.queries} heads, {per_small} to a key/value head, have no room in {large.queries} of "
             f"which {per_large} share one; give more heads, or fewer kv_heads"
