@@ -8,11 +8,14 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import qsync
 from qsync import cli
+from qsync.experiments.gpt import Gpt
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -97,3 +100,13 @@ def test_every_command_and_verb_exists():
 def test_the_folders_are_those_of_the_tree():
     for folder in re.findall(r"^    (\w+)/ ", README, flags=re.MULTILINE):
         assert (Path(__file__).parent.parent / folder).is_dir()
+
+
+def test_the_recipe_grows_a_model():
+    (text,) = [block for block in blocks("python") if '"my GPT"' in block]
+    names: dict[str, Any] = {"qsync": qsync, "MyGPT": lambda *sizes: Gpt(*sizes, context=8, vocab=11)}
+    exec(text, names)
+    assert len(text.splitlines()) <= 20
+    model = Gpt(2, 16, 2, context=8, vocab=11).double()
+    big = qsync.expand(model, names["recipe"].to(width=24, layers=3))
+    assert qsync.verify_expansion(model, big, torch.arange(16).view(2, 8) % 11).passed
