@@ -33,6 +33,16 @@ class Depth:
         paths = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
         return next((path for path in paths if path in self.places), "")
 
+    def source_of(self, name: str) -> str:
+        """What a module or parameter of the grown model is called in the small one; its own name where depth
+        changes nothing."""
+        sources = {place.path: place.source for places in self.places.values() for place in places}
+        parts = name.split(".")
+        for n in range(len(parts), 0, -1):
+            if (path := ".".join(parts[:n])) in sources:
+                return sources[path] + name[len(path) :]
+        return name
+
     def copies(self, name: str) -> tuple[tuple[str, Place | None], ...]:
         """What a parameter of the small model is called in the grown one, once for every copy of its
         block."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
             )
         if types:
             config.layer_types = list(types) * sizes["layers"] if len(types) == 1 else config.layer_types
+        is_unscaled = not getattr(config, "scale_attn_weights", True)
+        if is_unscaled and sizes["head_dim"] != model.config.n_embd // model.config.n_head:
+            raise UnsupportedError(
+                f"attention of this {type(model).__name__} is not scaled by the width of its heads, so that "
+                "they cannot grow; give heads= in proportion to the width"
+            )
         if (
             getattr(config, "scale_attn_by_inverse_layer_idx", False)
             and sizes["layers"] != model.config.n_layer
@@ -199,7 +206,16 @@ def resnet(model: Any) -> Recipe:
     )  # fmt: skip
 
 
+def bert(model: Any) -> Recipe:
+    """BERT; with no pooler a classifier reads the stream, as that of single tokens does."""
+    if any(".pooler." in name for name, _ in model.named_parameters()):
+        return BERT
+    return replace(
+        BERT, table=BERT.table.replace("classifier                     pooled", "classifier  stream")
+    )
+
+
 FAMILIES: dict[str, Recipe | Callable[[Any], Recipe]] = {
-    "gpt2": GPT2, "vit": VIT, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": BERT,
+    "gpt2": GPT2, "vit": VIT, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": bert,
     "resnet": resnet,
 }  # fmt: skip

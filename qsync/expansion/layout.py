@@ -8,13 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch.nn.modules.conv import _ConvNd
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.expansion import norms
 from qsync.expansion.depth import Depth, Place, depth_of
 from qsync.expansion.maps import FREE, SPLITS, Axis, TensorMap, shares_of
-from qsync.expansion.recipes import ATTENTION, FIXED, Line, Recipe
+from qsync.expansion.recipes import ATTENTION, FIXED, Recipe
 from qsync.expansion.sizes import Extent, heads, joined, size_name, small_sizes, target_sizes
 from qsync.expansion.spaces import (
     AVERAGE,
@@ -27,22 +26,11 @@ from qsync.expansion.spaces import (
     paired,
     stacked,
 )
+from qsync.expansion.tensors import Tensor, tensors_of
 
 DEPTHS = ("zero", "cancel")
 # New entries of a norm's weight, beside the others: small, and not 0, which would never learn.
 _ZETA = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One parameter or buffer of the small model: the line that it goes by, its module, its axes' roles."""
-
-    name: str
-    value: torch.Tensor
-    line: Line
-    module: torch.nn.Module
-    norm: str | None
-    roles: tuple[str, ...]  # by axis: "writes", "reads", or "" for one that does not grow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +102,10 @@ def plan_expansion(
     for what, given, known in (("split", split, SPLITS), ("depth", depth, DEPTHS)):
         if given not in known:
             raise FormatError(f"unknown {what} {given!r}: choose from {', '.join(known)}")
+    if not isinstance(recipe, Recipe):
+        raise FormatError(
+            f"a recipe is a qsync.Recipe, found {type(recipe).__name__}; take qsync.recipe_of(model).to(...)"
+        )
     if not recipe.target:
         raise FormatError(
             f"the recipe {recipe.name} does not say what to grow to; use recipe.to(width=..., layers=...)"
@@ -130,6 +122,7 @@ class _Layout:
     seed: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
     same: dict[str, str] = field(default_factory=dict)  # what a norm writes: what it reads
+    handed_on: dict[str, str] = field(default_factory=dict)  # what a batch norm writes: what it reads
     pattern: dict[str, str] = field(default_factory=dict)
     small: dict[str, int] = field(default_factory=dict)
     large: dict[str, int] = field(default_factory=dict)
@@ -139,15 +132,18 @@ class _Layout:
     depth: Depth = field(default_factory=lambda: Depth({}))
 
     def plan(self) -> ExpansionPlan:
-        self.tensors = {t.name: t for t in _tensors_of(self.model, self.recipe)}
+        self.tensors = tensors_of(self.model, self.recipe)
         shapes = {name: t.value.shape for name, t in self.tensors.items()}
         self.depth = depth_of(self.recipe, shapes)
-        self.same = {
-            t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm and t.line.reads
+        self.same = {t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm}
+        self.handed_on = {
+            t.line.writes[0]: t.line.reads[0]
+            for t in self.tensors.values()
+            if t.norm == norms.BATCH and t.line.writes != t.line.reads
         }
-        known = {k: v for k, v in self.recipe.read(self.model).items() if k != "layers"}
+        known = self._known()
         self.small = small_sizes(self.recipe, known, self._extents(), self.same)
-        self.large = target_sizes(self.recipe, self.small)
+        self.large = target_sizes(self.recipe, self.small, known)
         self._patterns()
         self._ties()
         maps = {m.name: m for t in self.tensors.values() for m in self._maps(t)}
@@ -158,6 +154,18 @@ class _Layout:
             small["layers"] = _one_or_all(self.depth.num_before)
         return ExpansionPlan(
             self.recipe, maps, self._eps(), small, sizes, self.depth, self.split, self.new_blocks, self.seed
+        )
+
+    def _known(self) -> dict[str, int]:
+        """The sizes that the model says of itself, but for layers, which are counted."""
+        read = self.recipe.read(self.model)
+        if isinstance(read, Mapping):
+            known = {name: size for name, size in read.items() if name != "layers"}
+            if all(type(size) is int and size > 0 for size in known.values()):
+                return known
+        raise FormatError(
+            f"`read` of the recipe {self.recipe.name} returned {read!r}; let it return sizes by name, as "
+            '{"heads": 4}'
         )
 
     def _extents(self) -> Iterator[Extent]:
@@ -175,14 +183,14 @@ class _Layout:
         """How each space grows, by the norms at either end of it."""
         wanted: dict[str, dict[str, str]] = {}
         for t in self.tensors.values():
-            if t.norm and t.line.reads:
+            if t.norm:
                 reads, writes = t.line.reads[0], t.line.writes[0]
+                if set(ATTENTION) & {reads, writes}:
+                    raise UnsupportedError(
+                        f"{t.path} norms {reads} to {writes}, of which one goes by heads; where it norms "
+                        f"each head by itself, write `{t.line.pattern}  _ -> _`"
+                    )
                 if t.norm == norms.BATCH:
-                    if reads != writes:
-                        raise MismatchError(
-                            f"{t.name}: a batch norm hands on the channels that it reads; write {reads} -> "
-                            f"{reads} in the recipe {self.recipe.name}"
-                        )
                     wanted.setdefault(reads, {}).setdefault(CIRCULAR, t.name)
                     continue
                 wanted.setdefault(reads, {}).setdefault(AVERAGE if t.norm == norms.LAYER else ZERO, t.name)
@@ -217,14 +225,22 @@ class _Layout:
             first = by_weight.setdefault(id(t.value), t.name)
             if first == t.name or not self._grows(t):
                 continue
-            line = next((x.line for x in (t, self.tensors[first]) if x.line.tied), None)
-            if line is None:
+            pair = (t, self.tensors[first])
+            said = [(head, other) for head, other in (pair, pair[::-1]) if head.line.is_tied_to(other.name)]
+            if not said:
                 raise MismatchError(
                     f"{t.name} is {first}, and the recipe {self.recipe.name} does not say that they are "
                     f"tied; end the line of one with `tied` and the other's module: {t.line.pattern} ... "
                     f"tied {self.tensors[first].line.pattern}"
                 )
-            head = t if t.line.tied else self.tensors[first]
+            if (pair[0].roles, pair[0].line.reads) == (pair[1].roles, pair[1].line.reads):
+                continue  # both write, or both read, the same
+            head, other = said[0]
+            if "reads" not in head.roles or "reads" in other.roles or FIXED not in head.line.writes:
+                raise UnsupportedError(
+                    f"{head.name} and {other.name} are one weight, and no embedding and the head that reads "
+                    "what it writes: no lossless expansion is known for that; untie them first"
+                )
             space = head.line.reads[0]
             small, large = self._size(space, self.small), self._size(space, self.large)
             self.divided[space] = float(large // small)
@@ -243,6 +259,8 @@ class _Layout:
         pairs = place is not None and place.is_new and self.new_blocks == "cancel"
         if space in ATTENTION:
             return attention(heads(self.small), heads(self.large), pairs)[space]
+        if space in self.handed_on:
+            return self._growth(self.handed_on[space], place)
         small, large = self._size(space, self.small), self._size(space, self.large)
         pattern = self.pattern.get(space, CIRCULAR)
         if pattern == CIRCULAR:
@@ -299,7 +317,7 @@ class _Layout:
         """gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2): s is what the
         variance is multiplied by. Divided where a tied head reads."""
         kind = t.name.rpartition(".")[2]
-        if not t.line.reads or t.norm == norms.BATCH or made.axes[0] is None:
+        if t.norm == norms.BATCH or made.axes[0] is None:
             return made
         divided = self.divided.get(t.line.writes[0], 1.0)
         growth = made.axes[0].growth
@@ -325,17 +343,25 @@ class _Layout:
         if writes not in self.recipe.residual or (t.norm and t.norm != norms.BATCH):
             return ""
         block = self.depth.block_of(t.name)
-        beside = [other for other in self.tensors.values() if self.depth.block_of(other.name) == block]
-        batch_norms = [t for t in beside if t.norm == norms.BATCH and t.line.writes[0] == writes]
-        kind = t.name.rpartition(".")[2]
+        beside = [
+            other
+            for other in self.tensors.values()
+            if self.depth.block_of(other.name) == block and other.line.writes[0] == writes
+        ]
+        batch_norms = [other for other in beside if other.norm == norms.BATCH]
+        if batch_norms and (beside[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
+            raise UnsupportedError(
+                f"{batch_norms[0].path} is to silence a new block, and has no weight or comes before what "
+                f"the block adds; let it write another space (`{batch_norms[0].line.pattern}  {writes} -> "
+                "normed`), or leave layers out"
+            )
         if batch_norms and self.new_blocks == "cancel":
             raise UnsupportedError(
-                f"{batch_norms[0].name.rpartition('.')[0]} is a batch norm, which blows up what cancels "
-                "before it; use "
+                f"{batch_norms[0].path} is a batch norm, which blows up what cancels before it; use "
                 'depth="zero"'
             )
         if batch_norms:
-            return "zero" if t.norm and kind in ("weight", "bias") else ""
+            return "zero" if t.norm and t.kind in ("weight", "bias") else ""
         if self.new_blocks == "zero" or "reads" not in t.roles:
             return "zero"
         axis = made.axes[t.roles.index("reads")]
@@ -351,6 +377,8 @@ class _Layout:
         """What is drawn has the deviation of what is there; less for a norm's weight."""
         loose = [a.growth for a in made.axes if a is not None and a.is_loose]
         if not loose or made.silenced == "zero" or (self.split == "even" and made.silenced != "cancel"):
+            return made
+        if t.value.is_meta:  # to be looked at: there is nothing to grow
             return made
         value = t.value.detach().double()
         if t.norm:
@@ -368,12 +396,7 @@ class _Layout:
         """What eps of each norm becomes, where the variance that it is added to shrinks."""
         found = {}
         for t in self.tensors.values():
-            if (
-                not t.norm
-                or not t.line.reads
-                or t.norm == norms.BATCH
-                or t.name.rpartition(".")[2] != "weight"
-            ):
+            if t.norm not in (norms.LAYER, norms.RMS) or t.kind != "weight":
                 continue
             growth = self._growth(t.line.reads[0], None)
             if _shrinks(growth) != 1.0:
@@ -389,63 +412,3 @@ def _shrinks(growth: Growth) -> float:
 
 def _one_or_all(numbers: tuple[int, ...]) -> int:
     return numbers[0] if len(set(numbers)) == 1 else numbers  # type: ignore[return-value]
-
-
-def _tensors_of(model: torch.nn.Module, recipe: Recipe) -> Iterator[Tensor]:
-    """Every parameter with its line, and buffers of norms. Raises UnsupportedError for what no line names."""
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        raise UnsupportedError("a model in DistributedDataParallel is grown without it; give model.module")
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = model.state_dict(keep_vars=True)
-    unnamed = []
-    for name, value in {**parameters, **kept}.items():
-        line = recipe.line_of(name)
-        path = name.rpartition(".")[0]
-        if line is None:
-            if name in parameters or (name in kept and not isinstance(value, torch.Tensor)):
-                unnamed.append(name)
-            continue
-        if not isinstance(value, torch.Tensor) or (name in parameters and not value.is_floating_point()):
-            kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-            raise UnsupportedError(
-                f"{name} is quantized ({kind}); grow the model in floating point, and lower its precision "
-                "afterwards"
-            )
-        module = model.get_submodule(path)
-        norm = norms.norm_kind(module, path) if name != line.pattern else None
-        yield Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
-    if unnamed:
-        raise UnsupportedError(
-            f"the recipe {recipe.name} has no line for {joined(unnamed)}; add what each reads and writes, or "
-            f"`{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
-        )
-
-
-def _roles(
-    name: str, value: torch.Tensor, line: Line, module: torch.nn.Module, norm: str | None
-) -> tuple[str, ...]:
-    """Which axis is written, and which read."""
-    last = name.rpartition(".")[2]
-    fixed = ("",) * value.ndim
-    if not (set(line.reads) | set(line.writes)) - {FIXED}:
-        return fixed
-    if norm:
-        return ("writes",) if value.ndim == 1 else fixed
-    if isinstance(module, _ConvNd) and last in ("weight", "bias"):
-        if module.groups != 1 or module.transposed:
-            raise UnsupportedError(
-                f"{name} is a grouped or transposed convolution, which qsync does not grow; keep its spaces"
-            )
-        return ("writes", "reads", *fixed[2:]) if value.ndim > 1 else ("writes",)
-    if isinstance(module, torch.nn.Embedding):
-        return ("", "writes")
-    if type(module).__name__ == "Conv1D" and last == "weight":  # Hugging Face's, with inputs first
-        return ("reads", "writes")
-    if value.ndim == 2 and line.reads:
-        return ("writes", "reads")
-    if value.ndim == 1 or not line.reads:
-        return (*fixed[:-1], "writes")
-    raise UnsupportedError(
-        f"{name} of {type(module).__name__} has {value.ndim} axes, and which is read and which written is "
-        "not known; name the parameter itself in the recipe, or grow another way"
-    )

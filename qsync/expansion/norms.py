@@ -6,6 +6,7 @@ import copy
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from qsync.errors import UnsupportedError
 
@@ -21,55 +22,74 @@ def eps_name(module: torch.nn.Module) -> str | None:
 
 
 def eps_of(module: torch.nn.Module) -> float:
-    """A norm's eps; torch's RMSNorm takes that of its type where none is given."""
+    """A norm's eps; torch's RMSNorm takes that of the type it computes in where none is given: FP32 or
+    longer."""
     eps = getattr(module, eps_name(module) or "eps", None)
-    weight = getattr(module, "weight", None)
-    return float(eps) if eps is not None else torch.finfo(getattr(weight, "dtype", torch.float32)).eps
+    is_double = getattr(getattr(module, "weight", None), "dtype", None) is torch.float64
+    return float(eps) if eps is not None else torch.finfo(torch.float64 if is_double else torch.float32).eps
+
+
+def is_without_weight(module: torch.nn.Module) -> bool:
+    """Whether a norm over several channels has no weight, so that no tensor shows that it is there."""
+    over = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.LocalResponseNorm)
+    return isinstance(module, over) and getattr(module, "weight", None) is None
 
 
 def norm_kind(module: torch.nn.Module, path: str) -> str | None:
-    """LAYER, RMS or BATCH; None for what is no norm. Raises UnsupportedError for a norm that is none of
-    these.
+    """LAYER, RMS or BATCH, which every norm of one channel at a time is; None for what is no norm. Raises
+    UnsupportedError for a norm that is none of these.
 
     A class that torch does not have is tried on random rows, in FP64: one family's RMSNorm multiplies by its
     weight, another's by one more than it.
     """
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return BATCH
-    if isinstance(module, torch.nn.LayerNorm):
-        return LAYER
-    if isinstance(module, torch.nn.RMSNorm):
-        return RMS
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.ndim != 1:
-        return None
     if isinstance(module, torch.nn.GroupNorm):
         raise UnsupportedError(
-            f"{path} is a GroupNorm, for which no lossless expansion is known; leave its space alone"
+            f"{path} is a GroupNorm, for which no lossless expansion is known; keep what it reads as it is, "
+            f"with the line `{path}  _ -> _`"
         )
-    if eps_name(module) is None:
+    if isinstance(module, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+        if isinstance(weight, torch.Tensor) and weight.ndim != 1:
+            raise UnsupportedError(
+                f"{path} norms over {weight.ndim} axes at once, for which no lossless expansion is known; "
+                f"keep them as they are, with the line `{path}  _ -> _`"
+            )
+        return LAYER if isinstance(module, torch.nn.LayerNorm) else RMS
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps_name(module) is None:
         return None
     kind = _tried(module, eps_of(module))
     if kind is None:
         raise UnsupportedError(
             f"{path} ({type(module).__name__}) computes neither a layer norm nor an RMS norm of its rows, "
-            "times its weight; no lossless expansion is known for it"
+            "times its weight; replace it by one that does (where it multiplies by 1 + weight, by one with "
+            f"that as its weight), or keep what it reads as it is, with the line `{path}  _ -> _`"
         )
     return kind
 
 
 def _tried(module: torch.nn.Module, eps: float) -> str | None:
-    own = copy.deepcopy(module).double().cpu()
-    weight = own.get_parameter("weight")
-    x = torch.randn(5, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    """What a module computes of rows as wide as its weight, with a weight and a bias of our own; None for
+    neither."""
+    draws = torch.Generator().manual_seed(0)
+    is_empty = any(value.is_meta for value in module.parameters())
+    own = (copy.deepcopy(module).to_empty(device="cpu") if is_empty else copy.deepcopy(module).cpu()).double()
+    for value in own.parameters():
+        value.data = torch.randn(value.shape, generator=draws, dtype=torch.float64)
+    weight, bias = own.get_parameter("weight"), getattr(own, "bias", None)
+    x = torch.randn(5, len(weight), generator=draws, dtype=torch.float64)
     centred = x - x.mean(-1, keepdim=True)
-    bias = getattr(own, "bias", None)
     added = bias if isinstance(bias, torch.Tensor) else 0.0
-    with torch.no_grad():
-        found = own(x)
-        for kind, rows in ((RMS, x), (LAYER, centred)):
-            wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added
-            # Classes of others may compute in FP32 inside.
-            if found.shape == wanted.shape and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5):
-                return kind
+    try:
+        with torch.no_grad():
+            found = own(x)
+    except Exception:  # it takes something else than rows: whatever another's class then raises
+        return None
+    for kind, rows in ((RMS, x), (LAYER, centred)):
+        wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added
+        # Classes of others may compute in FP32 inside.
+        is_alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
+        if is_alike and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5):
+            return kind
     return None

@@ -31,6 +31,10 @@ class Line:
         module = parameter.rpartition(".")[0]
         return fnmatchcase(parameter, self.pattern) or fnmatchcase(module, self.pattern)
 
+    def is_tied_to(self, parameter: str) -> bool:
+        """Whether the line says that its module may have the weight of that parameter."""
+        return bool(self.tied) and replace(self, pattern=self.tied).matches(parameter)
+
     def __str__(self) -> str:
         arrow = f"{', '.join(self.reads)} -> {', '.join(self.writes)}".strip()
         return f"{self.pattern}  {arrow}" + (f"  tied {self.tied}" if self.tied else "")
@@ -43,14 +47,17 @@ class Recipe:
     `table` has one line per kind of module, "PATTERN  reads -> writes"; the first that matches counts. Spaces
     are names of your own, `_` is a dimension that does not grow, several in a row are stacked in one axis:
 
-        tokens                           -> stream     an embedding, or a parameter itself: its last dimension
-        blocks.*.norm1             stream -> normed    a norm: its kind says how the space that it reads grows
+        tokens                           -> stream   # an embedding, or a parameter itself: its last dimension
+        blocks.*.norm1             stream -> normed  # a norm: its kind says how the space that it reads grows
         blocks.*.attention.qkv     normed -> query, key, value
         blocks.*.attention.proj     mixed -> stream
-        head                        final -> _  tied tokens     may have the weight that tokens has
+        head                        final -> _  tied tokens   # may have the weight that tokens has
 
-    query, key, value and mixed are attention's: heads are copied whole. `residual` are the spaces that all
-    blocks add to; any other is its own in every block. `blocks` are the numbered modules that depth copies.
+    query, key, value and mixed are attention's: heads are copied whole. A parameter that no module of torch's
+    owns is taken as a linear's: added, if it is a vector; rows written and columns read, if it is a matrix.
+    `residual` are the spaces that all blocks add to; any other is its own in every block. `blocks` are the
+    numbered modules that depth copies. What a table cannot say (a sum scaled by the width, a norm that is a
+    function and no module) only `qsync.verify_expansion` finds.
 
     `read(model)` returns sizes by name, as many as cannot be read off the parameters' shapes: the number of
     heads; `build(model, sizes)` returns a new model of the same class with these sizes. `sizes` names the
@@ -107,12 +114,25 @@ def _line(row: str, recipe: str) -> Line:
         words, after = words[:at], words[at + 1 :]
         tied = after[0] if len(after) == 1 else ""
         arrow = arrow if tied else ""
-    if not (arrow and pattern and words):
+    are_names = all(name.isidentifier() and name != "tied" for name in (*reads, *words))
+    are_alike = all(len(names) == 1 or FIXED not in names for names in (reads, words))
+    if not (arrow and pattern and words and are_names and are_alike):
         raise FormatError(
-            f"the recipe {recipe} has the line {row!r}; write MODULE  READS -> WRITES, with `_` for what "
-            "does not grow and `tied MODULE` last where a weight may be shared"
+            f"the recipe {recipe} has the line {row!r}; write MODULE  READS -> WRITES, with `_` alone for "
+            "what does not grow and `tied MODULE` last where a weight may be shared"
         )
     return Line(pattern, tuple(reads), tuple(words), tied)
+
+
+def check_unwrapped(model: torch.nn.Module) -> None:
+    """UnsupportedError for a model inside another that runs it, FormatError for what is none."""
+    if not isinstance(model, torch.nn.Module):
+        raise FormatError(f"a model to grow is a torch.nn.Module, found {type(model).__name__}; give that")
+    inner = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+    inner["FullyShardedDataParallel"] = "module"
+    kind = type(model).__name__
+    if kind in inner and isinstance(getattr(model, inner[kind], None), torch.nn.Module):
+        raise UnsupportedError(f"a model in {kind} is grown without it; give model.{inner[kind]}")
 
 
 def recipe_of(model: torch.nn.Module) -> Recipe:
@@ -122,6 +142,7 @@ def recipe_of(model: torch.nn.Module) -> Recipe:
 
     >>> qsync.recipe_of(gpt2).to(width=1024)
     """
+    check_unwrapped(model)
     own = getattr(type(model), "recipe", None)
     if isinstance(own, Recipe):
         return own

@@ -3,7 +3,7 @@ default."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.errors import MismatchError, UnsupportedError
@@ -82,9 +82,9 @@ def _read_off(recipe: Recipe, extent: Extent, found: dict[str, int], same: Mappi
         )
 
 
-def target_sizes(recipe: Recipe, small: Mapping[str, int]) -> dict[str, int]:
-    """Every size of the grown model. Raises UnsupportedError for what shrinks, is unknown, or does not
-    divide."""
+def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str] = ()) -> dict[str, int]:
+    """Every size of the grown model; `known` are those that the model says of itself. Raises UnsupportedError
+    for what shrinks, is unknown, or does not divide."""
     asked = {name: size for name, size in recipe.target.items() if name != "layers"}
     for name, size in asked.items():
         if name not in small:
@@ -99,7 +99,8 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int]) -> dict[str, int]:
             )
     target = {**small, **asked}
     if "heads" in small:
-        _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"))
+        is_free = WIDTH_OF_HEADS in known or WIDTH_OF_HEADS in asked
+        _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"), is_free)
         if recipe.rotary and target[WIDTH_OF_HEADS] != small[WIDTH_OF_HEADS]:
             raise UnsupportedError(
                 f"heads of {recipe.name} are rotated by position, so that they cannot grow from "
@@ -117,9 +118,10 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int]) -> dict[str, int]:
 
 
 def _default_heads(
-    small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str
+    small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str, is_free: bool
 ) -> None:
-    """Where the width grows and heads are not given: more heads as wide as they are."""
+    """Where the width grows and heads are not given: more heads as wide as they are. `is_free` is whether
+    heads may be together wider or narrower than the width."""
     spans = small["heads"] * small["head_dim"] == small.get(width)
     if width in asked and spans and "heads" not in asked:
         each = target["head_dim"]
@@ -129,7 +131,13 @@ def _default_heads(
                 f"or a multiple of {each}"
             )
         target["heads"] = target[width] // each
-    elif width in asked and spans and "head_dim" not in asked and target[width] % target["heads"] == 0:
+    elif spans and not is_free:
+        if target[width] % target["heads"] or target[width] // target["heads"] < small["head_dim"]:
+            each = small["head_dim"]
+            raise UnsupportedError(
+                f"{target['heads']} heads, of {each} at least, do not make up {width} {target[width]}; give "
+                f"{width}={target['heads'] * each}, or other heads="
+            )
         target["head_dim"] = target[width] // target["heads"]
     if "kv_heads" not in asked:
         per_group = small["heads"] // small["kv_heads"]

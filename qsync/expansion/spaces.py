@@ -62,6 +62,11 @@ class Growth:
         """
         if unit == 1:
             return self
+        if self.rest == AVERAGE and not bool(self.is_copy.all()):
+            raise UnsupportedError(
+                f"a space with a rest of means is read {unit} times over, for which no lossless form is "
+                "known here; grow it to a multiple"
+            )
         within = torch.arange(unit).repeat(self.num_large)
         index = self.index.repeat_interleave(unit)
         scale = None if self.scale is None else self.scale.repeat_interleave(unit)
@@ -166,11 +171,19 @@ def product(growths: Sequence[Growth]) -> Growth:
 def stacked(growths: Sequence[Growth]) -> Growth:
     """One axis of several spaces, one after the other, as where one linear writes query, key and value.
 
+    Raises UnsupportedError for a rest of means among others: they would be means of something else each.
+
     >>> stacked([circular(2, 3), circular(1, 2)]).index.tolist()
     [0, 1, 0, 2, 2]
     """
     if len(growths) == 1:
         return growths[0]
+    rests = {growth.rest for growth in growths if not bool(growth.is_copy.all())}
+    if AVERAGE in rests:
+        raise UnsupportedError(
+            "a space with a rest of means stands in one axis with others, for which no lossless form is "
+            "known here; grow it to a multiple"
+        )
     index, start = [], 0
     for growth in growths:
         index.append(torch.where(growth.is_copy, growth.index + start, REST))
@@ -180,4 +193,4 @@ def stacked(growths: Sequence[Growth]) -> Growth:
         scale = torch.cat(
             [g.scale if g.scale is not None else torch.ones(g.num_large).double() for g in growths]
         )
-    return Growth(start, torch.cat(index), growths[0].rest, scale)
+    return Growth(start, torch.cat(index), ZERO, scale)
