@@ -92,7 +92,7 @@ def _check_plain(name: str, value: object, is_parameter: bool, kept: Collection[
             f"{name} is a part of a weight that is computed in every step (weight_norm, spectral_norm or "
             "pruning); make the weight a parameter again with torch.nn.utils' remove function first"
         )
-    if isinstance(value, torch.nn.parameter.UninitializedTensorMixin):
+    if torch.nn.parameter.is_lazy(value):
         raise UnsupportedError(f"{name} has no shape yet; run the model on a batch once, and grow it then")
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
     is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1
