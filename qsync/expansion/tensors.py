@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.modules.conv import _ConvNd
@@ -76,7 +77,7 @@ def _grows(line: Line) -> bool:
     return bool({*line.reads, *line.writes} - {FIXED})
 
 
-def _check_plain(name: str, value: object, is_parameter: bool, kept: Collection[str]) -> None:
+def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str]) -> None:
     """UnsupportedError for what is no tensor of ordinary floating-point numbers, or only a part of a
     weight."""
     kind = name.rpartition(".")[2]
@@ -95,9 +96,9 @@ def _check_plain(name: str, value: object, is_parameter: bool, kept: Collection[
     if torch.nn.parameter.is_lazy(value):
         raise UnsupportedError(f"{name} has no shape yet; run the model on a batch once, and grow it then")
     is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
-    is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.itemsize > 1
+    is_float = is_plain and value.is_floating_point() and value.itemsize > 1
     if not is_plain or (is_parameter and not is_float):
-        type_of = value.dtype if is_plain and isinstance(value, torch.Tensor) else type(value).__name__
+        type_of = value.dtype if is_plain else type(value).__name__
         raise UnsupportedError(
             f"{name} is quantized or sharded ({type_of}); grow the model in floating point and in one piece, "
             "and lower its precision afterwards"
