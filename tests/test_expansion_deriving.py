@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -13,8 +14,9 @@ from models import gpt2, llama
 from torch import nn
 
 import qsync
-from qsync.errors import CalibrationError, TracingError, UnsupportedError
+from qsync.errors import CalibrationError, FormatError, TracingError, UnsupportedError
 from qsync.expansion.ties import Untied, axis, cut, leaves, regroup, row, size_of, stacked, unify
+from qsync.experiments.gpt import Gpt
 from qsync.experiments.vgg import Vgg
 
 WIDTH, HEADS, EACH = 24, 3, 8
@@ -168,7 +170,7 @@ class Tilted(Apart):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.heads(x)
         slopes = torch.arange(HEADS).view(HEADS, 1, 1) * torch.arange(x.shape[1])
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=slopes.to(q))
+        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=slopes.to(q)[None])
         return self.d(mixed.transpose(1, 2).flatten(2))
 
 
@@ -391,7 +393,38 @@ def test_elementwise_work_on_what_a_layer_norm_reads_is_noted():
     assert lines(found, "between.") == {"by": ("", "stream")}
     assert len(found.notes) == 1
     assert found.notes[0].startswith("aten.mul in blocks.*.between acts on stream, which a LayerNorm reads")
+    assert found.multiples == ("stream",)
     assert not qsync.derive_recipe(Model(), tokens()).notes
+
+
+def test_what_is_lossless_to_multiples_alone_is_refused_elsewhere():
+    class Scaled(Gpt):
+        def __init__(self, width: int = 24, num_heads: int = 3, hidden: int = 40) -> None:
+            super().__init__(2, width, num_heads, 16, 50, hidden=hidden)
+            self.by = nn.Parameter(torch.ones(width))
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(tokens) * self.by
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    model = trained(Scaled().double())
+    model.positions.weight.requires_grad_(False)
+    found = qsync.derive_recipe(model, tokens())
+    assert found.multiples == ("stream",)
+    recipe = found.recipe(
+        lambda small, sizes: Scaled(sizes["width"], sizes["heads"], sizes["mlp"]),
+        table=found.table + "\npositions -> stream",
+    )
+    big = qsync.expand(model, recipe.to(width=48))
+    assert qsync.verify_expansion(model, big, tokens()).max_difference <= 1e-9
+    with pytest.raises(
+        UnsupportedError, match="says that stream grows from 24 to multiples alone; give 24 or 48"
+    ):
+        qsync.expand(model, recipe.to(width=40, mlp=40))
+    with pytest.raises(FormatError, match="has nothing among its `multiples`, and no line with it"):
+        qsync.expand(model, replace(recipe, multiples=("nothing",)).to(width=48))
 
 
 def test_what_makes_something_of_zero_is_noted():
@@ -441,6 +474,21 @@ def test_blocks_that_run_twice_are_not_for_depth():
     found = qsync.derive_recipe(Twice(), tokens())
     assert found.blocks == "" and "run more than once" in found.notes[0]
     assert found.residual == ("stream",)
+
+
+def test_a_linear_that_works_twice_ties_what_it_reads():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.both = nn.Linear(WIDTH, 40), nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.both(self.one(x)) + self.both(self.other(x))
+
+    found = qsync.derive_recipe(Model(Twice), tokens())
+    assert not found.open
+    said = lines(found, "attention.")
+    assert said["one"] == said["other"] == ("normed", said["both"][0])
 
 
 def test_weights_that_are_shared_have_all_their_names():

@@ -110,3 +110,21 @@ def test_the_recipe_grows_a_model():
     model = Gpt(2, 16, 2, context=8, vocab=11).double()
     big = qsync.expand(model, names["recipe"].to(width=24, layers=3))
     assert qsync.verify_expansion(model, big, torch.arange(16).view(2, 8) % 11).passed
+
+
+def test_the_derived_recipe_is_the_one_by_hand():
+    (by_hand,) = [block for block in blocks("python") if '"my GPT"' in block]
+    (text,) = [block for block in blocks("python") if "derive_recipe" in block]
+    model, batch = Gpt(2, 16, 2, context=8, vocab=11, tied=True).double(), torch.arange(16).view(2, 8) % 11
+    names: dict[str, Any] = {
+        "qsync": qsync,
+        "MyGPT": lambda *sizes: Gpt(*sizes, context=8, vocab=11, tied=True),
+    }
+    exec(by_hand, names)
+    hand = names["recipe"]
+    exec(text, names | {"model": model, "batch": batch}, derived := {})
+    assert derived["recipe"].lines == hand.lines
+    assert (derived["recipe"].sizes, derived["recipe"].follows) == (hand.sizes, hand.follows)
+    assert derived["recipe"].read(model)["heads"] == hand.read(model)["heads"] == 2
+    big = qsync.expand(model, derived["recipe"].to(width=24, layers=3))
+    assert qsync.verify_expansion(model, big, batch).passed

@@ -21,8 +21,9 @@ class Derived:
 
     `table` is a recipe's. `blocks` is the pattern of the modules that depth copies, `residual` the spaces
     that are one for the whole model; `sizes` and `follows` are proposals: which spaces have one size, and
-    which keep their ratio to it. `heads`, `kv_heads` and `head_dim` are as seen (0: no attention). `notes`
-    say what limits losslessness; `open` what was not understood: there the table has to be written by hand.
+    which keep their ratio to it. `multiples` grow without loss to multiples of their size alone. `heads`,
+    `kv_heads` and `head_dim` are as seen (0: no attention). `notes` say what limits losslessness; `open` what
+    was not understood: there the table has to be written by hand.
     """
 
     model: str
@@ -32,6 +33,7 @@ class Derived:
     sizes: dict[str, str] = field(default_factory=dict)
     follows: dict[str, str] = field(default_factory=dict)
     rotary: bool = False
+    multiples: tuple[str, ...] = ()
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -60,6 +62,7 @@ class Derived:
             "blocks": self.blocks,
             "residual": self.residual,
             "rotary": self.rotary,
+            "multiples": self.multiples,
         }
         if self.heads:
             proposed["read"] = self._heads
@@ -109,6 +112,7 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
         sizes=sizes,
         follows=follows,
         rotary=findings.rotary,
+        multiples=tuple(findings.multiples),
         heads=findings.heads,
         kv_heads=findings.kv_heads,
         head_dim=findings.head_dim,

@@ -19,6 +19,13 @@ _SAYS = {
     "multiplies along": "multiplies two values along {space}, whose copies would count more than once",
     "norm": "normalises {space} without a module of its own, whose eps could change",
 }
+# Where a rest stands beside whole copies (LEMON, arXiv:2310.07999, section 3), and is not what it should be.
+_REST = {
+    "acts on": "acts on {space}, which a LayerNorm reads: a mean of copies is then another's, so that only "
+    "multiples of its size are lossless",
+    "moves zero": "makes something else of 0 on {space}, which a norm leaves 0 beside its copies, so that "
+    "only multiples of its size are lossless",
+}
 
 
 class Findings:
@@ -34,6 +41,7 @@ class Findings:
         ):
             self.notes.append(f"{self.blocks} run more than once each, so that depth cannot copy them")
             self.copied = ""
+        self.multiples: dict[str, None] = {}  # spaces that grow to multiples alone
         self.heads = self.kv_heads = self.head_dim = 0
         # By matrix: which rows are queries, keys, values.
         self.roles: dict[str, dict[tuple[int, int], set[str]]] = {}
@@ -339,16 +347,11 @@ class Findings:
             where = f"aten.{event.op} in {event.path or 'the model'}"
             if found and event.kind in _SAYS:
                 self.open.append(f"{where} {_SAYS[event.kind].format(space=found[0])}")
-            elif event.kind == "moves zero" and found and any(id(piece) in zeroed for piece in pieces):
-                self.notes.append(
-                    f"{where} makes something else of 0 on {found[0]}, which a norm leaves 0 beside its "
-                    "copies, so that only multiples of its size are lossless"
-                )
-            elif event.kind == "acts on" and found and any(id(piece) in averaged for piece in pieces):
-                self.notes.append(
-                    f"{where} acts on {found[0]}, which a LayerNorm reads: a mean of copies is then "
-                    "another's, so that only multiples of its size are lossless"
-                )
+            elif event.kind in _REST:
+                fragile, said = averaged if event.kind == "acts on" else zeroed, _REST[event.kind]
+                limited = [spaces[id(piece)] for piece in pieces if id(piece) in spaces.keys() & fragile]
+                self.multiples |= dict.fromkeys(limited)
+                self.notes += [f"{where} {said.format(space=space)}" for space in limited[:1]]
 
 
 def _where(one: Attention) -> str:

@@ -144,6 +144,7 @@ class _Layout:
         known = self._known()
         self.small = small_sizes(self.recipe, known, self._extents(), self.same)
         self.large = target_sizes(self.recipe, self.small, known)
+        self._multiples()
         self._patterns()
         self._ties()
         maps = {m.name: m for t in self.tensors.values() for m in self._maps(t)}
@@ -213,6 +214,21 @@ class _Layout:
                         f"{name.rpartition('.')[0]} norms the residual stream itself, so that a new block of "
                         f"{self.recipe.name} cannot leave it as it is; grow the width, and leave layers out"
                     )
+
+    def _multiples(self) -> None:
+        """UnsupportedError where a rest would stand in a space that has no lossless form with one."""
+        for space in self.recipe.multiples:
+            if size_name(self.recipe, space, self.same) not in self.small:
+                raise FormatError(
+                    f"the recipe {self.recipe.name} has {space} among its `multiples`, and no line with it; "
+                    "name a space of its table"
+                )
+            small, large = self._size(space, self.small), self._size(space, self.large)
+            if large % small:
+                raise UnsupportedError(
+                    f"the recipe {self.recipe.name} says that {space} grows from {small} to multiples alone; "
+                    f"give {large // small * small} or {(large // small + 1) * small}"
+                )
 
     def _grows_in_depth(self, name: str) -> bool:
         is_deeper = any(place.is_new for places in self.depth.places.values() for place in places)

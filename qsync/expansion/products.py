@@ -22,10 +22,10 @@ CLASSES = Hold("it numbers classes", True)
 def _product(watch: Watch, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
     """a times b, summed over `inner`: a matrix of the model at work, or two values that meet."""
     unify(*inner)
-    for matrix, rows in ((b, axes[-1]), (a, axes[-2])):
+    for matrix, columns, rows in ((b, inner[1], axes[-1]), (a, inner[0], axes[-2])):
         if matrix.param is not None:
             first = watch.parameters[matrix.param].axes[0]
-            use = Use(watch.clock, watch.path, matrix.param, "product", inner[0], rows, first is rows)
+            use = Use(watch.clock, watch.path, matrix.param, "product", columns, rows, first is rows)
             watch.uses.append(use)
             return Value(axes, None, True, Writer.of(matrix.param, rows))
     weights, other = (a, b) if a.scores and a.scores.weighed else (b, a)
@@ -86,6 +86,7 @@ def _convolution(watch: Watch, call: Call) -> list[Value]:
         unify(x.axes[1], columns)
     elif size_of(columns) == 1 and size_of(rows) == size_of(x.axes[1]):
         unify(x.axes[1], rows)  # one filter per channel
+        columns = rows
     else:
         raise Untied
     if call["bias"] is not None:
@@ -93,7 +94,7 @@ def _convolution(watch: Watch, call: Call) -> list[Value]:
     axes = [x.axes[0], rows, *(axis(size, [PIXELS]) for size in call.out.shape[2:])]
     writer = None
     if weight.param is not None:
-        watch.uses.append(Use(watch.clock, watch.path, weight.param, "product", x.axes[1], rows))
+        watch.uses.append(Use(watch.clock, watch.path, weight.param, "product", columns, rows))
         writer = Writer.of(weight.param, rows)
     return [Value(axes, None, True, writer)]
 

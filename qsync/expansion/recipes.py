@@ -63,8 +63,10 @@ class Recipe:
     heads; `build(model, sizes)` returns a new model of the same class with these sizes. `sizes` names the
     sizes of spaces that have not their own name: {"stream": "width"}. heads, kv_heads, head_dim and layers
     are known by name. `follows` are sizes that keep their ratio to another where nothing else is asked for:
-    {"mlp": "width"}. `eps` is where the model's config has the eps of all its norms. With `rotary` heads
-    cannot become wider: a rotation goes by its place in the head.
+    {"mlp": "width"}. `multiples` are spaces that grow to multiples of their size alone, because something
+    elementwise acts on what a norm reads or leaves 0 (derive_recipe finds them). `eps` is where the model's
+    config has the eps of all its norms. With `rotary` heads cannot become wider: a rotation goes by its place
+    in the head.
 
     >>> recipe = Recipe("mine", table, build=lambda small, sizes: Mine(sizes["width"]), sizes={"stream":
     "width"})
@@ -80,6 +82,7 @@ class Recipe:
     blocks: str = ""
     residual: tuple[str, ...] = ("stream",)
     rotary: bool = False
+    multiples: tuple[str, ...] = ()
     eps: str = ""
     target: Sizes = field(default_factory=dict)
 
