@@ -43,7 +43,7 @@ def grow(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
     with torch.no_grad():
         state = plan.grown({**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))})
     _fill(model, new, plan, state)
-    set_eps(new, plan)
+    set_eps(model, new, plan)
     modes = {path: module.training for path, module in model.named_modules()}
     for path, module in new.named_modules():
         module.training = modes.get(plan.depth.source_of(path), model.training)
@@ -139,8 +139,14 @@ def _fill(
             buffer.data = buffer.data.to(device)
 
 
-def set_eps(new: torch.nn.Module, plan: ExpansionPlan) -> None:
-    """The eps that norms now have: on the modules, and in the config where all are alike."""
+def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ExpansionPlan) -> None:
+    """The eps that norms now have: on the modules, and in the config where all are alike. One that growth
+    leaves as it is need not be what `build` gives: the small model may have been grown itself."""
+    before = dict(model.named_modules())
+    for path, module in new.named_modules():
+        source, name = before.get(plan.depth.source_of(path)), norms.eps_name(module)
+        if name and type(source) is type(module):
+            setattr(module, name, getattr(source, name))
     for path, eps in plan.eps.items():
         module = new.get_submodule(path)
         setattr(module, norms.eps_name(module) or "eps", eps)

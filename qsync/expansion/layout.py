@@ -298,16 +298,19 @@ class _Layout:
         spaces = t.line.reads if role == "reads" else t.line.writes
         if not role or FIXED in spaces:
             return None
-        growth = stacked([self._growth(space, place) for space in spaces])
         name = ", ".join(spaces)
+        try:
+            growth = stacked([self._growth(space, place) for space in spaces])
+            unit = t.value.shape[dim] // growth.num_small if role == "reads" else 1
+            read = Growth(growth.num_small, growth.index, growth.rest).by_unit(unit)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{t.name}, {name}: {error}") from error
         if role == "writes":
             is_mixed = any(self._is_mixed(space) for space in spaces)
             split = "even" if is_mixed else self.split
             shares = torch.cat([self._shares(space, place, split) for space in spaces])
             return Axis(name, growth, shares, is_exact=not is_mixed)
         shares = torch.cat([self._shares(space, place, self.split) for space in spaces])
-        unit = t.value.shape[dim] // growth.num_small
-        read = Growth(growth.num_small, growth.index, growth.rest).by_unit(unit)
         return Axis(name, read, shares.repeat_interleave(unit), is_read=True)
 
     def _is_mixed(self, space: str) -> bool:
