@@ -51,8 +51,8 @@ def verify_expansion(
     Copies of both are run; the models stay as they are. What their authors ask for in FP32 (norms of several
     families do) is done in FP64 as well. `tolerance` is absolute, 1e-9, where both have their weights in
     FP64; in shorter types the parts that a weight was split into are rounded, and it is 1e-4 of the largest
-    output in FP32, 1e-2 in FP16 and 5e-2 in BF16. Raises CalibrationError for an empty batch or outputs that are not finite, UnsupportedError where
-    nothing can be compared.
+    output in FP32, 1e-2 in FP16 and 5e-2 in BF16. Raises CalibrationError for an empty batch or outputs that
+    are not finite, UnsupportedError where nothing can be compared.
 
     >>> print(qsync.verify_expansion(small, big, tokens))
     the same function: difference 2.8e-14, tolerance 1e-09
