@@ -352,6 +352,51 @@ def test_batch_norm_before_its_branch_is_not_what_silences_it():
     )
 
 
+class Blocks(nn.Module):
+    """Blocks that add to x, and after them a norm, if they are to have one."""
+
+    def __init__(self, num_blocks=2, width=16, normed=False):
+        super().__init__()
+        self.inp, self.norm, self.head = nn.Linear(5, width), nn.LayerNorm(width), nn.Linear(width, 3)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"fc": nn.Linear(width, width), "proj": nn.Linear(width, width),
+                           **({"norm": nn.LayerNorm(width)} if normed else {})})
+            for _ in range(num_blocks)
+        )  # fmt: skip
+
+
+BLOCKS = Recipe(
+    "blocks", "", build=lambda small, sizes: Blocks(sizes["layers"], sizes["x"]), blocks="blocks.*"
+)
+DEPTHS = {
+    "a stream unsaid": (
+        "inp _ -> x\nnorm x -> final\nhead final -> _\nblocks.*.fc x -> h\nblocks.*.proj h -> x",
+        False,
+        MismatchError,
+        "blocks.0.proj is in a block and writes x, .*: give residual=\\('x',\\)",
+    ),
+    "no stream": (
+        "inp _ -> x\nnorm x -> final\nhead final -> _\nblocks.*.fc x -> h\nblocks.*.proj h -> y",
+        False,
+        MismatchError,
+        "nothing in blocks.1 writes stream",
+    ),
+    "a norm after the sum": (
+        "inp _ -> in\nnorm in -> stream\nhead stream -> _\nblocks.*.fc stream -> h\n"
+        "blocks.*.proj h -> sum\nblocks.*.norm sum -> stream",
+        True,
+        UnsupportedError,
+        "blocks.0.norm norms the residual stream itself",
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_blocks_that_do_not_just_add_are_not_copied(depth):
+    table, normed, kind, said = DEPTHS[depth]
+    refused(Blocks(normed=normed), replace(BLOCKS, table=table).to(layers=3), kind, said)
+
+
 def test_a_buffer_that_is_kept_needs_its_line():
     class Counting(Net):
         def __init__(self, *sizes):

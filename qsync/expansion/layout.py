@@ -14,6 +14,7 @@ from qsync.expansion import norms
 from qsync.expansion.depth import Depth, Place, depth_of
 from qsync.expansion.maps import FREE, SPLITS, Axis, TensorMap, shares_of
 from qsync.expansion.recipes import ATTENTION, FIXED, Recipe
+from qsync.expansion.silencing import check_blocks, silenced
 from qsync.expansion.sizes import Extent, heads, joined, size_name, small_sizes, target_sizes
 from qsync.expansion.spaces import (
     AVERAGE,
@@ -135,6 +136,7 @@ class _Layout:
         self.tensors = tensors_of(self.model, self.recipe)
         shapes = {name: t.value.shape for name, t in self.tensors.items()}
         self.depth = depth_of(self.recipe, shapes)
+        check_blocks(self.recipe, self.tensors.values(), self.depth)
         self.same = {t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm}
         self.handed_on = {
             t.line.writes[0]: t.line.reads[0]
@@ -206,14 +208,6 @@ class _Layout:
                     f"{(large // small + 1) * small}"
                 )
             self.pattern[space] = next(iter(patterns))
-            for name in patterns.values():
-                t = self.tensors[name]
-                norms_stream = space in self.recipe.residual and t.line.writes[0] == space
-                if norms_stream and t.norm != norms.BATCH and self._grows_in_depth(name):
-                    raise UnsupportedError(
-                        f"{name.rpartition('.')[0]} norms the residual stream itself, so that a new block of "
-                        f"{self.recipe.name} cannot leave it as it is; grow the width, and leave layers out"
-                    )
 
     def _multiples(self) -> None:
         """UnsupportedError where a rest would stand in a space that has no lossless form with one."""
@@ -229,10 +223,6 @@ class _Layout:
                     f"the recipe {self.recipe.name} says that {space} grows from {small} to multiples alone; "
                     f"give {large // small * small} or {(large // small + 1) * small}"
                 )
-
-    def _grows_in_depth(self, name: str) -> bool:
-        is_deeper = any(place.is_new for places in self.depth.places.values() for place in places)
-        return is_deeper and bool(self.depth.block_of(name))
 
     def _ties(self) -> None:
         """What a head with the embeddings' weight reads is divided by how often that weight then counts."""
@@ -329,7 +319,12 @@ class _Layout:
             made = TensorMap(name, t.name, tuple(t.value.shape), axes)
             made = self._of_norm(t, made) if t.norm else self._of_product(t, made)
             if place is not None and place.is_new:
-                made = replace(made, is_new=True, silenced=self._silenced(t, made))
+                block = self.depth.block_of(t.name)
+                beside = [
+                    other for other in self.tensors.values() if self.depth.block_of(other.name) == block
+                ]
+                how = silenced(self.recipe, t, made, beside, self.new_blocks)
+                made = replace(made, is_new=True, silenced=how)
             yield self._with_noise(t, made)
 
     def _of_norm(self, t: Tensor, made: TensorMap) -> TensorMap:
@@ -355,42 +350,6 @@ class _Layout:
             axes = tuple(self._axis(embeddings, dim, None) for dim in range(t.value.ndim))
             return replace(made, axes=axes, tied=t.line.tied)
         return replace(made, factor=self.divided.get(t.line.reads[0], 1.0))
-
-    def _silenced(self, t: Tensor, made: TensorMap) -> str:
-        """How a tensor of a new block is silenced, if it is what adds to the residual stream."""
-        writes = t.line.writes[0]
-        if writes not in self.recipe.residual or (t.norm and t.norm != norms.BATCH):
-            return ""
-        block = self.depth.block_of(t.name)
-        beside = [
-            other
-            for other in self.tensors.values()
-            if self.depth.block_of(other.name) == block and other.line.writes[0] == writes
-        ]
-        batch_norms = [other for other in beside if other.norm == norms.BATCH]
-        if batch_norms and (beside[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
-            raise UnsupportedError(
-                f"{batch_norms[0].path} is to silence a new block, and has no weight or comes before what "
-                f"the block adds; let it write another space (`{batch_norms[0].line.pattern}  {writes} -> "
-                "normed`), or leave layers out"
-            )
-        if batch_norms and self.new_blocks == "cancel":
-            raise UnsupportedError(
-                f"{batch_norms[0].path} is a batch norm, which blows up what cancels before it; use "
-                'depth="zero"'
-            )
-        if batch_norms:
-            return "zero" if t.norm and t.kind in ("weight", "bias") else ""
-        if self.new_blocks == "zero" or "reads" not in t.roles:
-            return "zero"
-        axis = made.axes[t.roles.index("reads")]
-        if axis is None or int(axis.growth.num_copies.min()) < 2:
-            raise UnsupportedError(
-                f"{t.name} of a new block reads too few coordinates for two copies of each, so that nothing "
-                "can cancel; "
-                'use depth="zero"'
-            )
-        return "cancel"
 
     def _with_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
         """What is drawn has the deviation of what is there; less for a norm's weight."""
