@@ -502,6 +502,58 @@ def test_weights_that_are_shared_have_all_their_names():
     assert ["spare", "->", "stream", "tied", "embed"] in rows
 
 
+def test_a_head_is_tied_to_embeddings_wherever_it_stands():
+    class HeadFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(WIDTH, 50, bias=False)
+            self.embed = nn.Embedding(50, WIDTH)
+            self.embed.weight = self.head.weight
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.norm(self.embed(x)))
+
+    found = qsync.derive_recipe(HeadFirst(), tokens())
+    assert not found.open
+    assert [" ".join(line.split()) for line in found.table.splitlines()] == [
+        "embed -> embedded", "norm embedded -> final", "head final -> _ tied embed"
+    ]  # fmt: skip
+
+
+def test_a_loss_may_be_all_that_is_returned():
+    class Loss(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(x)
+            return (logits.logsumexp(-1) - logits.gather(-1, x[..., None])[..., 0]).mean()
+
+    model = Loss()
+    model.head.weight = model.embed.weight
+    assert not qsync.derive_recipe(model, tokens()).open
+
+
+def test_a_batch_norm_that_works_twice_ties_its_channels():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.last = nn.Conv2d(1, 4, 3), nn.Conv2d(1, 4, 3), nn.Conv2d(4, 2, 3)
+            self.norm = nn.BatchNorm2d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.one(x))) + self.norm(self.other(x)).mean()
+
+    found = qsync.derive_recipe(Twice(), images().float())
+    assert lines(found, "one") == lines(found, "other") == {"": ("_", "one")}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_linear_may_read_what_does_not_lie_in_a_row(device):
+    with torch.device(device):
+        across = Does(lambda x: x.mT.contiguous().mT)
+        model = Model(between=lambda: nn.Sequential(across, nn.Linear(WIDTH, WIDTH)))
+    assert not qsync.derive_recipe(model, tokens()).open
+
+
 def test_a_head_without_a_module_of_its_own_is_said():
     class Bare(Model):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -568,14 +620,22 @@ def test_norms_of_what_does_not_grow_are_left_alone():
     assert qsync.verify_expansion(model, big, inputs).max_difference <= 1e-9
 
 
-def test_a_table_of_more_positions_than_came_is_one():
+@pytest.mark.parametrize(
+    ("size", "places"),
+    [
+        ((1, 16, WIDTH), lambda table, length: table[:, :length]),
+        ((16, WIDTH), lambda table, length: table[torch.arange(2 * length).view(2, -1)]),
+    ],
+    ids=["sliced", "indexed"],
+)
+def test_a_table_of_more_positions_than_came_is_one(size, places):
     class Placed(Model):
         def __init__(self) -> None:
             super().__init__()
-            self.places = nn.Parameter(torch.zeros(1, 16, WIDTH))
+            self.places = nn.Parameter(torch.zeros(size))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.embed(x) + self.places[:, : x.shape[1]]
+            y = self.embed(x) + places(self.places, x.shape[1])
             for block in self.blocks:
                 y = block(y)
             return self.head(self.last(y))
@@ -592,6 +652,10 @@ def test_nothing_is_computed_on_the_meta_device():
         model = Model()
     found = qsync.derive_recipe(model, tokens())
     assert found.table == qsync.derive_recipe(Model(), tokens()).table and not found.open
+    with torch.device("meta"):
+        model = llama(num_attention_heads=4, num_key_value_heads=2)[0]
+    found = qsync.derive_recipe(model, {"input_ids": tokens()})
+    assert found.table == derived("Llama")[2].table and found.kv_heads == 2
 
 
 def test_a_model_that_looks_at_values_runs_on_a_real_device():

@@ -151,10 +151,9 @@ class Findings:
         return list(found.values())
 
     def _all(self) -> list[Entry]:
-        first: dict[str, str] = {}
         found: list[Entry] = []
-        for use in sorted(self.seen.uses, key=lambda use: use.at):
-            found += self._of_use(use, first)
+        for use in self.seen.uses:
+            found += self._of_use(use)
         for norm in self.seen.norms:
             found += self._of_norm(norm)
         return [*found, *self._rest({entry.path for entry in found})]
@@ -166,38 +165,45 @@ class Findings:
         elif not reads.word:
             self.open.append(f"{norm.path} is a norm without a weight, which no line can name; give it one")
 
-    def _of_use(self, use: Use, first: dict[str, str]) -> Iterator[Entry]:
+    def _of_use(self, use: Use) -> Iterator[Entry]:
         if use.kind == "batch_norm":
             slot = self._slot(use.reads, use.path)
             yield Entry(use.at, use.path, use.kind, (slot,), (slot,))
             return
-        owners = [path for path, _ in self._owners(use.param)]
-        path = use.path if use.path in owners else owners[0]
-        other = first.setdefault(use.param, path)
-        if (
-            path == other
-            and use.path != path
-            and len({u.path for u in self.seen.uses if u.param == use.param}) > 1
-        ):
+        owners = dict(self._owners(use.param))
+        if use.path not in owners and any(other.path in owners for other in self._uses(use.param)):
             self.open.append(
                 f"{use.param} is at work in {use.path or 'the model'} too, where no module has it"
             )
             return
-        name = next(attribute for owner, attribute in self._owners(use.param) if owner == path)
+        path = use.path if use.path in owners else next(iter(owners))
         module = self.seen.model.get_submodule(path)
-        tied = other if other != path else ""
+        name, own = owners[path], dict(module.named_parameters(recurse=False))
         writes = self._written(use, path)
-        reads = () if use.kind == "lookup" else self._read(use.reads, path)
-        own = dict(module.named_parameters(recurse=False))
-        is_module = name == "weight" and set(own) <= {"weight", "bias"}
         if use.kind == "product" and use.has_rows_first == (type(module).__name__ == "Conv1D"):
             self.open.append(
                 f"{use.param} has its inputs in axis 0, which tables know of Conv1D only; transpose it"
             )
             writes = (Slot(word=UNKNOWN),)
         kind = "convolution" if own[name].dim() > 2 else {"product": "linear"}.get(use.kind, use.kind)
+        is_module = name == "weight" and set(own) <= {"weight", "bias"}
         where = path if is_module else f"{path}.{name}".lstrip(".")
-        yield Entry(use.at, where, kind, reads, writes, tied)
+        reads = () if use.kind == "lookup" else self._read(use.reads, path)
+        yield Entry(use.at, where, kind, reads, writes, self._tied(use, path))
+
+    def _tied(self, use: Use, path: str) -> str:
+        """Which other module has the same weight: the first one; but a head is tied to embeddings, and not
+        they to it."""
+        first, *others = [owner for owner, _ in self._owners(use.param)]
+        kinds = {other.path: other.kind for other in self._uses(use.param)}
+        if path != first:
+            return "" if (use.kind, kinds.get(first)) == ("lookup", "product") else first
+        if use.kind == "product":
+            return next((other for other in others if kinds.get(other) == "lookup"), "")
+        return ""
+
+    def _uses(self, param: str) -> list[Use]:
+        return [use for use in self.seen.uses if use.param == param]
 
     def _owners(self, param: str) -> list[tuple[str, str]]:
         """The modules that have a parameter, and what they call it."""
@@ -219,10 +225,9 @@ class Findings:
             if known not in self.seen.seen:
                 unused.append(name)
                 continue
-            same = next((use for use in self.seen.uses if use.param == known), None)
-            if same is not None:  # it is at work where another module has it too
-                entry = next(self._of_use(same, {}))
-                yield replace(entry, at=entry.at + 1, path=name.removesuffix(".weight"), tied=entry.path)
+            if same := self._uses(known):  # it is at work where another module has it too
+                entry, path = next(self._of_use(same[0])), name.removesuffix(".weight")
+                yield replace(entry, at=entry.at + 1, path=path, tied=self._tied(same[0], path))
                 continue
             slots = self._last(known, name)
             reads = slots if all(slot.word == FIXED for slot in slots) else ()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from qsync.expansion.ties import (
@@ -63,6 +64,8 @@ class Call:
                 self.arguments[argument.name] = argument.default_value
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.arguments:
+            raise Untied(f"{self.name} has no argument {name}")  # another version of torch
         return self.arguments[name]
 
     def dim(self, name: str = "dim", of: torch.Tensor | None = None) -> int:
@@ -330,14 +333,9 @@ def _index(watch: Watch, call: Call) -> list[Value]:
     if value.param is not None:
         for dim in at:
             hold(value.axes[dim], ROWS)
-    if (
-        len(at) == 1
-        and not settled(value.axes[at[0]])
-        and not (index := indices[at[0]]).is_meta
-        and index.dim() == 1
-    ):
-        numbers = [number % call["self"].shape[at[0]] for number in index.tolist()]
-        if numbers == list(range(numbers[0], numbers[-1] + 1)):
+    if len(at) == 1 and not settled(value.axes[at[0]]):
+        numbers = _numbers(indices[at[0]], call["self"].shape[at[0]])
+        if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
             return [_cut(value, at[0], numbers[0], len(numbers))]
     watch.event("chooses along", call.name, [value.axes[dim] for dim in at])
     kept = [one for dim, one in enumerate(value.axes) if dim not in at]
@@ -345,6 +343,13 @@ def _index(watch: Watch, call: Call) -> list[Value]:
     num_new = call.out.dim() - len(kept)
     new = [axis(size, [PIXELS]) for size in call.out.shape[first : first + num_new]]
     return [Value([*kept[:first], *new, *kept[first:]], None, value.written)]
+
+
+def _numbers(index: torch.Tensor, size: int) -> list[int]:
+    """What a vector of indices holds, counted from the front; nothing where it has no values."""
+    if index.dim() != 1 or index.is_meta or isinstance(index, FakeTensor):
+        return []
+    return [number % size for number in index.tolist()]
 
 
 @rule("constant_pad_nd")

@@ -147,7 +147,19 @@ def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
             taken.append(piece)
             size //= piece.size
         found.append(taken)
-    return found
+    return _kept(axes, found)
+
+
+def _kept(axes: Sequence[Axis], found: Sequence[Axis]) -> list[Axis]:
+    """The axes that a view made, those that it left alone as the very ones that it was given."""
+    old = iter(axes)
+    kept = []
+    for new in found:
+        rest = list(old)
+        same = next((index for index, one in enumerate(rest) if new and leaves(one) == leaves(new)), None)
+        kept.append(new if same is None else rest[same])
+        old = iter(rest if same is None else rest[same + 1 :])
+    return kept
 
 
 def cut(axis: Axis, start: int, length: int) -> Axis:

@@ -1,7 +1,7 @@
 """One run of a model, watched operator by operator for which dimensions it ties together.
 
-The model runs as it is, where it is: on real values, or on the meta device, where nothing is computed. Every
-tensor gets an axis of pieces (qsync/expansion/ties.py) per dimension; what each operator does to them is in
+The model runs as it is, on real values; one on the meta device by its shapes alone. Every tensor gets an axis
+of pieces (qsync/expansion/ties.py) per dimension; what each operator does to them is in
 qsync/expansion/rules.py. What the table of a recipe needs besides is noted on the way: which matrix was
 multiplied where, what attention read, what a norm read and wrote, and what would not survive copies of
 neurons.
@@ -10,13 +10,14 @@ neurons.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
@@ -48,13 +49,13 @@ class Frame:
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """What one run showed."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.paths = {module: path for path, module in model.named_modules()}
         self.parameters: dict[str, Value] = {}
         self.names: dict[int, str] = {}
-        self.buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+        self.buffers = {id(stand_ins.get(name, buffer)): name for name, buffer in model.named_buffers()}
         self.values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.frames: list[Frame] = [Frame("", model)]
         self.uses: list[Use] = []
@@ -69,7 +70,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, parameter in model.named_parameters():
             self.names[id(parameter)] = name
             axes = [axis(size) for size in parameter.shape]
-            self.parameters[name] = self.values[parameter] = Value(axes, param=name)
+            self.parameters[name] = Value(axes, param=name)
+            self.values[stand_ins.get(name, parameter)] = self.parameters[name]
 
     @property
     def path(self) -> str:
@@ -207,17 +209,31 @@ def watch(model: nn.Module, example_inputs: Any) -> Watch:
     args, kwargs = call_arguments(example_inputs)
     check_batch(args, kwargs)
     on_meta = any(tensor.is_meta for tensor in model.parameters())
-    if on_meta:
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
-    seen = Watch(model)
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if on_meta else nullcontext()
+    stand_ins: dict[str, torch.Tensor] = {}
+    if isinstance(fake, FakeTensorMode):
+        # Shapes alone, as on the meta device, but said to be on the CPU, as constants are that forward makes.
+        with fake:
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                stand_ins[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        args, kwargs = tree_map_only(torch.Tensor, fake.from_tensor, (args, kwargs))
+    seen = Watch(model, stand_ins)
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, torch.Tensor):
             seen.values[tensor] = Value(
                 [axis(size, [Hold("it is an input's", True)]) for size in tensor.shape]
             )
     try:
-        with torch.no_grad(), undisturbed(model), unwrapped(model), evaluating(model), watched(seen), seen:
-            output = model(*args, **kwargs)
+        with (
+            torch.no_grad(),
+            undisturbed(model),
+            unwrapped(model),
+            evaluating(model),
+            watched(seen),
+            fake,
+            seen,
+        ):
+            output = torch.func.functional_call(model, stand_ins, args, kwargs)
     except Exception as error:
         raise TracingError(_cannot_run(model, error, on_meta)) from error
     for tensor in _returned(output):
