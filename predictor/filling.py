@@ -1,4 +1,5 @@
-"""Profiles of what was never profiled: an operator, another batch shape, a device that is not here.
+"""Profiles of what was never profiled: an operator, another batch shape, a model grown from the one that was,
+a device that is not here.
 
 What is filled in is marked (`Profile.origin`, `Profile.filled`), so that everything which shows it can say
 so; replay reads it like any other cost.
@@ -14,10 +15,10 @@ from qsync.datasheets import DataSheet
 from qsync.errors import MismatchError
 from qsync.graph import Op, OpGraph, Role
 from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
-from qsync.predictor.calls import calls, cast_call, modes, value_call
+from qsync.predictor.calls import Call, calls, cast_call, modes, value_call
 from qsync.predictor.learned import CostModel, Priced, costs_of
 from qsync.predictor.samples import samples_of, sheet_of
-from qsync.profiles import Cost, Profile
+from qsync.profiles import CARRIED, Cost, Profile
 
 Casts = dict[tuple[str, str, str], Cost]
 # The sizes between which a line stands for the casts of a pair of types.
@@ -62,8 +63,8 @@ def fill(
         )
     device = sheet or sheet_of(before, profile)
     model = model or learned_from(before, profile, device)
-    filled = _Filled(profile, graph, before, model, device)
-    ops, added = filled.ops(same)
+    filled = _Filled(profile, graph, dict(_calls(before)), value_call(before), model, device)
+    ops, added = filled.ops()
     casts = {**profile.casts} if same else filled.casts()
     grown = 1.0 if same else _size(graph) / max(_size(before), 1)
     outside = Cost(profile.outside.forward_s * grown, profile.outside.backward_s * grown)
@@ -72,6 +73,55 @@ def fill(
         outside=outside, step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
         loading_s=profile.loading_s * grown,
+    )  # fmt: skip
+
+
+def carry(
+    profile: Profile,
+    graph: OpGraph,
+    before: OpGraph,
+    sources: Mapping[str, str],
+    model: CostModel | None = None,
+) -> Profile:
+    """The profile of one model carried over to another that was made from it.
+
+    `sources` says of the operators and values of `graph` which of `before`, the graph that was profiled, each
+    comes from; several may come from one. Costs go by the ratio that `fill` goes by, with the stated error of
+    the model; what comes from nothing is the model's alone. All of it is marked.
+
+    >>> carry(profile, deeper, graph, {"blocks.1.fc": "blocks.0.fc", ...}).origin
+    'carried'
+    """
+    profile.check_graph(before)
+    device = sheet_of(before, profile)
+    model = model or learned_from(before, profile, device)
+    old, old_values = dict(_calls(before)), value_call(before)
+    by_value: dict[str, dict[tuple[str, str], Cost]] = {}
+    for (value, start, end), cost in profile.casts.items():
+        by_value.setdefault(value, {})[start, end] = cost
+    named = replace(
+        profile,
+        ops={name: profile.ops[source] for name, source in sources.items() if source in profile.ops},
+        refused={n: profile.refused[source] for n, source in sources.items() if source in profile.refused},
+        casts={
+            (name, *types): cost
+            for name, source in sources.items()
+            for types, cost in by_value.get(source, {}).items()
+        },
+    )
+    filled = _Filled(
+        named, graph,
+        {name: old[source] for name, source in sources.items() if source in old},
+        {name: old_values[source] for name, source in sources.items() if source in old_values},
+        model, device,
+    )  # fmt: skip
+    ops, added = filled.ops()
+    outside = _size(graph) / max(_size(before), 1)
+    return replace(
+        named, graph_hash=graph.hash, shapes_hash=graph.shapes_hash, model=graph.model,
+        batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
+        outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
+        step_s={}, origin=CARRIED, filled=added, error=_error(profile, model),
     )  # fmt: skip
 
 
@@ -159,16 +209,22 @@ def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[
 
 
 class _Filled:
-    """One profile carried over to another graph or filled up on its own."""
+    """One profile carried over to another graph or filled up on its own. `old` are the calls that were
+    measured, by the names that they have in the graph."""
 
     def __init__(
-        self, profile: Profile, graph: OpGraph, before: OpGraph, model: CostModel, sheet: DataSheet
+        self,
+        profile: Profile,
+        graph: OpGraph,
+        old: Mapping[str, Call],
+        old_values: Mapping[str, Call],
+        model: CostModel,
+        sheet: DataSheet,
     ) -> None:
         self.profile, self.graph, self.model, self.sheet = profile, graph, model, sheet
-        self.old = {op.name: call for op, call in calls(before)}
-        self.old_values = value_call(before)
+        self.old, self.old_values = old, old_values
 
-    def ops(self, same: bool) -> tuple[Mapping[str, Mapping[str, Cost]], dict[str, float]]:
+    def ops(self) -> tuple[Mapping[str, Mapping[str, Cost]], dict[str, float]]:
         """The costs of every operator, and which of them are the model's, with its stated error."""
         known = self.profile.ops
         asked = []
@@ -220,6 +276,10 @@ class _Filled:
         seen = {mode.partition(" ")[0] for name in names for mode in self.profile.ops.get(name, {})}
         lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
         return own + sorted(lacking - set(self.profile.refused.get(op.name, {})))
+
+
+def _calls(graph: OpGraph) -> Iterator[tuple[str, Call]]:
+    return ((op.name, call) for op, call in calls(graph))
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:

@@ -31,6 +31,8 @@ _PUBLIC = {
     "expand_optimizer": "qsync.expansion.optimizers",
     "save_expanded": "qsync.expansion.saving",
     "load_expanded": "qsync.expansion.reading",
+    "carry_sensitivity": "qsync.expansion.carrying",
+    "carry_profile": "qsync.expansion.carrying",
     "ExpandedSchedule": "qsync.expansion.schedule",
     "Cluster": "qsync.cluster",
     "DeviceClass": "qsync.cluster",

@@ -41,7 +41,13 @@ class Cost:
 
 
 MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
-_SHOWN = {MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)"}
+CARRIED = "carried"
+_SHOWN = {
+    MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)",
+    CARRIED: " (carried over from a smaller model)",
+}  # fmt: skip
+# The device itself was measured, whatever the model was.
+_DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
 
 
 MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
@@ -72,8 +78,9 @@ class Profile:
     missed steps of mixed precision that it had not seen. It took `num_steps` steps and `seconds`.
 
     `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
-    the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device
-    (`predictor.filling`); WHAT_IF where they were measured for something else (`what_if`).
+    the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device; CARRIED
+    where they come from a model that this one grew from (`predictor.filling`); WHAT_IF where they were
+    measured for something else (`what_if`).
 
     `model` and `batch` (shapes) say in words what it was measured for, `machine` on what and with which
     versions; empty in files from before.
@@ -177,7 +184,7 @@ class Profile:
 
     def check_class(self, device_class: DeviceClass) -> None:
         """MismatchError unless this profile was measured on what the class is, as far as both say."""
-        if self.origin not in (MEASURED, LEARNED):
+        if self.origin not in _DEVICE_MEASURED:
             return
         mine, its = self.hardware, device_class.hardware
         if mine and its and mine != its:
@@ -269,7 +276,7 @@ def check_versions(profiles: Mapping[str, Profile]) -> None:
         known: dict[str, str] = {}
         for name, profile in profiles.items():
             version = profile.machine.get(what)
-            if version and profile.origin in (MEASURED, LEARNED):
+            if version and profile.origin in _DEVICE_MEASURED:
                 known.setdefault(_minor(version), name)
         for version, name in known.items():
             if what == "qsync" and version != _minor(qsync.__version__):
