@@ -275,6 +275,53 @@ def test_the_average_of_weights_grows_as_the_weights_do():
         assert torch.allclose(value, 0.9 * grown[name] + 0.1 * grown_two[name], rtol=0, atol=1e-12), name
 
 
+@pytest.mark.parametrize(
+    "model",
+    ["BertForPreTraining", "BertForTokenClassification", "GPT2ForTokenClassification", "LlamaForQuestionAnswering",
+     "ViTForMaskedImageModeling"],
+)  # fmt: skip
+def test_other_heads_of_a_family(model):
+    """Among them that of BERT's own pre-training, tied to its embeddings, which Post-LN doubles."""
+    import transformers
+
+    sizes = {"vocab_size": 50, "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    options: dict[str, dict[str, object]] = {
+        "Bert": {**sizes, "intermediate_size": 24},
+        "GPT2": {
+            "vocab_size": 50,
+            "n_embd": 16,
+            "n_layer": 1,
+            "n_head": 2,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+        "Llama": {**sizes, "intermediate_size": 24},
+        "ViT": {**sizes, "intermediate_size": 24, "image_size": 16, "patch_size": 4},
+    }
+    family = model.partition("For")[0]
+    config = getattr(transformers, f"{family}Config")(**options[family])
+    small = trained(getattr(transformers, model)(config).double())
+    inputs = {"pixel_values": images(16, 3)} if family == "ViT" else {"input_ids": tokens()}
+    assert difference(small, qsync.expand(small, qsync.recipe_of(small).to(width=32)), inputs) <= 1e-9
+
+
+def test_a_pooler_grows_with_its_model():
+    from transformers import ViTConfig, ViTModel
+
+    config = ViTConfig(
+        image_size=16,
+        patch_size=4,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+    )
+    small = trained(ViTModel(config).double())
+    big = qsync.expand(small, qsync.recipe_of(small).to(width=24))
+    before, after = (m(images(16, 3)).pooler_output for m in (small, big))
+    assert after.shape == (2, 24) and torch.allclose(before, after[:, :16], rtol=0, atol=1e-9)
+
+
 def test_post_ln_grows_to_its_multiples():
     small = trained(Bert(1, 16, 2, 16, 50).double())
     big = qsync.expand(small, Bert.recipe.to(width=48))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from expanding import made, recipe, tokens
+from expanding import made, recipe, tokens, trained
 from own_models import NET, RESIDUALS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 from torch import nn
 
@@ -16,6 +16,7 @@ import qsync
 from qsync import Recipe
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.experiments.gpt import Gpt
+from qsync.experiments.resnet import ResNet
 
 
 def refused(model, given, kind, said, **options):
@@ -389,6 +390,11 @@ DEPTHS = {
         "blocks.0.norm norms the residual stream itself",
     ),
 }
+
+
+def test_a_block_of_another_kind_than_those_that_would_follow_it():
+    small = trained(ResNet((4, 8, 8), 1))
+    refused(small, ResNet.recipe.to(layers=2), UnsupportedError, "stages.1.0 adds to c1 and reads another")
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -80,6 +80,8 @@ GPT2 = Recipe(
     *ln_f                     stream -> final
     lm_head                    final -> _    tied *wte
     score                      final -> _
+    classifier                 final -> _
+    qa_outputs                 final -> _
     """,
     build=_build(_GPT2), read=_read(_GPT2), sizes={"stream": "width"}, follows={"mlp": "width"}, blocks="h.*",
     eps="layer_norm_epsilon",
@@ -107,9 +109,10 @@ VIT = Recipe(
     *layernorm                stream -> final
     *pooler.dense              final -> pooled
     classifier                 final -> _
+    decoder.0                  final -> _
     """,
-    build=_build(_NAMES), read=_read(_NAMES), sizes={"stream": "width", "pooled": "width"},
-    follows={"mlp": "width"}, blocks="layers.*", eps="layer_norm_eps",
+    build=_build({**_NAMES, "pooled": "pooler_output_size"}), read=_read(_NAMES), sizes={"stream": "width"},
+    follows={"mlp": "width", "pooled": "width"}, blocks="layers.*", eps="layer_norm_eps",
 )  # fmt: skip
 
 _GROUPED = {**_NAMES, "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
@@ -129,6 +132,7 @@ LLAMA = Recipe(
     *norm                     stream -> final
     lm_head                    final -> _    tied *embed_tokens
     score                      final -> _
+    qa_outputs                 final -> _
     """,
     build=_build(_GROUPED), read=_read(_GROUPED), sizes={"stream": "width"}, follows={"mlp": "width"},
     blocks="layers.*", rotary=True, eps="rms_norm_eps",

@@ -34,12 +34,24 @@ def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> N
                 "leave it as it is; grow the width, and leave layers out"
             )
     for block, places in depth.places.items():
-        own = [t for t in tensors if depth.block_of(t.name) == block]
-        if any(place.is_new for place in places) and not any(adds(recipe, t) for t in own):
-            raise MismatchError(
-                f"nothing in {block} writes {' or '.join(recipe.residual)}, the residual stream of "
-                f"the recipe {recipe.name}; name what blocks add to with residual="
-            )
+        if any(place.is_new for place in places):
+            _check_block(recipe, block, [t for t in tensors if depth.block_of(t.name) == block])
+
+
+def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> None:
+    """A block that is copied must add to a residual stream, and to the one that it reads."""
+    written = {t.line.writes[0] for t in tensors if adds(recipe, t)}
+    read = {space for t in tensors if t.line.reads != t.line.writes for space in t.line.reads}
+    if not written:
+        raise MismatchError(
+            f"nothing in {block} writes {' or '.join(recipe.residual)}, the residual stream of the recipe "
+            f"{recipe.name}; name what blocks add to with residual="
+        )
+    if strange := sorted(written - read):
+        raise UnsupportedError(
+            f"{block} adds to {strange[0]} and reads another space, so that no copy of it can follow it; leave "
+            "layers there as they are"
+        )
 
 
 def adds(recipe: Recipe, t: Tensor) -> bool:
