@@ -277,8 +277,8 @@ def test_the_average_of_weights_grows_as_the_weights_do():
 
 @pytest.mark.parametrize(
     "model",
-    ["BertForPreTraining", "BertForTokenClassification", "GPT2ForTokenClassification", "LlamaForQuestionAnswering",
-     "ViTForMaskedImageModeling"],
+    ["BertForPreTraining", "BertForTokenClassification", "GPT2ForTokenClassification",
+     "LlamaForQuestionAnswering", "ViTForMaskedImageModeling"],
 )  # fmt: skip
 def test_other_heads_of_a_family(model):
     """Among them that of BERT's own pre-training, tied to its embeddings, which Post-LN doubles."""

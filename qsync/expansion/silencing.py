@@ -49,8 +49,8 @@ def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> Non
         )
     if strange := sorted(written - read):
         raise UnsupportedError(
-            f"{block} adds to {strange[0]} and reads another space, so that no copy of it can follow it; leave "
-            "layers there as they are"
+            f"{block} adds to {strange[0]} and reads another space, so that no copy of it can follow it; "
+            "leave layers there as they are"
         )
 
 
