@@ -67,20 +67,21 @@ class Eps(nn.Module):
 class Residual(nn.Module):
     """A residual block whose norms come first (He et al. 2016)."""
 
-    def __init__(self, channels):
+    def __init__(self, channels, norm):
         super().__init__()
-        self.bn1, self.conv1 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1)
-        self.bn2, self.conv2 = nn.BatchNorm2d(channels), nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn1, self.conv1 = norm(channels), nn.Conv2d(channels, channels, 3, padding=1)
+        self.bn2, self.conv2 = norm(channels), nn.Conv2d(channels, channels, 3, padding=1)
 
     def forward(self, x):
         return x + self.conv2(F.relu(self.bn2(self.conv1(F.relu(self.bn1(x))))))
 
 
 class Residuals(nn.Module):
-    def __init__(self, channels=4, num_blocks=2):
+    def __init__(self, channels=4, num_blocks=2, norm=nn.BatchNorm2d):
         super().__init__()
+        self.kind = norm
         self.stem = nn.Conv2d(1, channels, 3)
-        self.blocks = nn.Sequential(*(Residual(channels) for _ in range(num_blocks)))
+        self.blocks = nn.Sequential(*(Residual(channels, norm) for _ in range(num_blocks)))
         self.head = nn.Linear(channels, 3)
 
     def forward(self, x):
@@ -97,8 +98,8 @@ RESIDUALS = Recipe(
     blocks.*.conv2    inner -> stream
     head             stream -> _
     """,
-    build=lambda small, sizes: Residuals(sizes["stream"], sizes["layers"]), sizes={"inner": "stream"},
-    blocks="blocks.*",
+    build=lambda small, sizes: Residuals(sizes["stream"], sizes["layers"], small.kind),
+    sizes={"inner": "stream"}, blocks="blocks.*",
 )  # fmt: skip
 
 

@@ -88,9 +88,17 @@ def test_a_norm_of_what_does_not_grow_may_be_any():
     lossless(Grouped(), given.to(hidden=31), ROWS)
 
 
+CHANNELS = {
+    "batch": nn.BatchNorm2d,
+    "batch, synchronous": nn.SyncBatchNorm,
+    "instance": lambda channels: nn.InstanceNorm2d(channels, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("norm", CHANNELS)
 @pytest.mark.parametrize("depth", ["zero", "cancel"])
-def test_batch_norm_before_its_branch(depth):
-    lossless(Residuals(), RESIDUALS.to(stream=9, layers=4), images(), depth=depth)
+def test_norms_of_single_channels_before_their_branch(depth, norm):
+    lossless(Residuals(norm=CHANNELS[norm]), RESIDUALS.to(stream=9, layers=4), images(), depth=depth)
 
 
 def test_a_linear_may_read_means():

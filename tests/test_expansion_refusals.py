@@ -432,3 +432,28 @@ def test_attention_that_is_not_scaled_by_its_width_cannot_have_wider_heads():
 
 def test_two_streams_of_means_may_not_stand_side_by_side():
     refused(Streams(skips=True), STREAMS.to(stream=27), UnsupportedError, "skip.weight, .* rest of means")
+
+
+def test_a_model_in_ddp_is_grown_without_it():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(Gpt(1, 16, 2, 8, 50))
+        with pytest.raises(
+            UnsupportedError, match="in DistributedDataParallel is grown without it; give model.module"
+        ):
+            qsync.recipe_of(model)
+        refused(model, Gpt.recipe.to(width=32), UnsupportedError, "give model.module")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_state_of_another_model_does_not_grow_by_a_plan():
+    plan = qsync.plan_expansion(Net(), NET.to(width=32))
+    with pytest.raises(
+        MismatchError, match="lacks inp.weight, inp.bias, norm.weight and 9 more; give that of"
+    ):
+        plan.grown({})
+    with pytest.raises(
+        MismatchError, match=r"fc.weight has shape \(25, 16\), and \(24, 16\) in the model that was"
+    ):
+        plan.grown(Net(16, 25).state_dict())
