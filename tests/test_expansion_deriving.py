@@ -16,6 +16,7 @@ from torch import nn
 import qsync
 from qsync.errors import CalibrationError, FormatError, TracingError, UnsupportedError
 from qsync.expansion.ties import Untied, axis, cut, leaves, regroup, row, size_of, stacked, unify
+from qsync.experiments.bert import Bert
 from qsync.experiments.gpt import Gpt
 from qsync.experiments.vgg import Vgg
 
@@ -519,6 +520,59 @@ def test_a_head_is_tied_to_embeddings_wherever_it_stands():
     assert [" ".join(line.split()) for line in found.table.splitlines()] == [
         "embed -> embedded", "norm embedded -> final", "head final -> _ tied embed"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_norms_after_the_sum_keep_the_stream_one(num_layers):
+    found = qsync.derive_recipe(Bert(num_layers, WIDTH, HEADS, 16, 50), tokens())
+    assert found.residual == ("stream",)
+    assert lines(found, "norm1") == lines(found, "norm2") == {"": ("stream", "stream")}
+
+
+def test_a_tied_head_that_reads_a_normed_stream_itself_is_refused():
+    """What it reads would have to be divided, and is what the next block adds to."""
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    sizes |= {"decoder_attention_heads": 2, "decoder_ffn_dim": 40, "d_model": 16, "vocab_size": 50}
+    config = BartConfig(**sizes, max_position_embeddings=16, dropout=0.0)
+    model = trained(BartForConditionalGeneration(config).double())
+    found = qsync.derive_recipe(model, {"input_ids": tokens(), "decoder_input_ids": tokens()})
+    assert not found.open and found.residual == ("stream0", "stream1")
+    recipe = found.recipe(lambda small, sizes: small)
+    with pytest.raises(
+        UnsupportedError, match="lm_head.weight has .* reads stream1, which cannot be divided"
+    ):
+        qsync.plan_expansion(model, recipe.to(width=32))
+    assert qsync.plan_expansion(model, recipe.to(mlp0=30)).sizes["mlp0"] == 30
+
+
+def test_an_encoder_and_a_decoder_are_as_wide():
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24}
+    sizes |= {"decoder_attention_heads": 2, "decoder_ffn_dim": 40, "d_model": 16, "vocab_size": 50}
+    sizes |= {"max_source_positions": 16, "max_target_positions": 16, "num_mel_bins": 4, "pad_token_id": 0}
+
+    def make(**options):
+        special = {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+        return WhisperForConditionalGeneration(WhisperConfig(**{**sizes, **special, **options})).double()
+
+    def build(small, sizes):
+        heads = {f"{part}_attention_heads": sizes["heads"] for part in ("encoder", "decoder")}
+        return make(
+            d_model=sizes["width"], encoder_ffn_dim=sizes["mlp0"], decoder_ffn_dim=sizes["mlp2"], **heads
+        )
+
+    model = trained(make())
+    features = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    inputs = {"input_features": features, "decoder_input_ids": tokens()}
+    found = qsync.derive_recipe(model, inputs)
+    assert not found.open and found.blocks == "model.*.layers.*"
+    assert found.sizes["stream0"] == found.sizes["stream2"] == found.sizes["conv1"] == "width"
+    assert found.multiples == ("stream0",)  # a convolution and a gelu write it
+    big = qsync.expand(model, found.recipe(build).to(width=32))
+    assert qsync.verify_expansion(model, big, inputs).max_difference <= 1e-9
 
 
 def test_a_loss_may_be_all_that_is_returned():

@@ -66,12 +66,25 @@ class Findings:
 
     def _close_norms(self) -> None:
         """A norm in a block that others add to what it writes hands on the residual stream itself (Post-LN),
-        and so do its namesakes in other blocks."""
+        as does one that norms a sum in the same block; so do its namesakes in other blocks."""
         norms = [norm for norm in self.seen.norms if block_of(norm.path, self.blocks)]
-        written = {_pieces(axis) for use in self.seen.uses for axis in stacked(use.writes)}
-        closed = {self._in_block(norm.path) for norm in norms if _pieces(norm.writes) in written}
+        written = {
+            (block_of(use.path, self.blocks), _pieces(axis))
+            for use in self.seen.uses
+            for axis in stacked(use.writes)
+        }
+        anywhere = {pieces for _, pieces in written}
+        closed = {norm.path for norm in norms if _pieces(norm.writes) in anywhere}
+        blocks = {block_of(path, self.blocks) for path in closed}
+        closed |= {
+            norm.path
+            for norm in norms
+            if (block := block_of(norm.path, self.blocks)) in blocks
+            and (block, _pieces(norm.reads)) in written
+        }
+        names = {self._in_block(path) for path in closed}
         for norm in norms:
-            if self._in_block(norm.path) in closed:
+            if self._in_block(norm.path) in names:
                 try:
                     unify(norm.reads, norm.writes)
                 except Untied:

@@ -255,6 +255,12 @@ class _Layout:
                     f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
                     "could be divided by the number of copies; untie the weights first"
                 )
+            beside = next((other.path for other in self.tensors.values() if _adds_or_norms(other, space)), "")
+            if beside and self.divided[space] > 1:
+                raise UnsupportedError(
+                    f"{head.name} has the embeddings' weight and reads {space}, which cannot be divided by "
+                    f"the number of copies as {beside} adds to it or norms it; untie the weights first"
+                )
 
     def _grows(self, t: Tensor) -> bool:
         spaces = [t.line.reads if role == "reads" else t.line.writes for role in t.roles if role]
@@ -381,6 +387,11 @@ class _Layout:
                 for name, _ in self.depth.copies(t.name):
                     found[name.rpartition(".")[0]] = norms.eps_of(t.module) * _shrinks(growth)
         return found
+
+
+def _adds_or_norms(t: Tensor, space: str) -> bool:
+    """Whether a space would not be the same divided: others add to it, or a norm reads it."""
+    return space in (t.line.reads if t.norm else t.line.writes if "writes" in t.roles else ())
 
 
 def _shrinks(growth: Growth) -> float:

@@ -172,9 +172,10 @@ def _wanted(entry: Entry, entries: Sequence[Entry], names: Names, last_norm: Seq
 
 
 def stream_of(block: str, entries: Iterable[Entry], names: Names) -> str:
-    """The residual stream that a block adds to; outside of blocks the only one. "" where there is none."""
+    """The residual stream that a block adds to; outside of blocks the only one, or one of several as wide.
+    "" where there is none."""
     if not block:
-        return names.residual[0] if len(names.residual) == 1 else ""
+        return names.residual[0] if len({names.size[space] for space in names.residual}) == 1 else ""
     written = [
         names.of["", slot.pieces]
         for entry, slot, is_written in _slots(entries)
