@@ -50,7 +50,7 @@ class Setting:
     lr: float
     source_lr: float
     heldout: int  # held-out batches, `batch` samples each for text, all images otherwise
-    evaluations: int = 25  # in a from-scratch run, at equal distances
+    evaluations: int = 20  # in a from-scratch run, at equal distances
 
     @property
     def items(self) -> int:
@@ -59,8 +59,8 @@ class Setting:
 
 
 SETTINGS = {
-    "gpt": Setting("gpt", Sizes(64, 2, 2), Sizes(96, 3, 3), 16, 800, 800, 4e-3, 4e-3, 8),
-    "vit": Setting("vit", Sizes(64, 3, 2), Sizes(96, 4, 3), 64, 600, 600, 2e-3, 2e-3, 1),
+    "gpt": Setting("gpt", Sizes(64, 2, 2), Sizes(96, 3, 3), 16, 600, 600, 4e-3, 4e-3, 8),
+    "vit": Setting("vit", Sizes(64, 3, 2), Sizes(96, 4, 3), 64, 400, 400, 2e-3, 2e-3, 1),
 }
 
 
