@@ -11,6 +11,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 from rich import box
 from rich.table import Table
 
@@ -280,6 +281,7 @@ def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None
     high = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
     low = min(point["heldout"] for row in rows for point in row["curve"])
     axes.set_ylim(low - 0.05 * (high - low), high)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 0.6M tokens
     axes.set_xlabel(
         "CPU seconds, the source's included" if seconds else f"{items}, of the large model", fontsize=9
     )
