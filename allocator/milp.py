@@ -37,6 +37,7 @@ from qsync.allocator.program import (
 )
 from qsync.allocator.recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.state import State
+from qsync.allocator.windows import change_windows
 from qsync.precision import Precision
 from qsync.predictor.memory import bytes_throughout, stated_error
 from qsync.replayer import step_time
@@ -51,6 +52,8 @@ _SCALE = 1e3
 _KNOWN = 1e4
 # How often a class is solved again because replay, or memory, says more than its rows.
 _MAX_ROUNDS = 30
+# A plan within this part of its bound is near enough to the best that `judge` looks no further.
+_NEAR = 0.05
 # With so few choices every assignment that replay refuses is cut off by itself, which is exact.
 _FEW, _MAX_CUTS = 12, 300
 
@@ -81,9 +84,13 @@ def solve(
 ) -> Solution:
     """Make the variance least, beginning with what `state` has, which must hold; ends with `state` there.
 
+    Where memory binds, the rows know too little of it to find the best: there windows are changed first.
+
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
-    begun, best, least = time.perf_counter(), state.assignments(), state.variance
+    begun = time.perf_counter()
+    change_windows(state, [name for name in lowerable if state.classes[name].is_tight], target_s)
+    best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
     # Of a class that adds nothing there is nothing better.
@@ -117,7 +124,8 @@ def judge(
 ) -> Solution:
     """What `state` has, with a bound beside it: the least variance if operators could be mixed in precision.
 
-    Takes a fraction of the time that `solve` does, and the bound is a little lower.
+    Takes a fraction of the time that `solve` does, and the bound is a little lower. Where it leaves it open
+    whether there is a better plan, windows are changed (`change_windows`); ends with `state` there.
 
     >>> judge(state, ["infer"], target_s=0.1).gap
     """
@@ -126,6 +134,7 @@ def judge(
     parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
     for part in parts:
         bound += part.relaxed(time_limit_s - (time.perf_counter() - begun))
+    change_windows(state, lowerable, target_s, enough=bound / (1.0 - _NEAR))
     return _solution(state, bound, gap, begun, parts)
 
 

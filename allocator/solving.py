@@ -60,10 +60,10 @@ def allocate(
     (ours).
 
     `solver` is "milp" (HiGHS, to within `gap` of the least variance or until `time_limit_s` is up) or
-    "greedy" (QSync's two stages, and exchanges). The plan says below which variance none can fall
-    (`Plan.bound`), with either. Raises InfeasibleError naming the binding constraint and by how much it is
-    missed, MismatchError where graph, profiles, sensitivity and cluster do not belong together, and what
-    `pose` raises.
+    "greedy" (QSync's two stages, exchanges, and windows where the bound leaves it open whether there is a
+    better plan). The plan says below which variance none can fall (`Plan.bound`), with either. Raises
+    InfeasibleError naming the binding constraint and by how much it is missed, MismatchError where graph,
+    profiles, sensitivity and cluster do not belong together, and what `pose` raises.
 
     >>> plan = allocate(graph, {"train": fast, "infer": slow}, sensitivity, cluster, slack=0.02)
     """

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
+
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.allocator.repeats import Repeats
 from qsync.lowered import EIGHT_BIT
@@ -122,6 +125,11 @@ class ClassState:
         """A time of the step, that of the peak if None, and the bytes in use then, margin included."""
         self._look_again()
         return self._memory.bytes_at(when)
+
+    def in_use(self) -> npt.NDArray[np.int64]:
+        """Bytes in use at each time of the step, margin included."""
+        self._look_again()
+        return self._memory.in_use()
 
     def memory(self) -> Memory:
         """What the memory is used for at its peak."""

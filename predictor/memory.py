@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, LoweredGraph, Lowering, Run
@@ -138,6 +139,14 @@ class StepMemory:
         margin = margin_bytes(self.device, most, bool(self.graph.recomputed))
         return when, self._persistent + most + margin
 
+    def in_use(self) -> npt.NDArray[np.int64]:
+        """Bytes in use at each time of the step, margin included: of each what `bytes_at` says."""
+        most = np.maximum(self._change.cumsum(), 0)
+        part, beside = margin_of(self.device, bool(self.graph.recomputed))
+        margin = np.ceil(part * most).astype(np.int64) + beside
+        found: npt.NDArray[np.int64] = self._persistent + most + margin
+        return found
+
     def curve(self) -> dict[str, list[int]]:
         """Bytes in use at each time of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
         change = {part: np.zeros(self.end + 2, dtype=np.int64) for part in ("casts", "saved", "transient")}
@@ -246,8 +255,14 @@ RECOMPUTED = 0.01
 
 def margin_bytes(device: str, num_bytes: int, recomputed: bool = False) -> int:
     """By how much a prediction of what comes and goes may be too small."""
+    part, beside = margin_of(device, recomputed)
+    return math.ceil(part * num_bytes) + beside
+
+
+def margin_of(device: str, recomputed: bool = False) -> tuple[float, int]:
+    """The part of what comes and goes, and the bytes beside it, that the margin is."""
     part = max(stated_error(device), SAFETY * RECOMPUTED if recomputed else 0.0)
-    return math.ceil(part * num_bytes) + (SEGMENTS if device == "cuda" else 0)
+    return part, SEGMENTS if device == "cuda" else 0
 
 
 def bytes_throughout(graph: OpGraph) -> int:
