@@ -11,6 +11,7 @@ from qsync.plans import Plan
 from qsync.precision import Precision
 from qsync.profiles import Profile
 from qsync.replayer import replay
+from qsync.replayer.simulate import checked_lowerings
 
 
 def doubts(
@@ -35,7 +36,26 @@ def doubts(
         f"which the plan changes ({' and '.join(sorted(used))}); leave these levers off, or train with "
         "SyncBatchNorm"
     ] if norms and used else []  # fmt: skip
+    found += _rounded_for_backward(graph, plan, profiles, cluster)
     return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
+
+
+def _rounded_for_backward(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
+) -> list[str]:
+    """Who keeps eight-bit codes for backward: sensitivities know only of precisions."""
+    if not any(entry.saving_less for entry in plan.classes.values()):
+        return []
+    found = []
+    for name, lowering in checked_lowerings(graph, plan, profiles, cluster).items():
+        coded = [op.name for i, op in enumerate(graph.ops) if lowering.form(i) == "codes"]
+        if coded:
+            more = f" and {len(coded) - 1} more" if len(coded) > 1 else ""
+            found.append(
+                f"{coded[0]}{more} keep eight-bit codes for backward on {name}, and what that adds to the "
+                "gradient's variance is in no prediction; where it matters, let fewer operators save less"
+            )
+    return found
 
 
 def _hidden_by_noise(

@@ -53,6 +53,7 @@ class LinearClass:
         self._graph, self._part = graph, part
         self._wiring = rule.wiring(graph)
         self._narrow = part.device_class.narrow
+        self._saves_less = [op.name in part.saving_less for op in graph.ops]
         self.chosen: dict[str, dict[Precision, Sum]] = {}
         for op, options in part.choices.items():
             # What alone adds more than a plan that is known cannot be part of a better one.
@@ -213,7 +214,7 @@ class LinearClass:
         if op.role is Role.ADJUSTABLE:
             for precision in self.chosen[op.name]:
                 computed = None
-                if follower is not None and rule.computes(op, precision, False):
+                if follower is not None and rule.computes(op, precision, self._saves_less[follower]):
                     computed = ops[follower].kind
                 form = rule.form_of(op, computed, False, False, lambda: False)
                 for output, bit in self._handed_on(i, precision):
@@ -224,13 +225,33 @@ class LinearClass:
             computed_there = total(
                 bit
                 for p, bit in self.chosen[ops[product].name].items()
-                if rule.computes(ops[product], p, False)
+                if rule.computes(ops[product], p, self._saves_less[i])
             )
+        is_kept = self._is_kept(self._wiring.offset + i) if self._saves_less[i] else ZERO
         for mode, bit in self._modes[i].items():
             output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
             for is_computed, bit_of in self._split(bit, computed_there):
-                form = rule.form_of(op, None, is_computed, False, lambda: False)
-                yield Way(mode, output, form, self._taken(i, Precision.FP32, mode), bit_of)
+                forms = [
+                    rule.form_of(op, None, is_computed, self._saves_less[i], lambda kept=kept: kept)  # type: ignore[misc]
+                    for kept in (False, True)
+                ]
+                split = self._split(bit_of, is_kept) if forms[0] != forms[1] else [(False, bit_of)]
+                for kept, bit_so in split:
+                    yield Way(mode, output, forms[kept], self._taken(i, Precision.FP32, mode), bit_so)
+
+    def _is_kept(self, value: int) -> Sum:
+        """The bit that somebody keeps a value, or a view of it, for backward as it is carried."""
+        wiring, found = self._wiring, list[Sum]()
+        for i, j, at in wiring.storage_readers(value):
+            op = self._graph.ops[i]
+            for p, bit in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
+                taken = rule.taken_type(op, j, wiring.traced[at], p, str(p))
+                found += [
+                    self.program.all_of([bit, carried_so])
+                    for carried, carried_so in self._carried[at].items()
+                    if rule.keeps(op, j, taken, carried)
+                ]
+        return self.program.any_of(found)
 
     def _taken(self, i: int, precision: Precision, mode: str) -> tuple[str | None, ...]:
         op, traced = self._graph.ops[i], self._wiring.traced

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qsync.allocator.savings import Patterns, savings
 from qsync.cluster import Cluster
 from qsync.graph import OpGraph
-from qsync.levers import ACCUMULATE, BUCKETS, RECOMPUTE, SHARE, ClassLevers, Levers, samples_of
+from qsync.levers import ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS, SHARE, ClassLevers, Levers, samples_of
 from qsync.plans import Plan
 from qsync.profiles import Profile
 from qsync.replayer import replay
@@ -22,15 +23,19 @@ PASSES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One point of the search: the levers of the classes, and DDP's bucket cap."""
+    """One point of the search: the levers of the classes, DDP's bucket cap, and by class patterns of what
+    saves less for backward."""
 
     levers: Levers
     bucket_cap_bytes: int | None = None
+    saving_less: Mapping[str, Patterns] = field(default_factory=dict)
 
     def without(self, lever: str) -> Setting:
         """The same with one lever off."""
         if lever == BUCKETS:
             return replace(self, bucket_cap_bytes=None)
+        if lever == SAVE_LESS:
+            return replace(self, saving_less={})
         off: dict[str, Any] = {
             SHARE: {"samples": None},
             ACCUMULATE: {"passes": 1},
@@ -41,7 +46,9 @@ class Setting:
 
     def used(self, plan: Plan) -> tuple[str, ...]:
         """The levers that a plan made at this point uses."""
-        return (*(plan.levers.used if plan.levers else ()), *([BUCKETS] if self.bucket_cap_bytes else []))
+        saves = any(self.saving_less.values())
+        here = [*([BUCKETS] if self.bucket_cap_bytes else []), *([SAVE_LESS] if saves else [])]
+        return (*(plan.levers.used if plan.levers else ()), *here)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ class Space:
     def suggest(self, trial: Any) -> Setting | None:
         """A point of the search; None where shares or passes cannot be."""
         samples = self._samples(trial) if SHARE in self.levers else {}
-        classes = {}
+        classes, saving = {}, dict[str, Patterns]()
         for c in self.cluster.classes:
             own = samples.get(c.name)
             passes = 1
@@ -73,8 +80,14 @@ class Space:
             paths = blocks(self.graph) if RECOMPUTE in self.levers else ()
             num = trial.suggest_int(f"recomputed {c.name}", 0, len(paths)) if paths else 0
             classes[c.name] = ClassLevers(own, nearest, paths[:num])
+            if len(steps := self.savings(c.name)) > 1:
+                saving[c.name] = steps[trial.suggest_int(f"saving less {c.name}", 0, len(steps) - 1)]
         cap = trial.suggest_categorical("bucket cap", self._caps()) if BUCKETS in self.levers else None
-        return Setting(Levers(classes), cap)
+        return Setting(Levers(classes), cap, saving)
+
+    def savings(self, name: str) -> tuple[Patterns, ...]:
+        """What may save less on a class, step by step (`savings`); nothing where that is no lever."""
+        return savings(self.graph, self.profiles[name]) if SAVE_LESS in self.levers else ((),)
 
     def _passes(self, name: str, samples: int) -> list[int]:
         """In how many passes a class may take so many samples."""
@@ -111,10 +124,13 @@ class Space:
         return least, most * most_passes
 
     def starts(self) -> Iterator[dict[str, Any]]:
-        """Points that are tried first: no levers; shares with which every class computes as long in FP32, and
-        half way there, where precisions do the rest."""
+        """Points that are tried first: no levers; everything saving less that can, and half of it; shares
+        with which every class computes as long in FP32, and half way there, where precisions do the rest."""
         captured = samples_of(self.graph)
-        yield self._start(dict.fromkeys(self.profiles, float(captured)))
+        alike = dict.fromkeys(self.profiles, float(captured))
+        yield self._start(alike)
+        if any(len(self.savings(c.name)) > 1 for c in self.cluster.classes):
+            yield from (self._start(alike, saving=part) for part in (1.0, 0.5))
         if SHARE in self.levers:
             fp32 = replay(self.graph, {c.name: {} for c in self.cluster.classes}, self.profiles, self.cluster)
             rate = {c.name: 1.0 / fp32[c.name].compute_s for c in self.cluster.classes}
@@ -124,14 +140,16 @@ class Space:
             for part in (0.5, 1.0):
                 yield self._start({n: captured + part * (each * r - captured) for n, r in rate.items()})
 
-    def _start(self, samples: Mapping[str, float]) -> dict[str, Any]:
-        """The parameters of a point with these shares and no other lever."""
+    def _start(self, samples: Mapping[str, float], saving: float = 0.0) -> dict[str, Any]:
+        """The parameters of a point with these shares, that part of all saving less, and no other lever."""
         found: dict[str, Any] = {"bucket cap": None} if BUCKETS in self.levers else {}
         for c in self.cluster.classes:
             if ACCUMULATE in self.levers:
                 found[f"passes {c.name}"] = 1
             if RECOMPUTE in self.levers:
                 found[f"recomputed {c.name}"] = 0
+            if len(steps := self.savings(c.name)) > 1:
+                found[f"saving less {c.name}"] = round(saving * (len(steps) - 1))
 
         def part(name: str, low: int, high: int) -> float:
             found[f"share {name}"] = min(1.0, max(0.0, (samples[name] - low) / (high - low or 1)))

@@ -13,9 +13,11 @@ from qsync.allocator.together import alike, check_pins
 from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.graph import Op, OpGraph
+from qsync.plans import savers
 from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Profile, Sensitivity
 from qsync.replayer import Exchange
+from qsync.replayer.costs import check_saving
 from qsync.replayer.simulate import check_profiles
 from qsync.serving import unserved
 
@@ -41,7 +43,8 @@ class ClassProblem:
     """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
 
     `graph` is that of one pass under the class's levers. Of operators that run alike the first has the
-    choices, and the variance of all; `partners` names the others.
+    choices, and the variance of all; `partners` names the others. `saving_less` are the following operators
+    that save less for backward, whatever is chosen.
     """
 
     device_class: DeviceClass
@@ -51,6 +54,7 @@ class ClassProblem:
     variance: Mapping[str, Mapping[Precision, float]]
     graph: OpGraph
     partners: Mapping[str, tuple[str, ...]]
+    saving_less: frozenset[str] = frozenset()
 
     @property
     def highest(self) -> dict[str, Precision]:
@@ -90,13 +94,15 @@ def pose(
     pins: Mapping[str, str | Precision] | None = None,
     together: Sequence[Sequence[str]] = (),
     bucket_cap_bytes: int | None = None,
+    saving_less: Mapping[str, Sequence[str]] | None = None,
 ) -> Problem:
     """Check that everything belongs together, and list what may be chosen.
 
     A precision may be chosen where the operator's kind, the class and its profile all have it, and a kernel
     of such a device serves the operator's shapes. `together` are patterns of operators that run alike
-    (`alike`). Raises MismatchError, UnsupportedError, FormatError or
-    CalibrationError naming the class or operator that is wrong.
+    (`alike`), `saving_less` by class those of operators that save less for backward, which the profile must
+    have timed so. Raises MismatchError, UnsupportedError, FormatError or CalibrationError naming the class or
+    operator that is wrong.
     """
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
@@ -104,6 +110,8 @@ def pose(
         cluster[name]  # FormatError for a class that is not there
         if not budget >= 1:
             raise FormatError(f"the memory budget of {name} must be positive, found {budget}; give bytes")
+    for name in saving_less or {}:
+        cluster[name]
     pinned, groups = _pinned(graph, pins or {}), alike(graph, together)
     check_pins(groups, pinned)
     partners = {group[0]: group[1:] for group in groups}
@@ -121,7 +129,12 @@ def pose(
         for group in groups:
             _join(name, group, choices, variance)
         budget = (budgets or {}).get(name, device_class.memory_bytes)
-        classes[name] = ClassProblem(device_class, profiles[name], budget, choices, variance, at, partners)
+        less = savers(at, name, (saving_less or {}).get(name, ()))
+        for saver in less:
+            check_saving(profiles[name], at, saver)
+        classes[name] = ClassProblem(
+            device_class, profiles[name], budget, choices, variance, at, partners, frozenset(less)
+        )
     return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
 
 

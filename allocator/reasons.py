@@ -92,6 +92,7 @@ def as_planned(
     problem = pose(
         graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes,
         together=() if not_alike(graph, plan) else plan.together,
+        saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
     )  # fmt: skip
     state = State(problem)
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)

@@ -94,7 +94,8 @@ def _alike(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
 
 def _of_op(op: Op, part: ClassProblem) -> tuple[Hashable, ...]:
     costs = tuple(part.profile.ops.get(op.name, {}).items())
-    return op.role, op.magnitude, op.exposed, costs, frozenset(part.choices.get(op.name, ()))
+    choices, saves_less = frozenset(part.choices.get(op.name, ())), op.name in part.saving_less
+    return op.role, op.magnitude, op.exposed, costs, choices, saves_less
 
 
 def _numbered(keys: Sequence[Hashable]) -> Hashes:

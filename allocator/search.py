@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.allocator.points import Setting, Space
+from qsync.allocator.savings import savings
 from qsync.allocator.solving import allocate
 from qsync.cluster import Cluster
 from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
@@ -24,6 +25,7 @@ from qsync.levers import (
     ACCUMULATE,
     BUCKETS,
     LEVERS,
+    SAVE_LESS,
     SHARE,
     ClassLevers,
     Levers,
@@ -37,6 +39,7 @@ from qsync.replayer.levered import under
 
 # Worse than any variance, which counts as a part of that without levers: too slow, and not there at all.
 _TOO_SLOW, _NONE = 1e6, 1e12
+_NOT_TIMED = "no profile has times of operators that save less; profile with save_less=True"
 
 
 class Search:
@@ -55,7 +58,7 @@ class Search:
         other: Sized | None = None,
         **options: Any,
     ) -> None:
-        _check_levers(levers, graph, cluster, other, options)
+        _check_levers(levers, graph, profiles, cluster, other, options)
         self.graph, self.profiles, self.sensitivity, self.cluster = graph, profiles, sensitivity, cluster
         self.levers, self.other, self.options = tuple(levers), other, dict(options)
         self.space = Space(graph, profiles, cluster, self.levers, other)
@@ -85,6 +88,8 @@ class Search:
         options = {**self.options, **changes}
         if setting.bucket_cap_bytes is not None or BUCKETS in self.levers:
             options["bucket_cap_bytes"] = setting.bucket_cap_bytes
+        if SAVE_LESS in self.levers:
+            options["saving_less"] = setting.saving_less
         return allocate(self.graph, profiles, self.sensitivity, self.cluster, **options)
 
     def judge(self, setting: Setting) -> tuple[float, Plan | None]:
@@ -118,7 +123,7 @@ def search(
     sensitivity: Sensitivity,
     cluster: Cluster,
     *,
-    levers: Sequence[str] = LEVERS,
+    levers: Sequence[str] | None = None,
     other: Sized | None = None,
     trials: int = 40,
     storage: str | Path | None = None,
@@ -128,19 +133,23 @@ def search(
 ) -> Plan:
     """The plan of least variance at the target step over levers and precisions, with what each lever bought.
 
-    `levers` are those that may be used, of "share", "accumulate", "buckets" and "recompute"; one left out is
-    off. Share and accumulate need `other` (see `under`). `storage` is a file in which trials are kept: the
-    same search goes on from there, until `trials` are done in all, and several processes may work on one file
-    at once. `options` are those of `allocate`; without a target, it is that of the plan without levers. The
-    plan's levers say what the plan would be without each (`Levers.without`): with that one off, the others as
-    they are, precisions chosen anew. Raises what `allocate` raises; InfeasibleError if no trial has a plan.
+    `levers` are those that may be used, of "share", "accumulate", "buckets", "recompute" and "save_less"; one
+    left out is off. Share and accumulate need `other` (see `under`), save_less profiles that were measured
+    with `save_less=True`; without them it is left out where no levers are named, and the plan says so
+    (`Levers.untried`). `storage` is a file in which trials are kept: the same search goes on from there,
+    until `trials` are done in all, and several processes may work on one file at once. `options` are those of
+    `allocate`; without a target, it is that of the plan without levers. The plan's levers say what the plan
+    would be without each (`Levers.without`): with that one off, the others as they are, precisions chosen
+    anew. Raises what `allocate` raises; InfeasibleError if no trial has a plan.
 
     >>> plan = search(graph, profiles, sensitivity, cluster, levers=["recompute"], storage="trials.log")
     >>> plan.levers.without["recompute"]
     """
     if trials < 1:
         raise FormatError(f"a search has at least 1 trial, found {trials}; 40 is usual")
-    problem = Search(graph, profiles, sensitivity, cluster, levers, other, **options)
+    timed = levers is not None or _saving_is_timed(graph, profiles, cluster)
+    named = levers if levers is not None else LEVERS if timed else [x for x in LEVERS if x != SAVE_LESS]
+    problem = Search(graph, profiles, sensitivity, cluster, named, other, **options)
     with _quiet() as optuna:
         study = _study(optuna, problem.key, Path(storage) if storage is not None else None)
         # Another process, or a search that goes on, draws other points.
@@ -160,7 +169,28 @@ def search(
     value, plan = problem.judge(setting)
     if plan is None or value >= _TOO_SLOW:
         return problem.solve(setting, target_s=problem.target_s, slack=0.0)  # which says what is missing
-    return _told(problem, setting, plan)
+    setting, plan = _fewest_saving(problem, setting, value, plan)
+    plan = _told(problem, setting, plan)
+    if timed:
+        return plan
+    return replace(plan, levers=replace(plan.levers or Levers({}), untried={SAVE_LESS: _NOT_TIMED}))
+
+
+def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) -> tuple[Setting, Plan]:
+    """The same with as few operators that save less on each class as add no more variance: where a trial let
+    more of them, they cost time for nothing. By bisection over blocks (ours)."""
+    for name, chosen in setting.saving_less.items():
+        steps = problem.space.savings(name)
+        low, high = -1, steps.index(chosen)
+        while high - low > 1:
+            middle = 0 if low < 0 else (low + high) // 2
+            fewer = replace(setting, saving_less={**setting.saving_less, name: steps[middle]})
+            found, other = problem.judge(fewer)
+            if other is not None and float(f"{found:.9g}") <= float(f"{value:.9g}"):
+                setting, plan, value, high = fewer, other, found, middle
+            else:
+                low = middle
+    return setting, plan
 
 
 def _told(problem: Search, setting: Setting, plan: Plan) -> Plan:
@@ -190,6 +220,7 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     attributes: dict[str, Any] = {
         "levers": {name: asdict(entry) for name, entry in setting.levers.classes.items()},
         "cap": setting.bucket_cap_bytes,
+        "saving_less": setting.saving_less,
     }
     for key, value in attributes.items():
         trial.set_user_attr(key, value)
@@ -230,12 +261,14 @@ def _best(trials: Sequence[Any]) -> Any | None:
 
 
 def _setting(attributes: Mapping[str, Any]) -> Setting:
-    return Setting(Levers.from_json({"classes": attributes["levers"]}), attributes["cap"])
+    saving = {name: tuple(patterns) for name, patterns in attributes.get("saving_less", {}).items()}
+    return Setting(Levers.from_json({"classes": attributes["levers"]}), attributes["cap"], saving)
 
 
 def _check_levers(
-    levers: Sequence[str], graph: OpGraph, cluster: Cluster, other: Sized | None, options: Mapping[str, Any]
-) -> None:
+    levers: Sequence[str], graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster,
+    other: Sized | None, options: Mapping[str, Any],
+) -> None:  # fmt: skip
     """FormatError for levers that are not there, MismatchError for those that lack what they need."""
     for lever in levers:
         if lever not in LEVERS:
@@ -252,6 +285,16 @@ def _check_levers(
         raise FormatError("levers are for several ranks, and this cluster has one; leave them off")
     if BUCKETS in levers and options.get("bucket_cap_bytes") is not None:
         raise FormatError("the bucket cap is given, and to be searched too; leave one of them out")
+    if SAVE_LESS in levers:
+        if any((options.get("saving_less") or {}).values()):
+            raise FormatError("what saves less is given, and to be searched too; leave one of them out")
+        if not _saving_is_timed(graph, profiles, cluster):
+            raise MismatchError(f"{_NOT_TIMED}, or leave save_less out")
+
+
+def _saving_is_timed(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> bool:
+    """Whether some class's profile has times of operators that save less."""
+    return any(len(savings(graph, profiles[c.name])) > 1 for c in cluster.classes)
 
 
 def _study(optuna: Any, key: str, path: Path | None) -> Any:

@@ -41,6 +41,7 @@ def allocate(
     lower_all: bool = False,
     margin: float = 0.0,
     bucket_cap_bytes: int | None = None,
+    saving_less: Mapping[str, Sequence[str]] | None = None,
     solver: str = "milp",
     gap: float = GAP,
     time_limit_s: float = TIME_LIMIT_S,
@@ -57,7 +58,8 @@ def allocate(
     operators that run alike (`qsync.allocator.together.alike`). With `margin` the lowered classes reach the
     target even when their compute takes that part longer than predicted, as far as the fastest start allows:
     a step waits for whoever is late, and a class planned to the last millisecond is late at every other step
-    (ours).
+    (ours). `saving_less` maps classes to patterns of following operators that save less for backward
+    (`Plan.save_less`): that takes the time and saves the memory that profile and memory model say.
 
     `solver` is "milp" (HiGHS, to within `gap` of the least variance or until `time_limit_s` is up) or
     "greedy" (QSync's two stages, exchanges, and windows where the bound leaves it open whether there is a
@@ -70,7 +72,7 @@ def allocate(
     _check_options(target_s, slack, margin, solver, gap, time_limit_s)
     problem = pose(
         graph, profiles, sensitivity, cluster, budgets=budgets, pins=pins, together=together,
-        bucket_cap_bytes=bucket_cap_bytes,
+        bucket_cap_bytes=bucket_cap_bytes, saving_less=saving_less,
     )  # fmt: skip
     state = State(problem)
     lowerable = _lowerable(state, lower_all)
@@ -84,7 +86,7 @@ def allocate(
     solution = solved(state, lowerable, target, gap=gap, time_limit_s=time_limit_s)
     plan = as_plan(
         graph, solution.assignments, profiles, cluster, problem=problem, target_s=target,
-        bucket_cap_bytes=bucket_cap_bytes,
+        bucket_cap_bytes=bucket_cap_bytes, saving_less=saving_less,
     )  # fmt: skip
     pinned = {pattern: Precision.parse(text) for pattern, text in (pins or {}).items()}
     return replace(
@@ -140,13 +142,28 @@ def as_plan(
     problem: Problem | None = None,
     target_s: float | None = None,
     bucket_cap_bytes: int | None = None,
+    saving_less: Mapping[str, Sequence[str]] | None = None,
 ) -> Plan:
     """A plan of these assignments with what full replay predicts for it; no sensitivity, no variance."""
-    timeline = replay(graph, assignments, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+    chosen = {
+        c.name: ClassPlan(
+            {op.name: assignments[c.name].get(op.name, Precision.FP32) for op in graph.adjustable},
+            profile_hash=profiles[c.name].hash,
+            saving_less=tuple((saving_less or {}).get(c.name, ())),
+            origin=profiles[c.name].origin,
+        )
+        for c in cluster.classes
+    }
+    carried = {name: profile.setting.levers for name, profile in profiles.items() if profile.setting}
+    plan = Plan(
+        graph.model, graph.hash, chosen, target_s=target_s, bucket_cap_bytes=bucket_cap_bytes,
+        levers=Levers(carried) if carried else None,
+    )  # fmt: skip
+    timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
     classes = {}
     for device_class in cluster.classes:
         name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
-        assignment = {op.name: assignments[name].get(op.name, Precision.FP32) for op in graph.adjustable}
+        assignment = chosen[name].assignment
         if problem is not None:
             variance = sum(problem.classes[name].variance[op][p] for op, p in assignment.items())
         else:
@@ -155,13 +172,8 @@ def as_plan(
             )
         entry = timeline[name]
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
-        profile = profiles[name]
-        classes[name] = ClassPlan(assignment, predicted, profile.hash, origin=profile.origin)
-    carried = {name: profile.setting.levers for name, profile in profiles.items() if profile.setting}
-    return Plan(
-        graph.model, graph.hash, classes, timeline.step_s, target_s, bucket_cap_bytes,
-        levers=Levers(carried) if carried else None,
-    )  # fmt: skip
+        classes[name] = replace(chosen[name], predicted=predicted)
+    return replace(plan, classes=classes, step_s=timeline.step_s)
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:

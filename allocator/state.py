@@ -43,7 +43,7 @@ class ClassState:
         # What another class begins with as well is looked at once.
         like = next((one for one in others if _begin_alike(one.part, part)), None)
         if like is None:
-            self.lowering = Lowering(part.graph, part.highest, part.device_class.narrow)
+            self.lowering = Lowering(part.graph, part.highest, part.device_class.narrow, part.saving_less)
             self._memory = StepMemory(
                 self.lowering.lowered(),
                 optimizer_bytes=part.profile.optimizer_bytes,
@@ -101,7 +101,8 @@ class ClassState:
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
         """What `costs.total_s` is at another assignment, to the last digits."""
         part = self.part
-        lowered = Tabulated(part.graph, part.with_partners(assignment), part.device_class.narrow)
+        narrow = part.device_class.narrow
+        lowered = Tabulated(part.graph, part.with_partners(assignment), narrow, part.saving_less)
         priced = price(lowered, part.profile)
         return float(priced.forward_s.sum() + priced.backward_s.sum())
 
@@ -111,7 +112,7 @@ class ClassState:
         if self._peak_bytes is None and len(self._stale) > _MANY:
             device, lowering = self.part.device_class, self.lowering
             self._peak_bytes = peak_bytes(
-                Tabulated(lowering.graph, lowering.assignment(), device.narrow),
+                Tabulated(lowering.graph, lowering.assignment(), device.narrow, self.part.saving_less),
                 optimizer_bytes=self.part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,
                 device=device.device,
@@ -225,6 +226,8 @@ def _begin_alike(one: ClassProblem, other: ClassProblem) -> bool:
     """Whether two classes begin with the same lowered graph on the same kind of device."""
     mine, theirs = one.device_class, other.device_class
     if mine.device != theirs.device or one.graph is not other.graph or one.highest != other.highest:
+        return False
+    if one.saving_less != other.saving_less:
         return False
     # Only 8-bit operators hand on the device's 16-bit float.
     return mine.narrow == theirs.narrow or not set(EIGHT_BIT) & set(one.highest.values())

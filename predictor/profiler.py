@@ -162,6 +162,10 @@ class Profiler:
         """The k-th assignment of a round."""
         return dict(self._choices[k][1](self.graph))
 
+    def saves_less(self, k: int) -> bool:
+        """Whether operators save less in the k-th step of a round."""
+        return self._choices[k][2]
+
     def typical_s(self) -> list[float]:
         """About how many seconds each step of a round takes; decides how it is timed."""
         return list(self._typical_s)

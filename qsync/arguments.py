@@ -52,6 +52,17 @@ def budgets_of(texts: list[str] | None) -> dict[str, int]:
     return {name: _bytes(text) for name, text in pairs_of(texts, "--memory", "CLASS=BYTES").items()}
 
 
+def patterns_of(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
+    """Class -> patterns of operators, from --save-less options."""
+    found: dict[str, tuple[str, ...]] = {}
+    for text in texts or []:
+        name, equals, pattern = text.partition("=")
+        if not name or not equals or not pattern:
+            raise QSyncError(f"--save-less takes CLASS=PATTERN, found {text!r}")
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), pattern)))
+    return found
+
+
 def _bytes(text: str) -> int:
     units = {"k": 2**10, "m": 2**20, "g": 2**30}
     scale = units.get(text[-1:].lower(), 1)

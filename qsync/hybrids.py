@@ -21,6 +21,7 @@ from qsync.drift import Monitor, expected
 from qsync.errors import QSyncError
 from qsync.folders import Basis, save_plan
 from qsync.graph import digest
+from qsync.levers import SAVE_LESS
 from qsync.phases import Phases
 from qsync.plans import Plan
 from qsync.precision import Precision
@@ -54,8 +55,9 @@ def hybrid(
     plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
     batch)` returns the scalar loss; without it the model's own `.loss` is used. `loader` is what this rank's
     loop takes its batches from: then a step's wait for the next one is profiled and planned with too.
-    `options` go to `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `levers`). Under a plan with levers
-    gradients are weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of
+    `options` go to `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`); where
+    operators may save less, profiling takes twice as many steps. Under a plan with levers gradients are
+    weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of
     them (`qsync.micro_batches`).
 
     Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
@@ -164,6 +166,7 @@ def _make_plan(
         basis = jobs.form_basis(
             model, batch, loss_fn, own, formed, graph=graph, precisions=precisions,
             make_optimizer=make_optimizer, progress=progress, loader=loader, bucket_cap_mb=bucket_cap_mb,
+            save_less=bool(options.get("saving_less")) or SAVE_LESS in (options.get("levers") or ()),
         )  # fmt: skip
         progress("allocation")
         plan = _on_rank_zero("planning", lambda: choose(

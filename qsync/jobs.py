@@ -138,12 +138,14 @@ def form_basis(
     progress: Progress = lambda text: None,
     loader: Iterable[Any] | None = None,
     bucket_cap_mb: float | None = None,
+    save_less: bool = False,
 ) -> Basis:
     """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
     The link of the basis's cluster is the one measured, as fast as those steps say. The ranks of a class
     measure alike; the first one's profile stands for the class. Each rank takes the sensitivity on its own
-    batch, and the mean over ranks counts.
+    batch, and the mean over ranks counts. With `save_less` following operators are also timed as they save
+    less for backward, which takes twice as many steps.
     """
     cluster, exchanged = formed
     if world_size() > 1:
@@ -151,7 +153,7 @@ def form_basis(
         with api.running(model) as program:
             together = _lockstep(
                 program, model, example_batch, loss_fn, own, precisions,
-                make_optimizer, bucket_cap_mb, progress, loader,
+                make_optimizer, bucket_cap_mb, progress, loader, save_less,
             )  # fmt: skip
             together.fill(PROFILE_S)
             profile = with_toll(together.profile(machine(device_of(model))), exchanged)
@@ -162,7 +164,7 @@ def form_basis(
     else:
         profile = api.profile(
             model, example_batch, loss_fn, device_class=own, precisions=precisions, seconds=PROFILE_S,
-            make_optimizer=make_optimizer, progress=progress, loader=loader,
+            make_optimizer=make_optimizer, progress=progress, save_less=save_less, loader=loader,
         )  # fmt: skip
         profiles = {own.name: profile}
     progress("sensitivity")
@@ -174,7 +176,7 @@ def _lockstep(
     program: runtime.Program, model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None,
     own: DeviceClass, precisions: Sequence[Precision | str] | None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer], bucket_cap_mb: float | None, progress: Progress,
-    loader: Iterable[Any] | None,
+    loader: Iterable[Any] | None, save_less: bool,
 ) -> Lockstep:  # fmt: skip
     chosen: list[Precision] = []
     trained: list[torch.nn.Parameter] = []
@@ -197,8 +199,9 @@ def _lockstep(
         return api.loss_of(in_ddp(model, bucket_cap_mb, group), batch, loss_fn)
 
     return Lockstep(
-        program, named, parallel, trained, own, device_of(model), chosen, make_optimizer, progress, loader
-    )
+        program, named, parallel, trained, own, device_of(model), chosen, make_optimizer, progress, loader,
+        save_less,
+    )  # fmt: skip
 
 
 def in_ddp(

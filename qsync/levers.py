@@ -1,7 +1,8 @@
 """Levers: what a plan may change beside precisions, for each device class. A record: no torch.
 
 Shares of the batch and passes (micro-batches) are taken by `qsync.weigh_gradients` and `qsync.micro_batches`,
-blocks are recomputed by `qsync.wrap`, the size of DDP's buckets stands in the plan itself.
+blocks are recomputed by `qsync.wrap`; the size of DDP's buckets, and which operators save less for backward,
+stand in the plan itself.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any
 from qsync.errors import FormatError
 from qsync.graph import OpGraph
 
-SHARE, ACCUMULATE, BUCKETS, RECOMPUTE = LEVERS = ("share", "accumulate", "buckets", "recompute")
+SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
+    "share", "accumulate", "buckets", "recompute", "save_less",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,14 @@ class Levers:
 
     `without` has what the plan would be with each lever turned off. How costs at other numbers of samples
     were come by, the class's part of the plan says (`ClassPlan.origin`): "interpolated" or "proportional".
+    `untried` has levers that a search would have used, and why it could not.
 
     >>> Levers({"infer": ClassLevers(samples=4, passes=2)})
     """
 
     classes: Mapping[str, ClassLevers]
     without: Mapping[str, Without] = field(default_factory=dict)
+    untried: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, device_class: str) -> ClassLevers:
         return self.classes.get(device_class, ClassLevers())
@@ -81,6 +86,8 @@ class Levers:
         }
         if self.without:
             body["without"] = {name: asdict(entry) for name, entry in self.without.items()}
+        if self.untried:
+            body["untried"] = dict(self.untried)
         return body
 
     @classmethod
@@ -92,13 +99,14 @@ class Levers:
                 for name, entry in value["classes"].items()
             }
             without = {name: Without(**entry) for name, entry in value.get("without", {}).items()}
+            untried = {name: str(reason) for name, reason in value.get("untried", {}).items()}
         except (TypeError, KeyError, AttributeError) as error:
             raise FormatError(f"{where} cannot be read ({error}); plan again") from error
         for name, entry in classes.items():
             for what, number in (("samples", entry.samples), ("passes", entry.passes)):
                 if number is not None and (type(number) is not int or number < 1):
                     raise FormatError(f"{where}, class {name!r}: {what} must be at least 1, found {number!r}")
-        return cls(classes, without)
+        return cls(classes, without, untried)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,9 @@ class Lockstep:
 
     `bare` runs the model itself: a rank whose data or kernels are unusable finds out while nobody waits for
     its gradients. `in_ddp` puts it in DDP, on the process group it is given, and returns what runs it there.
-    Where classes have different numbers of precisions, those with fewer begin their round again. Raises on
-    every rank what any of them raised.
+    Where classes have different numbers of precisions, those with fewer begin their round again. With
+    `save_less` a round has each step a second time, in which operators save less. Raises on every rank what
+    any of them raised.
 
     >>> together = Lockstep(program, bare, in_ddp, parameters, own, device, precisions)
     >>> together.fill(seconds=30.0)
@@ -57,6 +58,7 @@ class Lockstep:
         make_optimizer: MakeOptimizer = torch.optim.AdamW,
         progress: Callable[[str], None] = lambda text: None,
         loader: Iterable[Any] | None = None,
+        save_less: bool = False,
     ) -> None:
         clock = job_clock(device, own.emulated_share)
         self._own = own
@@ -71,7 +73,7 @@ class Lockstep:
 
         agree("profiling", lambda: made.append(Profiler(
             program, loss, parameters, precisions, clock, make_optimizer, progress,
-            loader=loader, num_precisions=most,
+            save_less=save_less, loader=loader, num_precisions=most,
         )))  # fmt: skip
         self.profiler = made[0]
         if _has_peers():
@@ -117,17 +119,21 @@ class Lockstep:
         samples = zip(self.profiler.beyond(), self.profiler.samples(), strict=True)
         own = [[sample[1], beyond_s] for (_, beyond_s), sample in samples]
         everyone = agree("gathering steps", lambda: own)
+        rounds = range(self.num_choices)
         names = agree("gathering steps", lambda: [
             self._own.name,
-            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in range(self.num_choices)],
+            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in rounds],
+            [self.profiler.saves_less(k) for k in rounds],
         ])  # fmt: skip
         plans: list[dict[str, dict[str, Precision]]] = []
-        for k in range(self.num_choices):
+        for k in rounds:
             plans.append({})
-            for name, chosen in names:
+            for name, chosen, _ in names:
                 plans[k].setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
         runs = []
         for (k, _), ranks in zip(self.profiler.beyond(), zip(*everyone, strict=True), strict=True):
+            if any(less[k] for _, _, less in names):
+                continue  # links are the same there, and what saves less is no part of these plans
             # Of the rank that works longest: the others wait for it.
             rank = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
             runs.append((plans[k], names[rank][0], ranks[rank][1]))

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import fnmatch
 import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -294,16 +294,19 @@ class Wiring:
         self, value: int, taken: Callable[[int, int], str | None], carried: Callable[[int], str]
     ) -> bool:
         """Whether an adjustable consumer of this value, or of a view of it, keeps it as it is carried."""
+        return any(
+            keeps(self.ops[i], j, taken(i, j), carried(at)) for i, j, at in self.storage_readers(value)
+        )
+
+    def storage_readers(self, value: int) -> Iterator[tuple[int, int, int]]:
+        """Who reads this value or a view of it: the operator, the place, and the value that stands there."""
         for i in self.consumers[value]:
             if self.is_view(i):
-                if self.is_kept(self.offset + i, taken, carried):
-                    return True
-            elif any(
-                operand == value and keeps(self.ops[i], j, taken(i, j), carried(value))
-                for j, operand in enumerate(self.operands[i])
-            ):
-                return True
-        return False
+                yield from self.storage_readers(self.offset + i)
+                continue
+            for j, operand in enumerate(self.operands[i]):
+                if operand == value:
+                    yield i, j, value
 
     def check(self, name: str, precision: Precision) -> None:
         """MismatchError or FormatError unless an operator of this name can run in this precision."""

@@ -11,7 +11,17 @@ import typer
 from rich.console import Console
 
 from qsync import tables
-from qsync.arguments import ClusterFile, Force, Json, Memory, budgets_of, console, pairs_of, print_json
+from qsync.arguments import (
+    ClusterFile,
+    Force,
+    Json,
+    Memory,
+    budgets_of,
+    console,
+    pairs_of,
+    patterns_of,
+    print_json,
+)
 from qsync.errors import QSyncError
 
 # Why a plan is not proved to be the best.
@@ -51,6 +61,10 @@ def plan(
         list[str] | None,
         typer.Option(help="Operators that run alike: '*.q,*.k,*.v' for those of every layer. Repeatable."),
     ] = None,
+    save_less: Annotated[
+        list[str] | None,
+        typer.Option(help="What keeps less for backward, at some time: CLASS=PATTERN. Repeatable."),
+    ] = None,
     max_variance: Annotated[
         float | None,
         typer.Option(help="The fastest step that adds no more variance than this.", show_default="no limit"),
@@ -77,7 +91,8 @@ def plan(
     levers: Annotated[
         str | None,
         typer.Option(
-            help="Search these too, with commas: share, accumulate, buckets, recompute. Others stay off.",
+            help="Search these too, with commas: share, accumulate, buckets, recompute, save_less. Others "
+            "stay off.",
             show_default="none",
         ),
     ] = None,
@@ -120,6 +135,7 @@ def plan(
         "together": [[one.strip() for one in group.split(",")] for group in together or []],
         "solver": solver, "gap": gap, "time_limit_s": time_limit,
         "bucket_cap_bytes": int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
+        "saving_less": patterns_of(save_less),
     }  # fmt: skip
     if max_variance is not None and (target_step is not None or slack):
         raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")

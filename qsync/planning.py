@@ -30,6 +30,7 @@ def plan(
 
     >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
     >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
+    >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, saving_less={"infer": ["*"]})
     """
     if levers:
         return search(graph, profiles, sensitivity, cluster, levers=levers, **options)

@@ -121,9 +121,14 @@ def plan_table(chosen: Any) -> Table:
 
 def lever_lines(plan: Plan) -> list[str]:
     """What a plan changes beside precisions, and what each lever bought. Simulated."""
+    lines = [
+        f"{name} saves less for backward: {', '.join(entry.saving_less)}"
+        for name, entry in sorted(plan.classes.items())
+        if entry.saving_less
+    ]
     if plan.levers is None:
-        return []
-    lines = [f"{name} takes {entry}" for name, entry in sorted(plan.levers.classes.items())]
+        return lines
+    lines += [f"{name} takes {entry}" for name, entry in sorted(plan.levers.classes.items())]
     if plan.bucket_cap_bytes:
         lines.append(f"DDP's buckets hold {plan.bucket_cap_bytes / 2**20:g} MiB (bucket_cap_mb)")
     for lever, other in plan.levers.without.items():
@@ -135,7 +140,7 @@ def lever_lines(plan: Plan) -> list[str]:
             f"without {lever} it would take {other.step_s * 1e3:.4g} ms and add {other.added_variance:.3g}, "
             f"not {1e3 * (plan.step_s or 0.0):.4g} ms and {plan.added_variance or 0.0:.3g}{late}"
         )
-    return lines
+    return lines + [f"{lever} was not tried: {reason}" for lever, reason in plan.levers.untried.items()]
 
 
 def frontier_table(plans: Sequence[Plan]) -> Table:

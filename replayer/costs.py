@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import MismatchError
-from qsync.graph import Op, Role
-from qsync.lowering import EPILOGUES, FUSED, NARROWING, TURNED, Cast, Lowering, Run
+from qsync.graph import Op, OpGraph, Role
+from qsync.lowering import EPILOGUES, FORMS, FUSED, NARROWING, TURNED, Cast, Lowering, Run, wiring
 from qsync.precision import TYPE_BYTES
 from qsync.profiles import Cost, Profile
 
@@ -115,6 +115,22 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
         ),
     )
     return nearest, wanted / _width(nearest)
+
+
+def check_saving(profile: Profile, graph: OpGraph, name: str) -> None:
+    """MismatchError unless the profile can price this operator however it saves less, and the product that
+    then does not compute it in its epilogue.
+
+    >>> check_saving(profile, graph, "encoder.0.gelu")
+    """
+    wired = wiring(graph)
+    op, product = graph.ops[wired.position[name]], wired.product[wired.position[name]]
+    for form in dict.fromkeys(FORMS[op.kind]):
+        if form != "plain":
+            nearest_mode(profile, Run(name, op.dtype, (), op.dtype, form), op)
+    for precision in profile.precisions_of(graph.ops[product].name) if product is not None else ():
+        maker = graph.ops[product]  # type: ignore[index]
+        nearest_mode(profile, Run(maker.name, str(precision), (), maker.dtype), maker)
 
 
 class ClassCosts:

@@ -31,20 +31,25 @@ def blocks(graph: OpGraph) -> tuple[str, ...]:
     >>> blocks(graph)
     ('layers.0', 'layers.1')
     """
-    found: dict[str, bool] = {}
-    for op in graph.ops:
-        parts = op.name.split(".")
-        numbered = next((k for k, part in enumerate(parts) if part.isdigit()), None)
-        if numbered is not None and numbered < len(parts) - 1:
-            found[".".join(parts[: numbered + 1])] = True
     able = []
-    for path in found:
+    for path in numbered(graph):
         try:
             span_of(graph, path)
         except FormatError:
             continue
         able.append(path)
     return tuple(able)
+
+
+def numbered(graph: OpGraph) -> tuple[str, ...]:
+    """The modules that are numbered and hold others, the outermost of each, in order."""
+    found: dict[str, bool] = {}
+    for op in graph.ops:
+        parts = op.name.split(".")
+        place = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+        if place is not None and place < len(parts) - 1:
+            found[".".join(parts[: place + 1])] = True
+    return tuple(found)
 
 
 def span_of(graph: OpGraph, path: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.graph import Input, Op, OpGraph, Role, num_elements
-from qsync.lowering import EPILOGUES, FUSED
+from qsync.lowering import EPILOGUES, FORMS, FUSED, can_save_less
 from qsync.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Cost, Profile, Sensitivity
 
@@ -171,9 +171,13 @@ def profile_of(
     slow: float = 1.0,
     cast_s: float = 1e-9,
     latency_s: float = 1e-6,
+    saving: float | None = None,
     **changes: object,
 ) -> Profile:
-    """A profile in which time follows FLOPs and elements; every cast is priced by the fit."""
+    """A profile in which time follows FLOPs and elements; every cast is priced by the fit.
+
+    What saves less takes `saving` times as long, codes half as long again; without, it has no times.
+    """
     ops: dict[str, dict[str, Cost]] = {}
     for op in graph.ops:
         if op.role is Role.ADJUSTABLE:
@@ -190,6 +194,10 @@ def profile_of(
             }
             if op.kind in EPILOGUES:
                 times |= dict.fromkeys([f"{mode} {FUSED}" for mode in CARRIED_FLOATS], 0.0)
+            if saving is not None and can_save_less(op):
+                each = {form: saving * (1.5 if form == "codes" else 1.0) for form in FORMS[op.kind]}
+                each.pop("plain", None)
+                times |= {f"{m} {form}": s * times[m] for m in CARRIED_FLOATS for form, s in each.items()}
         ops[op.name] = {mode: Cost(t, 2 * t if op.requires_grad else 0.0) for mode, t in times.items()}
     sources = ("fp64", "fp32", "bf16", "fp16")
     layouts = ("row", "col", "inner", "image", "channel")

@@ -212,6 +212,42 @@ def test_a_plan_with_levers_is_replayed_and_explained_under_them(qsync, refused,
     assert "was captured with 32 alone" in refused("replay", folder / "plan.json")
 
 
+def test_plan_lets_operators_save_less_as_told_or_as_a_search_finds_best(qsync, refused, folder):
+    graph = encoder(width=16, rows=512)
+    profiles = {
+        name: profile_of(graph, name, slow=slow, saving=1.3)
+        for name, slow in (("train", 1.0), ("infer", 1.2))
+    }
+    Basis(graph, cluster_of(), profiles, sensitivity_of(graph)).save(folder)
+    told = ("--save-less", "infer=layer.0.*", "--save-less", "infer=layer.1.gelu")
+    code, out, _ = qsync("plan", folder, *told, "--out", folder / "plan.json")
+    assert code == 0 and "infer saves less for backward: layer.0.*, layer.1.gelu" in out
+    plan = Plan.load(folder / "plan.json")
+    assert plan["infer"].saving_less == ("layer.0.*", "layer.1.gelu") and not plan["train"].saving_less
+    assert json.loads(qsync("replay", folder / "plan.json", "--json")[1])["step_s"] == plan.step_s
+    assert qsync("explain", folder / "plan.json")[0] == 0
+    needed = allocate(graph, profiles, sensitivity_of(graph), cluster_of(), target_s=1.0)["infer"]
+    options = ("--memory", f"infer={int(0.9 * needed.predicted.memory_bytes)}", "--target-step", 1)
+    found = ("--levers", "save_less", "--trials", 3, "--out", folder / "found.json")
+    code, out, _ = qsync("plan", folder, *options, *found)
+    assert code == 0 and "without save_less it would take" in out
+    assert Plan.load(folder / "found.json")["infer"].saving_less == ("layer.0.*",)
+    for text, said in (
+        ("infer=layr.0.gelu", "nearest: 'layer.0.gelu'"),
+        ("infer=layer.0.query", "no operator of encoder that can matches"),
+        ("weak=*", "no device class 'weak'"),
+        ("layer.0.*", "--save-less takes CLASS=PATTERN, found 'layer.0.*'"),
+    ):
+        assert said in refused("plan", folder, "--save-less", text)
+    both = ("--levers", "save_less", "--save-less", "infer=*")
+    assert "what saves less is given, and to be searched too" in refused("plan", folder, *both)
+    Basis(graph, cluster_of(), {n: profile_of(graph, n) for n in profiles}, sensitivity_of(graph)).save(
+        folder
+    )
+    assert "profile with save_less=True" in refused("plan", folder, "--levers", "save_less")
+    assert "with save_less=True" in refused("plan", folder, "--save-less", "infer=*")
+
+
 def test_plan_searches_levers_keeps_its_trials_and_says_what_each_bought(qsync, refused, folder):
     encoder(2, rows=16).save(folder / "other" / "graph.json")
     options = ("--slack", 0.3, "--solver", "greedy", "--storage", folder / "trials.log", "--trials", 6)

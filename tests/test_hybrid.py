@@ -163,6 +163,55 @@ dist.destroy_process_group()
     assert said(output, "profiled with another optimizer") == ["2", "2"]
 
 
+def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
+    """In FP32 a budget holds only if the weak rank's first blocks save less."""
+    body = """
+from pathlib import Path
+from qsync import jobs, runtime
+from qsync.lowering import lower, matching
+from qsync.predictor.memory import peak_memory
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+jobs.PROFILE_S = 0.1
+wide = batch(size=1024)
+net, name = Deep(), ["strong", "weak"][rank]
+graph = qsync.capture(net, wide[0])
+half = [f"blocks.{k}.*" for k in range(3)]
+full, less = (
+    peak_memory(lower(graph, {}, saving_less=able), num_ranks=2).peak_bytes
+    for able in ((), matching(graph, half))
+)
+say(f"less: {less < full}")
+model = qsync.hybrid(
+    net, wide, loss_fn, cache_dir=cache, device_class=name, levers=["save_less"], trials=3,
+    budgets={"weak": (full + less) // 2}, pins={"*": "fp32"}, target_s=10.0,
+    make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), precisions=["fp32"],
+)
+loss_fn(model, wide).backward()
+(lowered,) = runtime.program_of(net).lowered
+plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))
+able = matching(graph, plan[name].saving_less)
+ran = [n.op for n in lowered.nodes if getattr(n, "form", "plain") != "plain"]
+say(f"ran: {tuple(ran) == able} {len(able)} {plan.levers.without['save_less'].reason}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "less") == ["True", "True"]
+    strong, weak = said(output, "ran")
+    assert strong == "True 0 nothing fits in memory"
+    assert weak.startswith("True ") and not weak.startswith("True 0 ")
+
+
 def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
     body = """
 from pathlib import Path
