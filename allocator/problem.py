@@ -13,11 +13,12 @@ from qsync.allocator.together import alike, check_pins
 from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.graph import Op, OpGraph
-from qsync.plans import savers
+from qsync.lowering import matching
+from qsync.plans import check_saving
 from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.profiles import Profile, Sensitivity
 from qsync.replayer import Exchange
-from qsync.replayer.costs import check_saving
+from qsync.replayer.costs import check_timed
 from qsync.replayer.simulate import check_profiles
 from qsync.serving import unserved
 
@@ -129,9 +130,11 @@ def pose(
         for group in groups:
             _join(name, group, choices, variance)
         budget = (budgets or {}).get(name, device_class.memory_bytes)
-        less = savers(at, name, (saving_less or {}).get(name, ()))
+        patterns = tuple((saving_less or {}).get(name, ()))
+        check_saving(graph, name, patterns)
+        less = matching(at, patterns)
         for saver in less:
-            check_saving(profiles[name], at, saver)
+            check_timed(profiles[name], at, saver)
         classes[name] = ClassProblem(
             device_class, profiles[name], budget, choices, variance, at, partners, frozenset(less)
         )

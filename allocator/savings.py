@@ -8,7 +8,7 @@ from qsync.errors import MismatchError
 from qsync.graph import OpGraph
 from qsync.lowering import matching
 from qsync.profiles import Profile
-from qsync.replayer.costs import check_saving
+from qsync.replayer.costs import check_timed
 from qsync.replayer.recomputing import numbered
 
 Patterns = tuple[str, ...]
@@ -43,7 +43,7 @@ def savings(graph: OpGraph, profile: Profile) -> tuple[Patterns, ...]:
 
 def _is_timed(profile: Profile, graph: OpGraph, name: str) -> bool:
     try:
-        check_saving(profile, graph, name)
+        check_timed(profile, graph, name)
     except MismatchError:
         return False
     return True

@@ -17,6 +17,7 @@ import torch.distributed as dist
 import qsync
 from qsync import api, jobs
 from qsync.allocator import allocate, search
+from qsync.allocator.savings import Patterns, savings
 from qsync.contract import agree
 from qsync.devices import machine
 from qsync.errors import QSyncError
@@ -38,6 +39,8 @@ PRECISIONS = ("fp32", "bf16", "int8")
 STEPS, WARM = 9, 3
 # How much longer than the least step, where what is compared is variance.
 SLACK = 0.15
+# With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
+TIGHT, TIGHT_SLACK = 0.95, 0.1
 
 
 def main() -> None:
@@ -48,7 +51,7 @@ def main() -> None:
         with placed(config["weak_share"]) as place:
             jobs.join_job(place.device, timeout_s=600.0)
             share = place.throttle.measured_share(2.0) if place.throttle else None
-            rows = measure(config["model"], share, config["turns"], config["trials"])
+            rows = measure(config["model"], share, config["turns"], config["trials"], config["tight"])
             if dist.get_rank() == 0:
                 write_json(
                     Path(config["out"]) / "levers.json",
@@ -59,7 +62,9 @@ def main() -> None:
         leave("levers", error)
 
 
-def measure(model_name: str, share: float | None, turns: int, trials: int) -> list[dict[str, Any]]:
+def measure(
+    model_name: str, share: float | None, turns: int, trials: int, tight: bool = False
+) -> list[dict[str, Any]]:
     """A row for each plan: seconds of a step and bytes at its peak, predicted and measured on these ranks."""
     rank = dist.get_rank()
     name = WEAK if rank else FAST
@@ -69,11 +74,13 @@ def measure(model_name: str, share: float | None, turns: int, trials: int) -> li
         return loss_fn(model(batch[0]), batch[1])
 
     own = jobs.own_class(model, share, name)
-    whole, half = (
-        _basis(model, tuple(t[: len(t) // parts] for t in batch), loss, own) for parts in (1, 2)
-    )  # fmt: skip
-    other = Sized(half.graph, half.profiles)
-    found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
+    whole = _basis(model, batch, loss, own, save_less=tight)
+    if tight:
+        found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
+    else:
+        half = _basis(model, tuple(t[: len(t) // 2] for t in batch), loss, own)
+        other = Sized(half.graph, half.profiles)
+        found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
     plans = {title: Plan.from_json(plan) for title, plan in found.items()}
     times: dict[str, list[float]] = {title: [] for title in plans}
     peaks: dict[str, list[int]] = {}
@@ -86,6 +93,8 @@ def measure(model_name: str, share: float | None, turns: int, trials: int) -> li
         {
             "plan": title,
             "levers": {c: str(entry) for c, entry in plan.levers.classes.items()} if plan.levers else {},
+            "saving_less": {c: list(entry.saving_less) for c, entry in plan.classes.items()},
+            "budgets": dict(plan.budgets),
             "bucket_cap_bytes": plan.bucket_cap_bytes,
             "added_variance": plan.added_variance,
             "predicted_s": plan.step_s,
@@ -98,13 +107,15 @@ def measure(model_name: str, share: float | None, turns: int, trials: int) -> li
     ]
 
 
-def _basis(model: torch.nn.Module, batch: Any, loss: api.LossFunction, own: Any) -> Basis:
+def _basis(
+    model: torch.nn.Module, batch: Any, loss: api.LossFunction, own: Any, save_less: bool = False
+) -> Basis:
     torch._dynamo.reset()
     graph = jobs.form_graph(model, batch, loss)
     formed = jobs.form_cluster(own, torch.device("cpu"))
     return jobs.form_basis(
         model, batch, loss, own, formed, graph=graph, precisions=PRECISIONS,
-        make_optimizer=make_optimizer(1e-3),
+        make_optimizer=make_optimizer(1e-3), save_less=save_less,
     )  # fmt: skip
 
 
@@ -132,6 +143,29 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
             solver="greedy",
         ),
     }  # fmt: skip
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
+    """Plans in FP32 as torch keeps things, and with two blocks saving less; then in less memory than FP32
+    needs however much saves less, with a tenth more time than its step: precisions alone, and as searched."""
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+
+    def fp32(patterns: Patterns) -> Plan:
+        return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
+
+    every = {patterns: fp32(patterns) for patterns in savings(basis.graph, basis.profiles[WEAK])}
+    needed = min(plan[WEAK].predicted.memory_bytes for plan in every.values())  # type: ignore[union-attr]
+    whole, *_ = every.values()
+    options: dict[str, Any] = {
+        "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
+    }  # fmt: skip
+    plans = {
+        "FP32": whole,
+        "FP32, two blocks saving less on the weak rank": list(every.values())[2],
+        "precisions alone": allocate(*parts, **options),
+        "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
+    }
     return {title: plan.to_json() for title, plan in plans.items()}
 
 

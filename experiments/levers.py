@@ -1,7 +1,8 @@
 """Levers on two real unequal ranks, predicted and measured: `python -m qsync.experiments.levers`.
 
 The weak rank is emulated. Each plan takes its turns in one run: FP32 with one lever at a time, then
-precisions without levers and with those that were searched, at one target step.
+precisions without levers and with those that were searched, at one target step. With `--tight` the weak rank
+has little memory instead: precisions without levers, and with as many blocks saving less as a search finds.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def main(
     turns: Annotated[int, typer.Option(help="How often each plan takes its turn.")] = 2,
     trials: Annotated[int, typer.Option(help="Trials of the search.")] = 30,
     weak_share: Annotated[float, typer.Option(help="Share of its core that the weak rank gets.")] = 0.5,
+    tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
 ) -> None:
     """Run the plans, keep what was measured, and print it as the README has it."""
     out.mkdir(parents=True, exist_ok=True)
@@ -35,6 +37,7 @@ def main(
         "turns": turns,
         "trials": trials,
         "weak_share": weak_share,
+        "tight": tight,
         "out": str(out.absolute()),
     }
     command = [

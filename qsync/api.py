@@ -207,14 +207,14 @@ def wrap(
     >>> model = qsync.wrap(model, plan, device_class="infer")
     >>> model = qsync.wrap(model, "bf16", save_less=True)
     """
-    everywhere = runtime.saving(["*"]) if save_less else None
     if isinstance(plan, str):
         precision = Precision.parse(plan)
         kernels = backend.select(device_of(model))
         if precision not in kernels.precisions():
             known = ", ".join(kernels.precisions())
             raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
-        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=everywhere)
+        everything = runtime.saving(["*"]) if save_less else None
+        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=everything)
         return model
     if device_class is None:
         if len(plan.classes) > 1:
@@ -230,8 +230,9 @@ def wrap(
                 f"the plan runs {op} in {precision} on {device_class}, but this device has only "
                 f"{', '.join(available)}; name this device's own class, or plan again"
             )
-    saving_less = everywhere or runtime.saving(plan[device_class].saving_less)
-    recompute(model, plan.levers[device_class].recomputed if plan.levers else ())
+    recomputed = plan.levers[device_class].recomputed if plan.levers else ()
+    saving_less = runtime.saving(["*"] if save_less else plan[device_class].saving_less, recomputed)
+    recompute(model, recomputed)
     runtime.attach(model, runtime.following(assignment), plan.check_graph, saving_less)
     return model
 

@@ -122,13 +122,18 @@ def can_save_less(op: Op) -> bool:
 def matching(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
     """The operators that can save less and whose names match one of these patterns, in order.
 
+    None in blocks that are computed once more in backward: what those keep waits for a moment only.
+
     >>> matching(graph, ["encoder.layer.0.*"])
     """
     wanted = tuple(patterns)
+    twice = {i for first, last in graph.recomputed for i in range(first, last + 1)}
     return tuple(
         op.name
-        for op in graph.ops
-        if can_save_less(op) and any(fnmatch.fnmatchcase(op.name, pattern) for pattern in wanted)
+        for i, op in enumerate(graph.ops)
+        if i not in twice
+        and can_save_less(op)
+        and any(fnmatch.fnmatchcase(op.name, pattern) for pattern in wanted)
     )
 
 

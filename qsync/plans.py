@@ -123,7 +123,7 @@ class Plan:
                     f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more "
                     f"operators of {graph.model}; plan again for this model"
                 )
-            savers(graph, class_name, class_plan.saving_less)
+            check_saving(graph, class_name, class_plan.saving_less)
         if self.graph_hash != graph.hash:
             raise MismatchError(
                 f"the plan was made for {self.model} with graph {self.graph_hash}, this model is "
@@ -286,22 +286,15 @@ class Plan:
         return cls.from_json(read_json(path))
 
 
-def savers(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The operators that save less under these patterns of a class's plan, in order.
-
-    MismatchError for a pattern that matches none that can; "*" may.
-
-    >>> savers(graph, "infer", ["encoder.layer.0.*"])
-    """
-    wanted = tuple(patterns)
-    for pattern in wanted:
+def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
+    """MismatchError for a pattern of a class's plan that matches no operator that can save less; "*" may."""
+    for pattern in patterns:
         if pattern != "*" and not matching(graph, [pattern]):
             known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
             raise MismatchError(
                 f"the plan for {device_class} lets {pattern!r} save less, but no operator of "
                 f"{graph.model} that can matches{_nearest(pattern, known)}"
             )
-    return matching(graph, wanted)
 
 
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -293,7 +293,8 @@ def following(assignment: Mapping[str, Precision]) -> Chooser:
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
 
 
-def saving(patterns: Iterable[str]) -> SavingChooser:
-    """The operators that match one of these patterns and can save less do."""
-    wanted = tuple(patterns)
-    return lambda graph: matching(graph, wanted)
+def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
+    """The operators that match one of these patterns and can save less do, but for those in modules that are
+    recomputed (paths)."""
+    wanted, twice = tuple(patterns), tuple(f"{path}." for path in recomputed)
+    return lambda graph: tuple(name for name in matching(graph, wanted) if not f"{name}.".startswith(twice))

@@ -117,11 +117,11 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
     return nearest, wanted / _width(nearest)
 
 
-def check_saving(profile: Profile, graph: OpGraph, name: str) -> None:
+def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
     """MismatchError unless the profile can price this operator however it saves less, and the product that
     then does not compute it in its epilogue.
 
-    >>> check_saving(profile, graph, "encoder.0.gelu")
+    >>> check_timed(profile, graph, "encoder.0.gelu")
     """
     wired = wiring(graph)
     op, product = graph.ops[wired.position[name]], wired.product[wired.position[name]]

@@ -346,7 +346,8 @@ def checked_assignments(
             raise UnsupportedError(
                 f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
             )
-        less = matching(graph, plan[name].saving_less) if isinstance(plan, Plan) else ()
+        at = profiles[name].graph_of(graph)
+        less = matching(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
         found.append((name, assignment, less))
     return found
 

@@ -167,7 +167,7 @@ def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
     """In FP32 a budget holds only if the weak rank's first blocks save less."""
     body = """
 from pathlib import Path
-from qsync import jobs, runtime
+from qsync import jobs, lockstep, runtime
 from qsync.lowering import lower, matching
 from qsync.predictor.memory import peak_memory
 
@@ -183,6 +183,17 @@ class Deep(torch.nn.Module):
         return x
 
 jobs.PROFILE_S = 0.1
+runs, in_use, cluster_in_use = [], lockstep.in_use, lockstep.Lockstep.cluster_in_use
+lockstep.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
+
+def looked(self, *args):
+    cluster = cluster_in_use(self, *args)
+    every = [k for k, _ in self.profiler.beyond()]
+    plain = [k for k in every if not self.profiler.saves_less(k)]
+    say(f"links: {len(runs) == len(plain) < len(every)}")
+    return cluster
+
+lockstep.Lockstep.cluster_in_use = looked
 wide = batch(size=1024)
 net, name = Deep(), ["strong", "weak"][rank]
 graph = qsync.capture(net, wide[0])
@@ -206,7 +217,7 @@ say(f"ran: {tuple(ran) == able} {len(able)} {plan.levers.without['save_less'].re
 dist.destroy_process_group()
 """
     output = launch(tmp_path, body)
-    assert said(output, "less") == ["True", "True"]
+    assert said(output, "less") == said(output, "links") == ["True", "True"]
     strong, weak = said(output, "ran")
     assert strong == "True 0 nothing fits in memory"
     assert weak.startswith("True ") and not weak.startswith("True 0 ")

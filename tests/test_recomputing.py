@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from observing import watched
 from test_tracing import Checkpointed, X
 
 import qsync
+from qsync import runtime
 from qsync.allocator import allocate, check_plan
 from qsync.checkpointing import recompute
 from qsync.errors import FormatError, MismatchError
@@ -22,8 +24,8 @@ from qsync.experiments.memory import step_peak_bytes
 from qsync.experiments.memory_error import _alone
 from qsync.experiments.memory_runs import TINY, Trained, parts_of
 from qsync.graph import Role
-from qsync.levers import ClassLevers, Levers
-from qsync.lowering import Lowering, lower
+from qsync.levers import ClassLevers, Levers, Setting
+from qsync.lowering import Lowering, Run, lower, matching
 from qsync.plans import ClassPlan, Plan
 from qsync.precision import Precision
 from qsync.predictor.footprints import peak_bytes
@@ -59,6 +61,30 @@ def test_a_plan_s_blocks_run_twice_and_train_bitwise_alike():
     model(X).backward()
     ran = [getattr(node, "op", None) for node in watcher.nodes]
     assert (ran.count("layers.0.0"), ran.count("layers.1.0")) == (2, 1)
+
+
+def test_what_is_recomputed_saves_as_torch_does_priced_and_run():
+    model = Checkpointed(enabled=False)
+    graph, plan = qsync.capture(model, X), plan_of(copy.deepcopy(model), "layers.0").save_less("layers.*")
+    qsync.wrap(model, plan)
+    model(X).backward()
+    profiles = {"infer": profile_of(graph, saving=1.3)}
+    at = replace(
+        profiles["infer"],
+        setting=Setting(with_recomputed(graph, ["layers.0"]), 2, graph.shapes_hash, 2, plan.levers["infer"]),
+    )
+    timeline = replay(graph, plan, {"infer": at}, cluster_of({"infer": 1}))
+    priced = {node.op: node.form for node in timeline["infer"].nodes if isinstance(node, Run)}
+    ran = {
+        node.op: node.form
+        for part in runtime.program_of(model).lowered
+        for node in part.nodes
+        if isinstance(node, Run)
+    }
+    less = {name for name, form in ran.items() if form != "plain"}
+    assert less and all(name.startswith(("layers.1", "layers.2")) for name in less)
+    assert {name: priced[name] for name in less} == {name: ran[name] for name in less}
+    assert not any(form != "plain" for name, form in priced.items() if name not in less)
 
 
 def test_other_plans_undo_it_and_evaluation_knows_nothing_of_it():
@@ -137,17 +163,22 @@ def test_recomputing_keeps_what_enters_a_block_and_no_more():
 def test_incremental_vectorized_and_whole_memory_agree_with_recomputed_blocks(data):
     graph = with_recomputed(GRAPH, data.draw(st.sampled_from([BLOCKS, BLOCKS[:1], BLOCKS[1:]])))
     assignment = data.draw(assignments_for(graph))
-    lowering = Lowering(graph, assignment, "bf16")
+    less = matching(graph, data.draw(st.sampled_from([[], ["*"], ["layer.0.*"]])))
+    lowering = Lowering(graph, assignment, "bf16", less)
     memory = StepMemory(lowering.lowered(), num_ranks=2)
     op, precision = data.draw(precisions_for(graph))
     memory.update(lowering, lowering.assign(op, precision).touched)
     anew = StepMemory(lowering.lowered(), num_ranks=2).peak_bytes
     assert memory.peak_bytes == anew
-    assert peak_bytes(Tabulated(graph, lowering.assignment(), "bf16"), num_ranks=2) == anew
+    assert peak_bytes(Tabulated(graph, lowering.assignment(), "bf16", less), num_ranks=2) == anew
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_peak_is_what_is_predicted(precision):
+@pytest.mark.parametrize(
+    ("precision", "saving"),
+    [("fp32", ()), ("bf16", ()), ("bf16", ("*",))],
+    ids=["fp32", "bf16", "saving less"],
+)
+def test_the_peak_is_what_is_predicted(precision, saving):
     with _alone():
         torch._dynamo.reset()
         model, batch, loss_fn = parts_of(TINY)
@@ -158,12 +189,14 @@ def test_the_peak_is_what_is_predicted(precision):
         again = Trained(model, batch, loss_fn)
         assert again.graph.hash == trained.graph.hash
         assignment = {op.name: Precision(precision) for op in again.graph.adjustable if op.kind == "linear"}
-        again.program.choose(lambda graph: assignment)
+        again.program.choose(lambda graph: assignment, None, runtime.saving(saving, [path]))
         for _ in range(2):
             again.step()
         measured = again._throughout() + step_peak_bytes(again.step, torch.device("cpu"))
         graph = with_recomputed(trained.graph, [path])
-        lowered = lower(graph, assignment, narrow="bf16")
+        # What a recomputed block keeps waits for a moment only: there nothing saves less.
+        assert not any(name.startswith(path) for name in matching(graph, saving))
+        lowered = lower(graph, assignment, "bf16", matching(graph, saving))
         found = peak_memory(lowered, optimizer_bytes=again.optimizer_bytes, num_ranks=2)
         assert 0.97 * found.estimate_bytes <= measured <= found.peak_bytes
 
