@@ -210,6 +210,22 @@ def test_blocks_save_less_one_after_another():
     rest = ("layer.1.drop1", "layer.1.norm1", "layer.1.drop2", "layer.1.norm2")
     found = savings(GRAPH, replace(PROFILES["infer"], ops=ops))
     assert found == ((), ("layer.0.*",), ("layer.0.*", *rest))
+    # Nor does a gelu whose product was never timed without it in its epilogue.
+    ops = dict(PROFILES["infer"].ops)
+    ops["layer.1.fc1"] = {mode: cost for mode, cost in ops["layer.1.fc1"].items() if mode != "int8"}
+    assert savings(GRAPH, replace(PROFILES["infer"], ops=ops))[-1] == found[-1]
+
+
+def test_forms_that_have_no_time_are_refused_before_anything_is_solved():
+    """A relu whose result is kept anyway has its price in FP32, but none beside another precision."""
+    graph = chain("relu")
+    profiles = {"infer": profile_of(graph, saving=1.2)}
+    bare = {mode: cost for mode, cost in profiles["infer"].ops["1.act"].items() if "bits" not in mode}
+    profiles["infer"] = replace(profiles["infer"], ops={**profiles["infer"].ops, "1.act": bare})
+    parts = (graph, profiles, sensitivity_of(graph), cluster_of({"infer": 2}))
+    with pytest.raises(MismatchError, match="no time of 1.act in fp32 bits .* again with save_less=True"):
+        pose(*parts, saving_less={"infer": ["*"]})
+    assert pose(*parts, saving_less={"infer": ["0.*"]}).classes["infer"].saving_less == {"0.act"}
 
 
 def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_target_has_room():
