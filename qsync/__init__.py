@@ -31,6 +31,7 @@ _PUBLIC = {
     "expand_optimizer": "qsync.expansion.optimizers",
     "save_expanded": "qsync.expansion.saving",
     "load_expanded": "qsync.expansion.reading",
+    "check_growth": "qsync.expansion.budgets",
     "carry_sensitivity": "qsync.expansion.carrying",
     "carry_profile": "qsync.expansion.carrying",
     "ExpandedSchedule": "qsync.expansion.schedule",

@@ -98,9 +98,18 @@ class PhaseTimer:
             before_calls(model, lambda: _tell(here, "_forward")),
             *([] if trained is model else [before_calls(trained, lambda: _tell(here, "_forward_inside"))]),
             *(p.register_post_accumulate_grad_hook(lambda _: _tell(here, "_gradient")) for p in parameters),
-            register_optimizer_step_pre_hook(lambda optimizer, *_: _tell(here, "_step_begins", optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer)),
+            *self._around_optimizer_steps(here),
         ]
+
+    def _around_optimizer_steps(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
+        """Hooks of all optimizers of the process: they go when the timer goes, stopped or not."""
+        begins = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: _tell(here, "_step_begins", optimizer)
+        )
+        ended = register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer))
+        for hook in (begins, ended):
+            weakref.finalize(self, hook.remove)
+            yield hook
 
     def stop(self) -> None:
         """Time no more, and leave no hook behind."""
@@ -231,7 +240,8 @@ class before_calls:
     """Calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
-        self._model, self._compiled = model, model._compiled_call_impl
+        # Not kept alive: what is timed may go, and its timer with it (a DDP whose model was grown).
+        self._model, self._compiled = weakref.ref(model), model._compiled_call_impl
         self._hook = None
         if self._compiled is None:
             self._hook = model.register_forward_pre_hook(lambda *_: then())
@@ -246,8 +256,10 @@ class before_calls:
     def remove(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        elif self._model._compiled_call_impl is self._call:
-            self._model._compiled_call_impl = self._compiled
+            return
+        model = self._model()
+        if model is not None and model._compiled_call_impl is self._call:
+            model._compiled_call_impl = self._compiled
 
 
 def _tell(here: weakref.ref[PhaseTimer], what: str, *args: Any) -> None:

@@ -37,8 +37,7 @@ def grow(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
             f"the weights of this {type(model).__name__} are on the meta device, where there is nothing to "
             "grow; load them first"
         )
-    new = _built(model, plan)
-    _check_shapes(plan, new)
+    new = built(model, plan)
     _check_shared(model, plan, new)
     with torch.no_grad():
         state = plan.grown({**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))})
@@ -50,8 +49,9 @@ def grow(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
     return new
 
 
-def _built(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
-    """What the recipe builds. Raises MismatchError where it cannot, or builds something else."""
+def built(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
+    """What the recipe builds, with its own weights. Raises MismatchError where it cannot, or builds something
+    else or of other shapes."""
     cards = {value.device.index for value in model.parameters() if value.is_cuda}
     try:
         with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
@@ -71,6 +71,7 @@ def _built(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
             f"`build` of the recipe {plan.recipe.name} returns parameters of the small model itself; let it "
             "make new ones"
         )
+    _check_shapes(plan, new)
     return new
 
 
