@@ -10,6 +10,7 @@ ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
 
 PACKAGES = {"qsync": "qsync", **{f"qsync.{room}": room for room in ROOMS}}
 PACKAGES["qsync.expansion"] = "qsync/expansion"
+PACKAGES["qsync.expansion.derivation"] = "qsync/expansion/derivation"
 # CUDA sources travel with the package: they are compiled where they run.
 PACKAGES["qsync.backend.cutlass"] = "backend/cutlass"
 

@@ -24,7 +24,7 @@ _PUBLIC = {
     "validate": "qsync.validation",
     "Recipe": "qsync.expansion.recipes",
     "recipe_of": "qsync.expansion.recipes",
-    "derive_recipe": "qsync.expansion.deriving",
+    "derive_recipe": "qsync.expansion.derivation.deriving",
     "plan_expansion": "qsync.expansion.layout",
     "expand": "qsync.expansion.growing",
     "verify_expansion": "qsync.expansion.verification",

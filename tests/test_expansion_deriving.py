@@ -15,7 +15,7 @@ from torch import nn
 
 import qsync
 from qsync.errors import CalibrationError, FormatError, TracingError, UnsupportedError
-from qsync.expansion.ties import Untied, axis, cut, leaves, regroup, row, size_of, stacked, unify
+from qsync.expansion.derivation.ties import Untied, axis, cut, leaves, regroup, row, size_of, stacked, unify
 from qsync.experiments.bert import Bert
 from qsync.experiments.gpt import Gpt
 from qsync.experiments.vgg import Vgg

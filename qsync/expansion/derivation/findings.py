@@ -6,12 +6,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from qsync.expansion.derivation.tabling import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
+from qsync.expansion.derivation.ties import (
+    Axis,
+    Untied,
+    hold,
+    leaves,
+    regroup,
+    settled,
+    size_of,
+    stacked,
+    unify,
+)
+from qsync.expansion.derivation.values import Attention, Norm, Use, Writer
+from qsync.expansion.derivation.watching import RETURNED, Watch
 from qsync.expansion.recipes import FIXED
 from qsync.expansion.sizes import joined
-from qsync.expansion.tabling import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
-from qsync.expansion.ties import Axis, Untied, hold, leaves, regroup, settled, size_of, stacked, unify
-from qsync.expansion.values import Attention, Norm, Use, Writer
-from qsync.expansion.watching import RETURNED, Watch
 
 _SAYS = {
     "sums over": "sums over {space}, whose copies would count more than once",

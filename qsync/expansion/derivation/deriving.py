@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 
 from qsync.errors import UnsupportedError
-from qsync.expansion.findings import Findings
+from qsync.expansion.derivation.findings import Findings
+from qsync.expansion.derivation.tabling import Entry, Names, block_of, lines_of, named, stream_of, text_of
+from qsync.expansion.derivation.watching import watch
 from qsync.expansion.recipes import Recipe, Sizes
-from qsync.expansion.tabling import Entry, Names, block_of, lines_of, named, stream_of, text_of
-from qsync.expansion.watching import watch
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from qsync.expansion.ties import Axis, Untied, cut, leaves, size_of
+from qsync.expansion.derivation.ties import Axis, Untied, cut, leaves, size_of
 
 
 @dataclass(frozen=True, slots=True)

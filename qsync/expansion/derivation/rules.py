@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from qsync.expansion.ties import (
+from qsync.expansion.derivation.ties import (
     Axis,
     Hold,
     Untied,
@@ -27,10 +27,10 @@ from qsync.expansion.ties import (
     size_of,
     unify,
 )  # fmt: skip
-from qsync.expansion.values import Value, combined
+from qsync.expansion.derivation.values import Value, combined
 
 if TYPE_CHECKING:
-    from qsync.expansion.watching import Watch
+    from qsync.expansion.derivation.watching import Watch
 
 Rule = Callable[["Watch", "Call"], list[Value]]
 RULES: dict[str, Rule] = {}

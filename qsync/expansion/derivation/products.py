@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qsync.expansion.rules import PIXELS, ROWS, RULES, Call, rule
-from qsync.expansion.ties import Axis, Hold, Untied, axis, hold, regroup, size_of, unify
-from qsync.expansion.values import Attention, Scores, Use, Value, Writer
+from qsync.expansion.derivation.rules import PIXELS, ROWS, RULES, Call, rule
+from qsync.expansion.derivation.ties import Axis, Hold, Untied, axis, hold, regroup, size_of, unify
+from qsync.expansion.derivation.values import Attention, Scores, Use, Value, Writer
 
 if TYPE_CHECKING:
-    from qsync.expansion.watching import Watch
+    from qsync.expansion.derivation.watching import Watch
 
 KERNEL = Hold("it is a kernel's", True)
 CLASSES = Hold("it numbers classes", True)

@@ -1,8 +1,8 @@
 """One run of a model, watched operator by operator for which dimensions it ties together.
 
 The model runs as it is, on real values; one on the meta device by its shapes alone. Every tensor gets an axis
-of pieces (qsync/expansion/ties.py) per dimension; what each operator does to them is in
-qsync/expansion/rules.py. What the table of a recipe needs besides is noted on the way: which matrix was
+of pieces (ties.py) per dimension; what each operator does to them is in
+rules.py. What the table of a recipe needs besides is noted on the way: which matrix was
 multiplied where, what attention read, what a norm read and wrote, and what would not survive copies of
 neurons.
 """
@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
 from qsync.errors import TracingError
-from qsync.expansion.products import ALL_RULES
-from qsync.expansion.rules import Call, constant, pointwise, reduction
-from qsync.expansion.ties import Axis, Hold, Untied, axis, hold, leaves, settled, size_of, unify
-from qsync.expansion.values import Attention, Event, Norm, Use, Value
+from qsync.expansion.derivation.products import ALL_RULES
+from qsync.expansion.derivation.rules import Call, constant, pointwise, reduction
+from qsync.expansion.derivation.ties import Axis, Hold, Untied, axis, hold, leaves, settled, size_of, unify
+from qsync.expansion.derivation.values import Attention, Event, Norm, Use, Value
 from qsync.tracing import call_arguments, check_batch, undisturbed, unwrapped
 
 # What makes a module that owns nothing but vectors a norm: it divides by the root of a mean.
