@@ -59,7 +59,7 @@ def change_windows(state: State, classes: Sequence[str], target_s: float, enough
     >>> change_windows(state, ["infer"], target_s=0.1)
     """
     changed = False
-    for name in classes:
+    for name in classes if state.variance > enough else ():
         near = list(_nearest(state.classes[name]))
         for _ in range(_MOST_ROUNDS if near and state.classes[name].variance > 0.0 else 0):
             if state.variance <= enough or not _Round(state, name, near, target_s).change():
