@@ -84,12 +84,12 @@ def solve(
 ) -> Solution:
     """Make the variance least, beginning with what `state` has, which must hold; ends with `state` there.
 
-    Where memory binds, the rows know too little of it to find the best: there windows are changed first.
+    Where memory binds, the rows know too little of it to find the best: where they leave it open whether
+    there is a better plan, windows are changed at last (`change_windows`).
 
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
     begun = time.perf_counter()
-    change_windows(state, [name for name in lowerable if state.classes[name].is_tight], target_s)
     best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
@@ -116,6 +116,7 @@ def solve(
     if holds(state, target_s) and state.variance < least:
         best, least = state.assignments(), state.variance
     state.restore(best)
+    change_windows(state, lowerable, target_s, enough=bound / (1.0 - _NEAR))
     return _solution(state, bound, gap, begun, parts)
 
 

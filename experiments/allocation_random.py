@@ -145,7 +145,9 @@ def _compared(row: Mapping[str, Any]) -> Iterator[str]:
         yield "only one solver calls it infeasible"
     if "variance" not in exact or "variance" not in quick:
         return
-    if exact["variance"] > quick["variance"] * (1 + STOPS + ROUNDING):
+    # Where the exact solver cannot prove its plan, it and greedy end in plans that no window betters.
+    apart = min(max(exact["gap"], STOPS), GREEDY_BAR)
+    if exact["variance"] > quick["variance"] * (1 + apart + ROUNDING):
         yield f"the exact solver's variance is {exact['variance'] / quick['variance'] - 1:.2%} above greedy's"
     least = min(exact["variance"], quick["variance"])
     for solver in SOLVERS:
