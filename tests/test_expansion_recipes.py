@@ -148,6 +148,27 @@ def test_embeddings_that_two_modules_share():
     assert big.one.weight is big.two.weight
 
 
+class TwoHeads(nn.Module):
+    """One head with the embeddings' weight, and one with its own, which read the same."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.tokens, self.norm = nn.Embedding(50, width), nn.LayerNorm(width)
+        self.head, self.value = nn.Linear(width, 50, bias=False), nn.Linear(width, 1)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        x = self.norm(self.tokens(tokens))
+        return self.head(x), self.value(x)
+
+
+@pytest.mark.parametrize("split", ["random", "scalar", "even"])
+def test_who_reads_beside_a_tied_head_makes_up_for_its_division(split):
+    table = "tokens -> stream\nnorm stream -> final\nhead final -> _ tied tokens\nvalue final -> _"
+    given = Recipe("two heads", table, build=lambda small, sizes: TwoHeads(sizes["stream"]))
+    lossless(TwoHeads(), given.to(stream=50), tokens(), split=split)
+
+
 def test_a_grown_model_grows_on_with_its_own_eps():
     """Neither by depth nor to a multiple does the eps change, which then is not what `build` gives either."""
     small, inputs = made("Gpt")
