@@ -332,6 +332,29 @@ def test_tied_weights_that_the_recipe_does_not_mention(tied):
     )
 
 
+class Tied(nn.Module):
+    recipe = Recipe("tied", "", build=lambda small, sizes: Tied(sizes["stream"]), sizes={"final": "stream"})
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.tokens, self.fc = nn.Embedding(50, width), nn.Linear(width, width)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 50, bias=False)
+        self.head.weight = self.tokens.weight
+
+
+HEADS = {
+    "a stream that others write": "norm stream -> stream\nfc stream -> stream\nhead stream -> _ tied tokens",
+    "what no norm writes": "norm stream -> normed\nfc normed -> final\nhead final -> _ tied tokens",
+}
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_tied_head_reads_what_a_norm_writes_that_can_be_divided(head):
+    """Only what a norm alone writes can be divided by the number of copies."""
+    given = replace(Tied.recipe, table=f"tokens -> stream\n{HEADS[head]}")
+    refused(Tied(), given.to(stream=32), UnsupportedError, "head.weight has the embeddings' weight .* untie")
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_tied_stays_tied_and_nothing_else(tied):
     def build(small, sizes):
