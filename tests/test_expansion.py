@@ -244,11 +244,11 @@ def test_nothing_else_is_touched():
     small.positions.weight.requires_grad_(False)
     before = {name: value.clone() for name, value in small.state_dict().items()}
     random = torch.get_rng_state()
-    big = qsync.expand(small, Gpt.recipe.to(width=48, layers=3))
+    big = qsync.expand(small, Gpt.recipe.to(width=48, layers=4))
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(before[name], value) for name, value in small.state_dict().items())
     assert small.training and not small.blocks[0].training and small.blocks[1].training
-    assert big.training and not big.blocks[0].training
+    assert big.training and [block.training for block in big.blocks] == [False, False, True, True]
     assert [n for n, p in big.named_parameters() if not p.requires_grad] == ["positions.weight"]
     assert big.head.weight.grad_fn is None and big.head.weight.is_leaf
 

@@ -335,10 +335,10 @@ def test_tied_weights_that_the_recipe_does_not_mention(tied):
 class Tied(nn.Module):
     recipe = Recipe("tied", "", build=lambda small, sizes: Tied(sizes["stream"]), sizes={"final": "stream"})
 
-    def __init__(self, width=16):
+    def __init__(self, width=16, norm=nn.LayerNorm):
         super().__init__()
         self.tokens, self.fc = nn.Embedding(50, width), nn.Linear(width, width)
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 50, bias=False)
+        self.norm, self.head = norm(width), nn.Linear(width, 50, bias=False)
         self.head.weight = self.tokens.weight
 
 
@@ -353,6 +353,12 @@ def test_a_tied_head_reads_what_a_norm_writes_that_can_be_divided(head):
     """Only what a norm alone writes can be divided by the number of copies."""
     given = replace(Tied.recipe, table=f"tokens -> stream\n{HEADS[head]}")
     refused(Tied(), given.to(stream=32), UnsupportedError, "head.weight has the embeddings' weight .* untie")
+
+
+def test_what_a_batch_norm_writes_has_no_one_number_of_copies():
+    table = "tokens -> stream\nfc stream -> inner\nnorm inner -> final\nhead final -> _ tied tokens"
+    given = replace(Tied.recipe, table=table, sizes={"final": "stream", "inner": "stream"})
+    refused(Tied(norm=nn.BatchNorm1d), given.to(stream=40), UnsupportedError, "which no norm writes .* untie")
 
 
 @pytest.mark.parametrize("tied", [True, False])

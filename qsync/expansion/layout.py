@@ -250,11 +250,12 @@ class _Layout:
             space = head.line.reads[0]
             small, large = self._size(space, self.small), self._size(space, self.large)
             self.divided[space] = float(large // small)
-            writers = [x for x in self.tensors.values() if space in x.line.writes]
-            if any(x.norm not in (norms.LAYER, norms.RMS) for x in writers):
+            if (
+                space not in self.same or space in self.handed_on
+            ):  # a batch norm's has copies of another number
                 raise UnsupportedError(
-                    f"{head.name} has the embeddings' weight and reads {space}, which more than norms write "
-                    "that could be divided by the number of copies; untie the weights first"
+                    f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
+                    "could be divided by the number of copies; untie the weights first"
                 )
             beside = next((other.path for other in self.tensors.values() if _adds_or_norms(other, space)), "")
             if beside and self.divided[space] > 1:
