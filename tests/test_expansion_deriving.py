@@ -187,6 +187,15 @@ class Biased(Apart):
         return self.d(((q @ k.mT + self.tilt).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class NormedTogether(Apart):
+    """Queries and keys are normed over all heads (OLMo 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+        self.b = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+
+
 class NormedHeads(Apart):
     """Queries and keys are normed within each head, and rotated."""
 
@@ -284,6 +293,39 @@ def test_attention_is_known_by_what_it_computes(attention, wanted):
     assert found.rotary == (attention is NormedHeads)
 
 
+def test_torchs_encoder_layers_are_watched_inside():
+    """In evaluation they would be one operator each."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 40, batch_first=True, norm_first=True)
+            self.inside = nn.TransformerEncoder(layer, 2, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.inside(self.embed(x)))
+
+    found = qsync.derive_recipe(Encoder(), tokens())
+    assert not found.open and found.blocks == "inside.layers.*" and found.heads == 2
+    assert lines(found, "self_attn.out_proj") == {"": ("mixed", "stream")}
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_halves_that_gate_each_other_stand_in_a_row():
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 80), nn.Linear(40, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.glu(self.up(x)))
+
+    said = lines(qsync.derive_recipe(Model(Gated), tokens()), "attention.")
+    hidden = said["down"][0]
+    assert said == {"up": ("normed", f"{hidden} {hidden}"), "down": (hidden, "stream")}
+
+
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
 def test_heads_that_share_keys_are_seen(kind):
     model, batch = llama(num_attention_heads=4, num_key_value_heads=2, attn_implementation=kind)
@@ -298,6 +340,7 @@ def test_heads_that_share_keys_are_seen(kind):
         (Interleaved, "the rows of blocks.*.attention.qkv.weight are to attention key/query/value"),
         (Tilted, "aten.arange"),
         (Biased, "blocks.*.attention.tilt (3) counts heads"),
+        (NormedTogether, "heads of queries and of keys are not tied one after the other"),
     ],
 )
 def test_attention_that_no_table_describes_is_not_guessed(attention, said):
@@ -335,6 +378,7 @@ class Does(nn.Module):
     ("function", "said"),
     [
         (lambda x: x.sort(-1).values, "aten.sort in blocks.*.between is not understood"),
+        (lambda x: x * x.sort(-1).values[..., :1], "aten.sort in blocks.*.between is not understood"),
         (lambda x: x.cumsum(-1), "aten.cumsum in blocks.*.between is not understood"),
         (lambda x: x * x.softmax(-1), "aten._softmax in blocks.*.between sums over stream"),
         (lambda x: x / x.norm(dim=-1, keepdim=True), "sums over stream"),
@@ -372,6 +416,23 @@ def test_shapes_that_are_asked_for_tie_nothing():
     assert not qsync.derive_recipe(model, tokens()).open
     model = Model(between=lambda: Does(lambda x: x + x[:, :, -1:]))
     assert "stream" not in qsync.derive_recipe(model, tokens()).residual
+
+
+def test_no_space_has_a_name_that_means_something_else():
+    class Judged(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value, self.width = nn.Linear(WIDTH, 7), nn.Linear(7, 9)
+            self.score = nn.Linear(9, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.last(self.blocks[1](self.blocks[0](self.embed(x))))
+            return self.head(y) + self.score(self.width(self.value(y)))
+
+    found = qsync.derive_recipe(Judged(), tokens())
+    assert not found.open
+    assert lines(found, "value") == {"": ("final", "value_2")}
+    assert lines(found, "width") == {"": ("value_2", "width_2")}
 
 
 def test_what_has_nothing_to_do_is_named():
@@ -600,6 +661,21 @@ def test_a_batch_norm_that_works_twice_ties_its_channels():
     assert lines(found, "one") == lines(found, "other") == {"": ("_", "one")}
 
 
+def test_a_norm_that_works_twice_writes_one_space():
+    class Twice(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.second = nn.Linear(WIDTH, 50)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.blocks[0](self.embed(x))
+            return self.head(self.last(y)) + self.second(self.last(self.blocks[1](y)))
+
+    found = qsync.derive_recipe(Twice(), tokens())
+    assert not found.open
+    assert lines(found, "head") == lines(found, "second") == {"": ("final", "_")}
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_linear_may_read_what_does_not_lie_in_a_row(device):
     with torch.device(device):
@@ -650,6 +726,18 @@ def test_channels_stand_for_their_pixels():
 
     big = qsync.expand(model, found.recipe(build).to(features8=7))
     assert qsync.verify_expansion(model, big, inputs).max_difference <= 1e-9
+
+
+def test_pixels_of_channels_are_not_channels_of_pixels():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 14 * 14, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.conv(x).permute(0, 2, 3, 1).flatten(1))
+
+    assert qsync.derive_recipe(Flat(), images().float()).open == ("head has what grows inside what does not",)
 
 
 def test_norms_of_what_does_not_grow_are_left_alone():

@@ -10,9 +10,11 @@ from itertools import combinations
 
 from torch import nn
 
-from qsync.expansion.recipes import Line
+from qsync.expansion.recipes import ATTENTION, Line
 
 UNKNOWN = "?"
+# What recipes call something else.
+_WORDS = (*ATTENTION, "tied", "width", "layers", "heads", "kv_heads", "head_dim")
 # Names of modules that do not tell one space from another.
 _ANY = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convolution")
 
@@ -196,9 +198,9 @@ def _distinguish(wanted: Mapping[tuple[str, tuple[int, ...]], tuple[str, int]], 
         if len(sizes[name]) > 1:
             name += "_" * name[-1].isdecimal() + str(sizes[name].index(size))
         number, first = 2, name
-        while (
-            name in names.residual or taken.setdefault((block, name), pieces) != pieces
-        ) and not name.startswith("normed"):
+        while not name.startswith("normed") and (
+            name in (*names.residual, *_WORDS) or taken.setdefault((block, name), pieces) != pieces
+        ):
             name, number = f"{first}_{number}", number + 1
         names.of[block, pieces] = name
 
