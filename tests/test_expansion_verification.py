@@ -56,6 +56,19 @@ def test_a_model_s_own_fp32_is_fp64():
     assert qsync.verify_expansion(small, big, inputs).max_difference < 1e-12
 
 
+@pytest.mark.parametrize(
+    "ask", [lambda x: x.float(), lambda x: x.to(torch.float32), lambda x: x.type(torch.float32)]
+)
+def test_fp32_asked_for_in_any_way_is_fp64(ask):
+    class Asking(nn.Linear):
+        def forward(self, x):
+            return ask(super().forward(x))
+
+    asking, plain = Asking(5, 3).double(), nn.Linear(5, 3).double()
+    plain.load_state_dict(asking.state_dict())
+    assert qsync.verify_expansion(asking, plain, ROWS).max_difference == 0.0
+
+
 class Outputs(nn.Module):
     def __init__(self, outputs):
         super().__init__()
