@@ -68,6 +68,8 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
 
     shared = [p for p in one.part.choices[group[0]] if all(p in one.part.choices[op] for op in group)]
     for precision in shared:
+        if all(one.precision(op) is precision for op in group):
+            continue
         move = state.move(device_class, dict.fromkeys(group, precision))
         if one.costs.total_s < best - _MEANINGFUL * now:
             best, chosen = one.costs.total_s, precision
