@@ -113,6 +113,21 @@ def test_what_one_window_is_said_to_make_by_itself_fits_in_memory(monkeypatch):
     assert set(fitting()) == {True, False}
 
 
+def test_where_memory_is_short_what_pays_in_bytes_alone_is_kept():
+    state, target = begun(mlp(6, rows=512), 5, time=1.0, memory=0.4, after_greedy=False)
+    near = list(windows._nearest(state.classes["infer"]))
+    found = windows._Round(state, "infer", near, target)
+
+    def beaten(window):
+        """Changes that another of the same window beats in variance and seconds, and that save bytes."""
+        priced = found._priced(window)
+        for one in priced:
+            if any(c.variance <= one.variance and c.seconds < one.seconds for c in priced):
+                yield int(one.in_use.min()) < 0
+
+    assert any(any(beaten(window)) for window in found._windows(near))
+
+
 def test_bytes_in_use_at_each_time_are_those_of_that_time():
     state, _ = begun(encoder(1), 0, memory=0.5)
     one = state.classes["infer"]

@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 import qsync
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.optimizers import grown_gradient, is_exact
+from qsync.expansion.verification import in_double
 from qsync.experiments.gpt import Gpt
 from qsync.experiments.resnet import ResNet
 
@@ -39,7 +40,9 @@ def batch_of(model):
 def gradients(model):
     inputs, targets = batch_of(model)
     model.zero_grad()
-    cross_entropy(model(inputs).flatten(0, -2), targets.flatten()).backward()
+    made = model(inputs)
+    logits = made.logits if hasattr(made, "logits") else made
+    cross_entropy(logits.flatten(0, -2), targets.flatten()).backward()
     return {name: value.grad.clone() for name, value in model.named_parameters()}
 
 
@@ -74,6 +77,28 @@ def test_what_is_called_exact_is_the_gradient(make, sizes, split):
         wanted, copied = grown_gradient(m, before[m.source]), is_copy(m)
         difference = (after[name] - wanted)[copied].norm()
         assert difference <= 1e-9 * after[name].norm(), name
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4, 8])
+def test_grouped_heads_say_which_gradients_are_exact(kv_heads):
+    """Where copies of a key/value head serve other query heads each, its gradient falls apart by head."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=11, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=4, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    model = perturbed(transformers.LlamaForCausalLM(config))
+    recipe = qsync.recipe_of(model).to(width=32, heads=8, kv_heads=kv_heads)
+    plan = qsync.plan_expansion(model, recipe, split="scalar")
+    with in_double():
+        before, after = gradients(model), gradients(plan.expand(model))
+    for part, is_shared_out in (("q_proj", False), ("k_proj", kv_heads == 8), ("v_proj", kv_heads == 8)):
+        name = f"model.layers.0.self_attn.{part}.weight"
+        m = plan.tensors[name]
+        assert is_exact(m) != is_shared_out
+        difference = (after[name] - grown_gradient(m, before[name])).norm() / after[name].norm()
+        assert (difference > 1e-3) if is_shared_out else (difference < 1e-9)
 
 
 def test_what_is_called_approximate_sums_to_the_gradient():

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -149,6 +150,32 @@ def test_the_command_grows_weights_average_and_optimizer(tmp_path, expand):
         assert grown[name].shape == value.shape
     bias = "transformer.h.0.mlp.c_fc.bias"
     assert torch.allclose(grown[bias], 0.9 * big.get_parameter(bias).detach())
+
+
+class Scaled(Gpt):
+    """Embeddings times the root of the width, as some families have them: no table can say that."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        weight = self.positions.weight
+        positions = weight[: tokens.shape[1]] * weight.shape[1] ** 0.5
+        x = self.tokens(tokens) + positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    recipe = replace(
+        Gpt.recipe, build=lambda small, sizes: Scaled(2, sizes["width"], sizes["heads"], 8, 11, tied=True)
+    )
+
+
+def test_what_is_not_lossless_is_not_written(tmp_path, expand):
+    folder = own_folder(tmp_path / "small")
+    change(folder / "config.json", **{"class": f"{__name__}:Scaled"})
+    save_file({"tokens": TOKENS}, tmp_path / "inputs.safetensors")
+    inputs = ("--inputs", tmp_path / "inputs.safetensors")
+    code, _, err = expand(folder, "--to", "width=24", "--out", tmp_path / "big", *inputs)
+    assert code == 2 and "NOT the same function" in err and "nothing was written" in err
+    assert not (tmp_path / "big").exists()
 
 
 def test_a_plan_alone_writes_nothing(tmp_path, expand):
