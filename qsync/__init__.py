@@ -23,7 +23,7 @@ _PUBLIC = {
     "micro_batches": "qsync.weighing",
     "validate": "qsync.validation",
     "Recipe": "qsync.expansion.recipes",
-    "recipe_of": "qsync.expansion.recipes",
+    "recipe_of": "qsync.expansion.families",
     "derive_recipe": "qsync.expansion.derivation.deriving",
     "plan_expansion": "qsync.expansion.layout",
     "expand": "qsync.expansion.growing",

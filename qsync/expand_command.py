@@ -49,9 +49,9 @@ def expand(
         raise QSyncError("--to says what to grow to: --to width=768 --to layers=12")
     with Console(stderr=True).status("reading the model") as status:
         from qsync.expansion import saving
+        from qsync.expansion.families import recipe_of
         from qsync.expansion.layout import plan_expansion
         from qsync.expansion.reading import load_expanded
-        from qsync.expansion.recipes import recipe_of
         from qsync.expansion.telling import as_json as told
         from qsync.expansion.verification import verify_expansion
 

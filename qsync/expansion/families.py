@@ -1,5 +1,5 @@
 """The recipes that qsync ships, for models of Hugging Face's transformers: data, and how a config says the
-same."""
+same. Which recipe a model has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qsync.errors import UnsupportedError
-from qsync.expansion.recipes import Recipe, Sizes
+from qsync.expansion.recipes import Recipe, Sizes, check_unwrapped
 
 
 def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
@@ -223,3 +223,24 @@ FAMILIES: dict[str, Recipe | Callable[[Any], Recipe]] = {
     "gpt2": GPT2, "vit": VIT, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": bert,
     "resnet": resnet,
 }  # fmt: skip
+
+
+def recipe_of(model: torch.nn.Module) -> Recipe:
+    """The recipe of a model's family: its class's attribute `recipe`, or one that qsync ships.
+
+    Raises UnsupportedError, with what is shipped, where there is none.
+
+    >>> qsync.recipe_of(gpt2).to(width=1024)
+    """
+    check_unwrapped(model)
+    own = getattr(type(model), "recipe", None)
+    if isinstance(own, Recipe):
+        return own
+    name = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        return family if isinstance(family, Recipe) else family(model)
+    raise UnsupportedError(
+        f"qsync has no recipe for {type(model).__name__}; it has those of {', '.join(FAMILIES)}: write one "
+        "(qsync.Recipe), let qsync.derive_recipe propose one, or give the class an attribute `recipe`"
+    )

@@ -20,7 +20,7 @@ from safetensors.torch import load_model
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.expansion import norms
-from qsync.expansion.recipes import recipe_of
+from qsync.expansion.families import recipe_of
 from qsync.expansion.sizes import joined
 from qsync.files import check_header, field, read_json
 

@@ -136,26 +136,3 @@ def check_unwrapped(model: torch.nn.Module) -> None:
     kind = type(model).__name__
     if kind in inner and isinstance(getattr(model, inner[kind], None), torch.nn.Module):
         raise UnsupportedError(f"a model in {kind} is grown without it; give model.{inner[kind]}")
-
-
-def recipe_of(model: torch.nn.Module) -> Recipe:
-    """The recipe of a model's family: its class's attribute `recipe`, or one that qsync ships.
-
-    Raises UnsupportedError, with what is shipped, where there is none.
-
-    >>> qsync.recipe_of(gpt2).to(width=1024)
-    """
-    check_unwrapped(model)
-    own = getattr(type(model), "recipe", None)
-    if isinstance(own, Recipe):
-        return own
-    from qsync.expansion.families import FAMILIES
-
-    name = str(getattr(getattr(model, "config", None), "model_type", ""))
-    if name in FAMILIES:
-        family = FAMILIES[name]
-        return family if isinstance(family, Recipe) else family(model)
-    raise UnsupportedError(
-        f"qsync has no recipe for {type(model).__name__}; it has those of {', '.join(FAMILIES)}: write one "
-        "(qsync.Recipe), let qsync.derive_recipe propose one, or give the class an attribute `recipe`"
-    )
