@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync.backend.casts import COMPILED_DTYPES, compiled_for, dequantize, narrow_and_sum, sum_columns
+from qsync.backend.casts import (
+    COMPILED_DTYPES,
+    compiled_for,
+    dequantize,
+    dequantize_trial,
+    narrow_and_sum,
+    sum_columns,
+)
+from qsync.backend.gpu_casts import autotuned, random_values
 from qsync.errors import UnsupportedError
 
 _aten = torch.ops.aten
@@ -58,6 +66,7 @@ def activation(kind: str, **arguments: Any) -> Activation:
     return Activation(kind, approximate)
 
 
+@autotuned(lambda d: (*dequantize_trial(d), Activation("gelu")))
 def dequantize_activated(
     sums: Tensor,
     rows: Tensor,
@@ -90,6 +99,9 @@ def dequantize_activated(
     return kept, y
 
 
+@autotuned(
+    lambda d: (random_values(d, 4096, 1024), random_values(d, 4096, 1024), Activation("gelu"), torch.bfloat16)
+)
 def changed_and_summed(
     gradient: Tensor, kept: Tensor, function: Activation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import compiled, gpu_casts
+from qsync.backend.gpu_casts import autotuned, random_codes, random_images, random_positive, random_values
 
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
@@ -26,9 +27,15 @@ CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": to
 _SMALLEST_AMAX = 1e-35
 # A conversion to BF16 of fewer elements is torch's.
 _LEAST_NARROWED = 2**19
+_WINDOWS: tuple[Any, ...] = (
+    [1, 1],
+    [1, 1],
+    [1, 1],
+)  # stride, padding, dilation of trials
 COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024),))
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 codes (m, n) of a matrix (m, n), each the nearest, and one scale per row (m).
 
@@ -47,6 +54,7 @@ def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+@autotuned(lambda d: (random_values(d, 1024, 1024),))
 def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
     """INT8 codes (m, n) of a matrix, and one scale per column (n)."""
     library = compiled_for("quantize_columns", values)
@@ -59,6 +67,7 @@ def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+@autotuned(lambda d: (random_values(d, 32, 64 * 28 * 28),))
 def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     """`quantize_rows` with 128 added to every code: what oneDNN's convolutions take as activations."""
     library = compiled_for("quantize_rows_unsigned", values)
@@ -71,6 +80,7 @@ def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024),))
 def narrow(x: Tensor) -> Tensor:
     """BF16 of an FP32 tensor of any shape, differentiable.
 
@@ -102,6 +112,7 @@ def _narrowed(x: Tensor, library: compiled.Library) -> Tensor:
     return out
 
 
+@autotuned(lambda d: (random_values(d, 32, 64, 28 * 28), torch.bfloat16))
 def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Matrices (m, c, p) as (m, p, c), copied, in `dtype` if given."""
     names = {
@@ -122,6 +133,7 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out
 
 
+@autotuned(lambda d: (random_values(d, 32, 28, 28, 64).bfloat16(), (3, 3), *_WINDOWS))
 def unfold(
     images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
@@ -148,6 +160,7 @@ def unfold(
     return out
 
 
+@autotuned(lambda d: (random_values(d, 32, 28, 28, 3, 3, 64).bfloat16(), (28, 28), *_WINDOWS))
 def fold(
     windows: Tensor, size: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
@@ -165,6 +178,7 @@ def fold(
     return out
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024).bfloat16(),))
 def sum_columns(g: Tensor) -> Tensor:
     """The FP32 sums of the columns of g (m, n): what the gradient of a bias is."""
     library = compiled_for("sum_columns", g)
@@ -176,6 +190,7 @@ def sum_columns(g: Tensor) -> Tensor:
     return sums
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 1024)))
 def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Stochastic INT8 codes (m, n) of g * factors, with one scale per row (m); factors (n).
 
@@ -190,6 +205,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 4096)))
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Stochastic INT8 codes (m, n) of g * factors, with one scale per column (n); factors (m)."""
     library = compiled_for("round_columns", g)
@@ -201,6 +217,13 @@ def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale.view(torch.float32)
 
 
+def dequantize_trial(device: torch.device) -> tuple[Any, ...]:
+    """Return arguments of ordinary size for `dequantize`."""
+    rows, columns, bias = (random_positive(device, size) for size in (4096, 1024, 1024))
+    return random_codes(device, 4096, 1024).int(), rows, columns, bias, torch.bfloat16
+
+
+@autotuned(dequantize_trial)
 def dequantize(
     sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
@@ -225,6 +248,7 @@ def dequantize(
     return out
 
 
+@autotuned(lambda d: (random_codes(d, 4096, 1024), random_positive(d, 4096)))
 def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
     """BF16 of codes * scale (m, n), one scale per row (m). Unsigned codes have the zero point 128."""
     unsigned = codes.dtype is torch.uint8
@@ -240,6 +264,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
     return out.t() if transposed else out
 
 
+@autotuned(lambda d: (random_values(d, 4096, 1024),))
 def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
     """BF16 of g (m, n), and the FP32 sums of its columns (n): what a layer's products and its bias need."""
     library = compiled_for("narrow_and_sum", g)
@@ -252,6 +277,7 @@ def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
     return narrow, sums
 
 
+@autotuned(lambda d: (random_images(d), random_positive(d, 32), random_positive(d, 64), torch.bfloat16))
 def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qsync.backend import kernel_cache
+from qsync.backend import compiled_cpu, compiled_cuda, kernel_cache
+from qsync.backend.build_process import first_line
 from qsync.errors import BuildError
 
 
@@ -66,29 +65,27 @@ def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
     if architecture is not None:
         return _loaded_for_gpu(architecture, facts)
     try:
-        path = kernel_cache.built("casts", facts | {"processor": processor()}, _export)
+        path = kernel_cache.built(
+            "casts", facts | {"processor": compiled_cpu.processor()}, compiled_cpu.export_once
+        )
         anew = kernel_cache.refusal()
         note = f"every process compiles its casts anew: {anew}" if anew else None
         return Library(tvm_ffi.load_module(str(path))), note
     except BuildError as error:
         reason = str(error)
     except Exception as error:  # the loader raises what it likes; nothing that it refused is used
-        reason = (
-            f"{kernel_cache.folder()} holds casts that cannot be loaded ({_first_line(error)}); delete it"
-        )
+        reason = f"{kernel_cache.folder()} holds casts that cannot be loaded ({first_line(error)}); delete it"
     try:
-        return Library(_executable().mod), f"every process compiles its casts anew: {reason}"
+        return Library(compiled_cpu.executable().mod), f"every process compiles its casts anew: {reason}"
     except BuildError as error:
         return None, f"casts run in plain torch: {error}"
 
 
 def _loaded_for_gpu(architecture: str, facts: dict[str, str]) -> tuple[Library | None, str | None]:
-    from qsync.backend import compiled_cuda
-
     try:
         return Library(compiled_cuda.load(architecture, facts), compiled_cuda.ROWS_PER_PART), None
     except Exception as error:  # a BuildError, or the loader's
-        return None, f"casts run in plain torch on sm_{architecture}: {_first_line(error)}"
+        return None, f"casts run in plain torch on sm_{architecture}: {first_line(error)}"
 
 
 def _facts() -> dict[str, str]:
@@ -100,64 +97,3 @@ def _facts() -> dict[str, str]:
         "ffi": importlib.metadata.version("apache-tvm-ffi"),
         "machine": platform.machine(),
     }
-
-
-def processor() -> str:
-    """What this processor can execute: architecture, model and, where Linux tells, its instruction sets."""
-    facts = [platform.machine(), platform.system()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = [f"model name: {platform.processor()}"]
-    for wanted in ("model name", "flags", "Features"):
-        facts += [line.partition(":")[2].strip() for line in lines if line.startswith(wanted)][:1]
-    return "; ".join(facts)
-
-
-def _executable() -> Any:
-    """The programs, compiled in memory; a second or two with TVM's import. Raises BuildError."""
-    try:
-        import tvm
-        from tvm.target import codegen
-
-        from qsync.backend import fused
-
-        target = tvm.target.Target({"kind": "llvm", "mcpu": codegen.llvm_get_system_cpu(), "opt-level": 3})
-        return tvm.compile(fused.module(), target=target)
-    except Exception as error:
-        raise BuildError(f"TVM cannot compile the casts ({_first_line(error)})") from error
-
-
-def _export(path: Path) -> None:
-    print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
-    run_apart("from qsync.backend.compiled import export; export(path)", path)
-
-
-def run_apart(code: str, path: Path) -> None:
-    """Run what writes a library to `path` in a process of its own: LLVM ends the process that cannot write.
-
-    Raises BuildError.
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; path = sys.argv[1]; {code}", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        last = lines[-1].rstrip(".") if lines else f"exit code {done.returncode}"
-        raise BuildError(
-            f"TVM cannot compile and link the casts ({last}); install a C++ compiler (g++ or clang++) and "
-            f"see that there is room in {path.parent}"
-        )
-
-
-def export(path: str) -> None:
-    """Compile the programs into a library at `path`; TVM links it with a C++ compiler."""
-    _executable().export_library(path)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qsync.backend import compiled, kernel_cache
+from qsync.backend import kernel_cache
+from qsync.backend.build_process import run_apart
 from qsync.backend.cutlass import build
 
 OLDEST = "70"  # the compute capability that the CUDA C is written for
@@ -35,13 +36,13 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
     def kernels_to(path: Path) -> None:
         print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
-        compiled.run_apart(
+        run_apart(
             f"from qsync.backend import compiled_cuda; compiled_cuda.export_kernels(path, {architecture!r})",
             path,
         )
 
     def host_to(path: Path) -> None:
-        compiled.run_apart("from qsync.backend import compiled_cuda; compiled_cuda.export_host(path)", path)
+        run_apart("from qsync.backend import compiled_cuda; compiled_cuda.export_host(path)", path)
 
     kernels = kernel_cache.built(f"casts-sm{architecture}", {**facts, **compiler}, kernels_to)
     host = kernel_cache.built("casts-host", facts, host_to)

@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from qsync.backend import compiled
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 # The share of the plain result's square that the two may differ by. Two stochastic roundings of Gaussian
 # values differ by 1e-4, a wrong scale or a missed row by much more.
 _MOST_DIFFERENCE = 1e-3
+
+
+class RegisteredCast(NamedTuple):
+    """A cast that has a fused form: the function, and arguments of ordinary size to try it on, by device."""
+
+    function: Callable[..., Any]
+    trial: Callable[[torch.device], tuple[Any, ...]]
+
+
+# Every cast by its name: the modules that define casts register them.
+REGISTERED: dict[str, RegisteredCast] = {}
 # The library where a cast pays on a device, None where it does not; and the reason, in one sentence.
 _found: dict[tuple[str, torch.device], compiled.Library | None] = {}
 _verdicts: dict[tuple[str, torch.device], str] = {}
+
+
+def autotuned(trial: Callable[[torch.device], tuple[Any, ...]]) -> Callable[[_Function], _Function]:
+    """Register the decorated cast, with arguments like a model's of ordinary size."""
+
+    def register(function: _Function) -> _Function:
+        REGISTERED[function.__name__] = RegisteredCast(function, trial)
+        return function
+
+    return register
 
 
 def library(name: str, device: torch.device) -> compiled.Library | None:
@@ -66,7 +88,7 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
 
 def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple[float, float, float]:
     """How far the fused cast is from the plain one, and the seconds that each takes."""
-    function, trial = cast(name), TRIALS[name]
+    function, trial = REGISTERED[name]
     results, times = [], []
     try:
         for choice in (fused, None):
@@ -76,13 +98,6 @@ def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple
     finally:
         del _found[name, device]
     return _difference(*results), times[0], times[1]
-
-
-def cast(name: str) -> Callable[..., Any]:
-    """The cast of that name."""
-    from qsync.backend import activations, casts
-
-    return getattr(casts if hasattr(casts, name) else activations, name)
 
 
 def _least_s(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
@@ -106,57 +121,17 @@ def _difference(a: Any, b: Any) -> float:
     return max(_difference(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _values(device: torch.device, *shape: int) -> Tensor:
+def random_values(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
-def _codes(device: torch.device, *shape: int) -> Tensor:
-    return (_values(device, *shape) * 30).clamp(-127, 127).to(torch.int8)
+def random_codes(device: torch.device, *shape: int) -> Tensor:
+    return (random_values(device, *shape) * 30).clamp(-127, 127).to(torch.int8)
 
 
-def _positive(device: torch.device, size: int) -> Tensor:
-    return _values(device, size).abs() + 0.5
+def random_positive(device: torch.device, size: int) -> Tensor:
+    return random_values(device, size).abs() + 0.5
 
 
-def _images(device: torch.device) -> Tensor:
-    return _values(device, 32, 64, 28, 28).contiguous(memory_format=torch.channels_last)
-
-
-def _activation() -> Any:
-    from qsync.backend.activations import Activation
-
-    return Activation("gelu")
-
-
-_WINDOWS: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1])  # stride, padding, dilation
-
-# Arguments like a model's of ordinary size, for every cast by name.
-TRIALS: dict[str, Callable[[torch.device], tuple[Any, ...]]] = {
-    "quantize_rows": lambda d: (_values(d, 4096, 1024),),
-    "quantize_columns": lambda d: (_values(d, 1024, 1024),),
-    "quantize_rows_unsigned": lambda d: (_values(d, 32, 64 * 28 * 28),),
-    "narrow": lambda d: (_values(d, 4096, 1024),),
-    "transpose_last": lambda d: (_values(d, 32, 64, 28 * 28), torch.bfloat16),
-    "unfold": lambda d: (_values(d, 32, 28, 28, 64).bfloat16(), (3, 3), *_WINDOWS),
-    "fold": lambda d: (_values(d, 32, 28, 28, 3, 3, 64).bfloat16(), (28, 28), *_WINDOWS),
-    "sum_columns": lambda d: (_values(d, 4096, 1024).bfloat16(),),
-    "round_rows": lambda d: (_values(d, 4096, 1024), _positive(d, 1024)),
-    "round_columns": lambda d: (_values(d, 4096, 1024), _positive(d, 4096)),
-    "dequantize": lambda d: (
-        _codes(d, 4096, 1024).int(),
-        _positive(d, 4096),
-        _positive(d, 1024),
-        _positive(d, 1024),
-        torch.bfloat16,
-    ),
-    "dequantize_activated": lambda d: (*TRIALS["dequantize"](d), _activation()),
-    "changed_and_summed": lambda d: (
-        _values(d, 4096, 1024),
-        _values(d, 4096, 1024),
-        _activation(),
-        torch.bfloat16,
-    ),
-    "decode_rows": lambda d: (_codes(d, 4096, 1024), _positive(d, 4096)),
-    "narrow_and_sum": lambda d: (_values(d, 4096, 1024),),
-    "scale_images": lambda d: (_images(d), _positive(d, 32), _positive(d, 64), torch.bfloat16),
-}
+def random_images(device: torch.device) -> Tensor:
+    return random_values(device, 32, 64, 28, 28).contiguous(memory_format=torch.channels_last)

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, Run
 from qsync.predictor.kept import Kept
-from qsync.predictor.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, Span, layout
+from qsync.predictor.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, layout
 from qsync.predictor.memory import StepMemory, bytes_throughout, margin_bytes
+from qsync.predictor.spans import Span
 from qsync.remembered import Remembered
 from qsync.tabulated import Tables, Tabulated, tables
 

@@ -8,7 +8,7 @@ its gradient) and those that operators need besides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from qsync.backend.windows import packed_bytes
@@ -18,22 +18,12 @@ from qsync.precision import is_encoded, type_bytes
 from qsync.predictor.blocks import block_bytes
 from qsync.predictor.kept import FP32_BYTES, Kept, families, kept_by, made_for_backward
 from qsync.predictor.recomputed import Recomputed
+from qsync.predictor.spans import Span
 from qsync.predictor.temporaries import Mask, Surroundings, in_backward, in_forward
 from qsync.remembered import Remembered
 
 # Kinds whose result's gradient is that of their first so many inputs.
 PASSES_GRADIENT = {"add": 2, "sub": 1}
-
-
-@dataclass(slots=True)
-class Span:
-    """Bytes alive from `birth` to `death`, both included: what for (`part`) and which operator keeps it."""
-
-    num_bytes: int
-    birth: int
-    death: int
-    part: str = "transient"
-    saver: str = ""
 
 
 class Layout:

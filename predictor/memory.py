@@ -25,7 +25,8 @@ from qsync.lowering import Cast, LoweredGraph, Lowering, Run
 from qsync.precision import type_bytes
 from qsync.predictor.blocks import SEGMENTS
 from qsync.predictor.kept import FP32_BYTES
-from qsync.predictor.lifetimes import PASSES_GRADIENT, Lifetimes, Span, layout
+from qsync.predictor.lifetimes import PASSES_GRADIENT, Lifetimes, layout
+from qsync.predictor.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

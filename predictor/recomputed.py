@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from qsync.predictor.lifetimes import Span
+from qsync.predictor.spans import Span
 
 
 class Recomputed:
