@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsync.experiments.allocation_methods import BATCHES, BY_TIME, BY_VARIANCE, GREEDY, MILP, REPAIRED
-from qsync.experiments.pictures import FAINT, INK
+from qsync.figures.style import FAINT, INK
 from qsync.files import write_bytes
 
 Rows = Sequence[Mapping[str, Any]]

@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from qsync.experiments.allocation_bases import HALF
-from qsync.experiments.pictures import FAINT, INK
+from qsync.figures.style import FAINT, INK
 from qsync.files import write_bytes
 
 Row = Mapping[str, Any]

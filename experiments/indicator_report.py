@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from scipy.stats import t as student
 
-from qsync.experiments.pictures import INK, PRECISION_COLOURS
+from qsync.figures.style import INK, PRECISION_COLOURS
 from qsync.files import write_bytes
 from qsync.precision import Precision
 

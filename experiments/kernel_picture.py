@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync.experiments.pictures import FAINT, INK, PRECISION_COLOURS
+from qsync.figures.style import FAINT, INK, PRECISION_COLOURS
 from qsync.files import write_bytes
 from qsync.precision import Precision
 

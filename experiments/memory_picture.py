@@ -1,8 +1,7 @@
-"""Pictures of memory: a step's by part, class by class, and that of experiments/memory_error.py."""
+"""Draw predicted against measured bytes: the picture of experiments/memory_error.py."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from qsync.experiments.pictures import FAINT, INK
-from qsync.files import write_bytes
-from qsync.replayer import Peak
-
-# Okabe and Ito's, which colour-blind readers tell apart.
-_MODELS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-_PARTS = {
-    "throughout": ("#d5dae0", "parameters, gradients, optimizer, batch"),
-    "casts": ("#e69f00", "copies of weights"),
-    "saved": ("#0072b2", "saved for backward"),
-    "transient": ("#d55e00", "for a moment"),
-}
+from qsync.figures.memory import stack_parts, strip_axes
+from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
 
 
 def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], path: str | Path) -> Path:
@@ -38,37 +27,12 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
     _within(budget, rows)
     saved.legend(*_keys(rows, "model"), frameon=False, fontsize=8, ncols=3, loc="lower center")
     peak.legend(*_keys(rows, "part"), frameon=False, fontsize=8, ncols=2, loc="lower center")
-    _stacked(step, curve)
+    stack_parts(step, curve)
     handles, labels = step.get_legend_handles_labels()
     step.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
     step.set_xlabel("operator: forward | backward (a plan of GPT, simulated)")
     figure.suptitle("Bytes predicted from the graph, and measured", color=INK, x=0.01, ha="left")
-    return _save(figure, path)
-
-
-def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
-    """Draw how a step fills the memory of every class (`qsync.replayer.peaks`), one below the other.
-
-    The budget is drawn where it is near enough to be seen beside the peak; the title says in any case which
-    part of it is used.
-
-    >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
-    """
-    figure = Figure(figsize=(9, 1.2 + 2.4 * len(peaks)), layout="constrained")
-    found = figure.subplots(len(peaks), 1, squeeze=False)[:, 0]
-    for axes, (name, peak) in zip(found, peaks.items(), strict=True):
-        _stacked(axes, peak.curve)
-        high, part = peak.peak_bytes / 1e6, peak.peak_bytes / peak.budget_bytes
-        title = f"{name}: {high:.4g} MB at most, margin included; {100 * part:.3g} % of its budget"
-        axes.set_title(title, loc="left", fontsize=9, color=INK)
-        if peak.budget_bytes < 2 * peak.peak_bytes:
-            axes.axhline(peak.budget_bytes / 1e6, color=INK, linestyle=(0, (4, 3)), label="budget")
-            axes.set_ylim(0, 1.08 * max(high, peak.budget_bytes / 1e6))
-    handles, labels = found[-1].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
-    found[-1].set_xlabel("operator: forward | backward")
-    figure.suptitle("One step's memory (simulated)", color=INK, x=0.01, ha="left")
-    return _save(figure, path)
+    return save_png(figure, path)
 
 
 def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: float) -> None:
@@ -80,7 +44,7 @@ def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: floa
     axes.set_ylim(1 - 1.4 * max(bar, reach), 1 + 1.4 * max(bar, reach))
     axes.set_xlabel(f"{'saved for backward' if what == 'saved' else 'peak'}, measured MB")
     axes.set_ylabel("predicted / measured")
-    _plain(axes)
+    strip_axes(axes)
 
 
 def _within(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -89,7 +53,7 @@ def _within(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     _points(axes, rows, "budget_bytes", lambda row: row["peak_bytes"] / row["budget_bytes"])
     axes.set_xlabel("budget, MB")
     axes.set_ylabel("peak, measured / budget")
-    _plain(axes)
+    strip_axes(axes)
 
 
 def _points(
@@ -105,7 +69,7 @@ def _points(
 
 
 def _colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return dict(zip(dict.fromkeys(row["model"] for row in rows), _MODELS, strict=False))
+    return dict(zip(dict.fromkeys(row["model"] for row in rows), SERIES_COLOURS, strict=False))
 
 
 def _markers(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -121,28 +85,3 @@ def _keys(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[list[Line2D], l
         found = _markers(rows)
         handles = [Line2D([], [], color=INK, marker=m, linewidth=0, markersize=4) for m in found.values()]
     return handles, list(found)
-
-
-def _stacked(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
-    times = range(len(curve["throughout"]))
-    parts = [[b / 1e6 for b in curve[part]] for part in _PARTS]
-    axes.stackplot(
-        times, parts, colors=[colour for colour, _ in _PARTS.values()],
-        labels=[label for _, label in _PARTS.values()], step="mid", linewidth=0,
-    )  # fmt: skip
-    axes.axvline((len(times) - 1) / 2, color=INK, linewidth=0.8, linestyle=":")
-    axes.set_ylim(0, 1.35 * max(map(sum, zip(*parts, strict=True))))
-    axes.set_xlim(0, len(times) - 1)
-    axes.set_ylabel("MB")
-    _plain(axes)
-
-
-def _save(figure: Figure, path: str | Path) -> Path:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return write_bytes(path, buffer.getvalue())
-
-
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=INK, labelsize=8)

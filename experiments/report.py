@@ -10,8 +10,9 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync.experiments import memory_picture, pictures
+from qsync.experiments import pictures
 from qsync.experiments.demo_runs import Planned
+from qsync.figures import memory, precision_map, timeline
 from qsync.files import write_json
 from qsync.folders import Basis
 from qsync.replayer import Timeline, peaks
@@ -80,14 +81,16 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     weak = {c.name for c in basis.cluster.classes if c.emulated_share}
     entry = planned["qsync"]
     write_trace(entry.timeline, out / "trace.json")
-    pictures.allocation(entry.plan, basis.graph, basis.sensitivity, out / "allocation.png", emulated=weak)
-    lanes = pictures.lanes_of(entry.timeline, weak)
-    pictures.timelines(
+    precision_map.allocation(
+        entry.plan, basis.graph, basis.sensitivity, out / "allocation.png", emulated=weak
+    )
+    lanes = timeline.lanes_of(entry.timeline, weak)
+    timeline.timelines(
         lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
     )
     pictures.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
     full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
-    memory_picture.steps(full, out / "memory.png")
+    memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
 
 

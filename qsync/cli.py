@@ -197,16 +197,16 @@ def explain(
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     filled = peaks(found.graph, chosen, found.profiles, found.cluster)
     if picture is not None:
-        from qsync.experiments import memory_picture
+        from qsync.figures import memory as memory_figure
 
-        memory_picture.steps(
+        memory_figure.steps(
             {shown(name, found.profiles[name].origin): peak for name, peak in filled.items()}, picture
         )
     if allocation is not None:
-        from qsync.experiments import pictures
+        from qsync.figures import precision_map
 
         emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
-        pictures.allocation(chosen, found.graph, found.sensitivity, allocation, emulated=emulated)
+        precision_map.allocation(chosen, found.graph, found.sensitivity, allocation, emulated=emulated)
     refused = refusals(found.graph, chosen, found.profiles, found.cluster)
     reasons = reasons_for(
         found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
@@ -277,9 +277,9 @@ def replay(
     if trace is not None:
         write_trace(timeline, trace)
     if picture is not None:
-        from qsync.experiments import pictures
+        from qsync.figures import timeline as timeline_figure
 
-        pictures.timelines(pictures.lanes_of(timeline), picture, simulated=True)
+        timeline_figure.timelines(timeline_figure.lanes_of(timeline), picture, simulated=True)
     varied = None
     if steps is not None:
         varied = vary(

@@ -218,11 +218,11 @@ def _plan_frontier(found: Any, num: int, out: Path, options: dict[str, Any], as_
         )  # fmt: skip
     for chosen in plans:
         _check(found, chosen, options["budgets"])
-    from qsync.experiments import frontier_picture
+    from qsync.figures import pareto
 
     for number, chosen in enumerate(plans, 1):
         chosen.save(folder / f"plan-{number}.json")
-    picture = frontier_picture.draw(plans, folder / "frontier.png")
+    picture = pareto.draw(plans, folder / "frontier.png")
     if as_json:
         print_json({"simulated": True, "plans": [chosen.to_json() for chosen in plans]})
         return

@@ -10,7 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from qsync.errors import QSyncError
-from qsync.experiments import frontier_picture, memory_picture, pictures
+from qsync.experiments import pictures
+from qsync.figures import memory, pareto, precision_map
+from qsync.figures import timeline as timeline_figure
 from qsync.graph import Op, OpGraph, Role
 from qsync.plans import ClassPlan, Plan, Predicted
 from qsync.precision import Precision
@@ -44,9 +46,9 @@ def records(num_ops: int) -> tuple[Plan, OpGraph, Sensitivity]:
     return Plan("Gpt", graph.hash, classes), graph, Sensitivity(graph.hash, "variance", omega)
 
 
-def lanes(num_events: int) -> list[pictures.Lane]:
+def lanes(num_events: int) -> list[timeline_figure.Lane]:
     """Two ranks whose step has `num_events` operators; the second is half as fast and hardly waits."""
-    result: list[pictures.Lane] = []
+    result: list[timeline_figure.Lane] = []
     for label, pace in (("rank 0, strong", 1.0), ("rank 1, weak\nemulated", 1.6)):
         now, events = 0.0, []
         for kind, length in (("host", 0.02), ("forward", 0.25), ("loss", 0.02), ("backward", 0.5)):
@@ -82,22 +84,22 @@ def check_png(path: Path) -> None:
 
 @pytest.mark.parametrize("num_ops", [1, 25, 150])
 def test_allocation(tmp_path, num_ops):
-    check_png(pictures.allocation(*records(num_ops), tmp_path / "allocation.png", emulated={"weak"}))
+    check_png(precision_map.allocation(*records(num_ops), tmp_path / "allocation.png", emulated={"weak"}))
 
 
 @pytest.mark.parametrize("num_events", [1, 25, 150])
 def test_timelines(tmp_path, num_events):
     path = tmp_path / "timeline.png"
-    check_png(pictures.timelines(lanes(num_events), path, simulated=True, emulated=True))
+    check_png(timeline_figure.timelines(lanes(num_events), path, simulated=True, emulated=True))
 
 
 def test_a_replayed_timeline_has_a_lane_per_class(tmp_path):
     events = (Event("strong", "fc", "forward", 0.0, 0.1), Event("weak", "fc", "cast", 0.0, 0.2))
     classes = {name: ClassTimeline(0.1, 0.0, 0.0, 0.0, 0.0, 10, 2) for name in ("strong", "weak")}
     timeline = Timeline(0.2, classes, events)
-    drawn = pictures.lanes_of(timeline, emulated={"weak"})
+    drawn = timeline_figure.lanes_of(timeline, emulated={"weak"})
     assert [lane["label"] for lane in drawn] == ["strong × 2", "weak × 2\nemulated"]
-    check_png(pictures.timelines(drawn, tmp_path / "timeline.png", simulated=True))
+    check_png(timeline_figure.timelines(drawn, tmp_path / "timeline.png", simulated=True))
 
 
 def test_predicted_vs_measured(tmp_path):
@@ -111,7 +113,7 @@ def test_a_run_may_lack_its_prediction(tmp_path):
 
 def test_blocks_end_with_their_first_numbers():
     names = ("encoder.layer.3.attention.query", "stages.1.0.shortcut.0", "head", "blocks.2")
-    assert [pictures.block_of(name) for name in names] == [
+    assert [precision_map.block_of(name) for name in names] == [
         "encoder.layer.3",
         "stages.1.0",
         "head",
@@ -150,7 +152,7 @@ def trade() -> list[Plan]:
 
 
 def test_the_trade_numbers_its_plans_and_names_the_classes(tmp_path, figures):
-    check_png(frontier_picture.draw(trade(), tmp_path / "frontier.png"))
+    check_png(pareto.draw(trade(), tmp_path / "frontier.png"))
     above, below = figures[0].axes
     assert [text.get_text() for text in above.texts] == ["1", "2", "3: none"]
     assert above.collections[0].get_offsets()[:2].tolist() == [[100.0, 4e-3], [150.0, 1e-4]]
@@ -158,7 +160,7 @@ def test_the_trade_numbers_its_plans_and_names_the_classes(tmp_path, figures):
     assert [text.get_text() for text in below.get_legend().get_texts()] == ["strong", "weak (what if)"]
     assert above.get_legend() is not None  # the bound, which the first plan is not at
     proved = [replace(plan, bound=plan.added_variance) for plan in trade()]
-    frontier_picture.draw(proved, tmp_path / "frontier.png")
+    pareto.draw(proved, tmp_path / "frontier.png")
     assert figures[1].axes[0].get_legend() is None
 
 
@@ -168,7 +170,7 @@ def test_memory_is_drawn_against_its_budget(tmp_path, figures):
         "near": Peak("near", 100_000_000, {"parameters": 80_000_000}, curve),
         "far": Peak("far", 8_000_000_000, {"parameters": 80_000_000}, curve),
     }
-    check_png(memory_picture.steps(filled, tmp_path / "memory.png"))
+    check_png(memory.steps(filled, tmp_path / "memory.png"))
     near, far = figures[0].axes
     assert near.get_title("left") == "near: 80 MB at most, margin included; 80 % of its budget"
     assert far.get_title("left") == "far: 80 MB at most, margin included; 1 % of its budget"
@@ -182,7 +184,7 @@ def test_the_allocation_names_where_the_costs_of_a_class_come_from(tmp_path, fig
     plan, graph, sensitivity = records(5)
     weak = replace(plan["weak"], origin="what if")
     plan = replace(plan, classes={**plan.classes, "weak": weak})
-    pictures.allocation(plan, graph, sensitivity, tmp_path / "allocation.png", emulated={"middle"})
+    precision_map.allocation(plan, graph, sensitivity, tmp_path / "allocation.png", emulated={"middle"})
     labels = [label.get_text().splitlines()[0] for label in figures[0].axes[0].get_yticklabels()]
     assert labels == ["strong", "middle (emulated)", "weak (what if)"]
 
@@ -191,11 +193,11 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
     path = tmp_path / "picture.png"
     plan, _, sensitivity = records(1)
     with pytest.raises(QSyncError, match="no operator whose precision"):
-        pictures.allocation(plan, OpGraph("Empty", (), ()), sensitivity, path)
+        precision_map.allocation(plan, OpGraph("Empty", (), ()), sensitivity, path)
     with pytest.raises(QSyncError, match="at least one lane"):
-        pictures.timelines([], path, simulated=True)
+        timeline_figure.timelines([], path, simulated=True)
     with pytest.raises(QSyncError, match="'sleep'; use one of loading, host"):
-        pictures.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
+        timeline_figure.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
     with pytest.raises(QSyncError, match="no run to draw"):
         pictures.predicted_vs_measured({}, path)
     assert not list(tmp_path.iterdir())

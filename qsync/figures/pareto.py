@@ -1,21 +1,16 @@
-"""A picture of the trade between step time and added variance: every point a plan."""
+"""Draw the trade between step time and added variance: every point a plan."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qsync.experiments.pictures import FAINT, INK
-from qsync.files import write_bytes
+from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
 from qsync.plans import Plan
 from qsync.profiles import shown
-
-# Okabe and Ito's, which colour-blind readers tell apart; eight classes are as many as a cluster has.
-_CLASSES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
 
 
 def draw(plans: Sequence[Plan], path: str | Path) -> Path:
@@ -39,9 +34,7 @@ def draw(plans: Sequence[Plan], path: str | Path) -> Path:
     figure.suptitle(
         f"{plans[0].model}: what a shorter step costs (simulated)", x=0.01, ha="left", fontsize=11, color=INK
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return write_bytes(path, buffer.getvalue())
+    return save_png(figure, path, dpi=120)
 
 
 def _draw_trade(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> None:
@@ -70,10 +63,9 @@ def _draw_lowered(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> 
     for number, (name, entry) in enumerate(plans[0].classes.items()):
         of_plans = [plan.classes[name] for plan in plans]
         shares = [100 * len(own.lowered) / max(1, len(own.assignment)) for own in of_plans]
-        axes.plot(
-            steps, shares, color=_CLASSES[number % len(_CLASSES)], marker="o", markersize=3, linewidth=1.2,
-            label=shown(name, entry.origin),
-        )  # fmt: skip
+        colour = SERIES_COLOURS[number % len(SERIES_COLOURS)]
+        label = shown(name, entry.origin)
+        axes.plot(steps, shares, color=colour, marker="o", markersize=3, linewidth=1.2, label=label)
     axes.set_ylim(-4, 104)
     axes.set_ylabel("operators lowered, %", fontsize=9, color=INK)
     axes.set_xlabel("step, ms", fontsize=9, color=INK)

@@ -1,0 +1,1 @@
+"""Draw plans and predictions: precision map, timeline, memory of a step, trade between time and variance."""

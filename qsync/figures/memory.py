@@ -1,0 +1,63 @@
+"""Draw how a step fills the memory of every class, by part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qsync.figures.style import INK, save_png
+from qsync.replayer import Peak
+
+_PARTS = {
+    "throughout": ("#d5dae0", "parameters, gradients, optimizer, batch"),
+    "casts": ("#e69f00", "copies of weights"),
+    "saved": ("#0072b2", "saved for backward"),
+    "transient": ("#d55e00", "for a moment"),
+}
+
+
+def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
+    """Draw how a step fills the memory of every class (`qsync.replayer.peaks`), one below the other.
+
+    The budget is drawn where it is near enough to be seen beside the peak; the title says in any case which
+    part of it is used.
+
+    >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
+    """
+    figure = Figure(figsize=(9, 1.2 + 2.4 * len(peaks)), layout="constrained")
+    found = figure.subplots(len(peaks), 1, squeeze=False)[:, 0]
+    for axes, (name, peak) in zip(found, peaks.items(), strict=True):
+        stack_parts(axes, peak.curve)
+        high, part = peak.peak_bytes / 1e6, peak.peak_bytes / peak.budget_bytes
+        title = f"{name}: {high:.4g} MB at most, margin included; {100 * part:.3g} % of its budget"
+        axes.set_title(title, loc="left", fontsize=9, color=INK)
+        if peak.budget_bytes < 2 * peak.peak_bytes:
+            axes.axhline(peak.budget_bytes / 1e6, color=INK, linestyle=(0, (4, 3)), label="budget")
+            axes.set_ylim(0, 1.08 * max(high, peak.budget_bytes / 1e6))
+    handles, labels = found[-1].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=5, loc="outside lower center")
+    found[-1].set_xlabel("operator: forward | backward")
+    figure.suptitle("One step's memory (simulated)", color=INK, x=0.01, ha="left")
+    return save_png(figure, path)
+
+
+def stack_parts(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
+    times = range(len(curve["throughout"]))
+    parts = [[b / 1e6 for b in curve[part]] for part in _PARTS]
+    axes.stackplot(
+        times, parts, colors=[colour for colour, _ in _PARTS.values()],
+        labels=[label for _, label in _PARTS.values()], step="mid", linewidth=0,
+    )  # fmt: skip
+    axes.axvline((len(times) - 1) / 2, color=INK, linewidth=0.8, linestyle=":")
+    axes.set_ylim(0, 1.35 * max(map(sum, zip(*parts, strict=True))))
+    axes.set_xlim(0, len(times) - 1)
+    axes.set_ylabel("MB")
+    strip_axes(axes)
+
+
+def strip_axes(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK, labelsize=8)

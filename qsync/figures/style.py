@@ -1,0 +1,47 @@
+"""Colours and strokes that all figures share, and how a figure is written.
+
+Figures are drawn without pyplot: no window system, no global state. Colours are Okabe and Ito's, which
+colour-blind readers tell apart. FP32 is grey, so that lowered operators stand out.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qsync.files import write_bytes
+from qsync.precision import Precision
+
+INK, FAINT = "#333333", "#8a9099"
+
+PRECISION_COLOURS = {
+    Precision.FP32: "#d5dae0",
+    Precision.TF32: "#56b4e9",
+    Precision.BF16: "#0072b2",
+    Precision.FP16: "#009e73",
+    Precision.FP8: "#cc79a7",
+    Precision.INT8: "#e69f00",
+    Precision.INT8_ALL: "#d55e00",
+}
+# Curves of several classes or models, in this order.
+SERIES_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#b8a900", "#4d4d4d")
+
+
+def strip_axes(axes: Axes, grid: str) -> None:
+    """Remove the lines of axes that carry no information; keep a grid along `grid` ("x" or "y")."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
+    axes.grid(axis=grid, color="#e6e9ed", linewidth=0.8)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+
+
+def save_png(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
+    """Write the figure as a PNG, whole or not at all. Return its path."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=dpi, facecolor="white")
+    return write_bytes(path, drawn.getvalue())
