@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,12 +69,10 @@ def layer(module: str) -> str:
     return "records" if parts[1] in RECORDS else "qsync"
 
 
-def imports(module: str, at_top_only: bool = False) -> set[str]:
+def imports(module: str) -> set[str]:
     """What a module imports, wherever in its code; `from qsync import backend` counts as qsync.backend."""
-    tree = ast.parse(MODULES[module].read_text())
-    nodes = tree.body if at_top_only else ast.walk(tree)
     found: set[str] = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -102,16 +101,16 @@ def test_nothing_that_is_imported_is_missing():
 
 
 def test_modules_do_not_import_each_other_in_circles():
-    reached: dict[str, set[str]] = {}
+    """Imports inside functions and for type checkers count as well."""
+    done: set[str] = set()
 
     def walk(module: str, path: tuple[str, ...]) -> None:
         assert module not in path, " -> ".join([*path[path.index(module) :], module])
-        if module in reached:
+        if module in done:
             return
-        for imported in sorted(imports(module, at_top_only=True) & set(MODULES)):
-            if imported != "qsync":
-                walk(imported, (*path, module))
-        reached[module] = set()
+        for imported in sorted(imports(module) & set(MODULES) - {"qsync"}):
+            walk(imported, (*path, module))
+        done.add(module)
 
     for module in MODULES:
         walk(module, ())
@@ -163,20 +162,26 @@ def test_files_are_named_by_their_subject():
     assert not [path for path in (ROOT / "tests").rglob("*.py") if path.stem in unnamed]
 
 
-def test_every_room_of_the_package_exists_and_every_folder_is_a_room():
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    rooms = next(
-        ast.literal_eval(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "ROOMS"
-    )
-    assert set(rooms) == set(ROOMS)
-    for room in rooms:
-        assert (ROOT / room / "__init__.py").is_file()
-    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"tests"} == set(FOLDERS)
+def test_every_folder_is_a_package_that_setup_py_installs():
+    installed = runpy.run_path(str(ROOT / "setup.py"), run_name="imported")["packages"]()
+    assert {ROOT / folder for folder in installed.values()} == {path.parent for path in MODULES.values()}
+    tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert tops - {"tests"} == set(FOLDERS)
 
 
 def test_only_the_command_line_imports_experiments():
     found = [m for m in MODULES if any(i.startswith("qsync.experiments") for i in imports(m))]
     assert {layer(m) for m in found} <= {"experiments", "cli"}
+
+
+def test_only_commands_that_run_experiments_import_them():
+    """Of the command line's, `demo` and `validate` alone: pictures and tables are the product's own."""
+    cli = ast.parse(MODULES["qsync.cli"].read_text())
+    found = {
+        function.name
+        for function in ast.walk(cli)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("qsync.experiments")
+    }
+    assert found == {"demo", "validate"}
