@@ -24,7 +24,7 @@ from torch import nn
 
 import qsync
 from qsync.devices import machine
-from qsync.expansion.layout import ExpansionPlan
+from qsync.expansion.plan import ExpansionPlan
 from qsync.experiments.demo_rank import commit
 from qsync.experiments.gpt import Gpt
 from qsync.experiments.resnet import ResNet

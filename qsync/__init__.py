@@ -26,7 +26,7 @@ _PUBLIC = {
     "recipe_of": "qsync.expansion.families",
     "derive_recipe": "qsync.expansion.derivation.deriving",
     "plan_expansion": "qsync.expansion.layout",
-    "expand": "qsync.expansion.growing",
+    "expand": "qsync.expansion.expanding",
     "verify_expansion": "qsync.expansion.verification",
     "expand_optimizer": "qsync.expansion.optimizers",
     "save_expanded": "qsync.expansion.saving",

@@ -10,7 +10,7 @@ from models import bert, generator, gpt2, llama, vit
 from torch import nn
 
 import qsync
-from qsync.expansion.layout import ExpansionPlan
+from qsync.expansion.plan import ExpansionPlan
 from qsync.experiments.bert import Bert
 from qsync.experiments.gpt import Gpt
 from qsync.experiments.resnet import ResNet

@@ -14,7 +14,7 @@ from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.errors import MismatchError
 from qsync.expansion.carrying import SILENT
 from qsync.expansion.gains import gradient_gain, rounding_gain
-from qsync.expansion.layout import ExpansionPlan
+from qsync.expansion.plan import ExpansionPlan
 from qsync.experiments.gpt import Gpt
 from qsync.graph import OpGraph
 from qsync.precision import Precision

@@ -13,7 +13,7 @@ from qsync.cluster import Cluster, DeviceClass, Link
 from qsync.devices import detect_class, device_of
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError
 from qsync.expansion.growing import built
-from qsync.expansion.layout import ExpansionPlan
+from qsync.expansion.plan import ExpansionPlan
 from qsync.graph import OpGraph
 from qsync.lowering import lower
 from qsync.precision import PRECISIONS_BY_KIND, Precision

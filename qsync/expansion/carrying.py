@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from qsync.errors import MismatchError
 from qsync.expansion.gains import gradient_gain, rounding_gain
-from qsync.expansion.layout import ExpansionPlan
+from qsync.expansion.plan import ExpansionPlan
 from qsync.graph import Op, OpGraph
 from qsync.predictor.filling import carry
 from qsync.predictor.learned import CostModel

@@ -18,8 +18,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from statistics import fmean
 
-from qsync.expansion.layout import ExpansionPlan
 from qsync.expansion.maps import Axis, TensorMap
+from qsync.expansion.plan import ExpansionPlan
 from qsync.expansion.recipes import ATTENTION, FIXED
 
 # Of what reads a space: the part of its gradient that goes by shares, and the one that goes by p.

@@ -1,4 +1,4 @@
-"""expand: a new model of the same class, larger, that computes what the small one does."""
+"""Grow a model by its map: a new one of the same class, larger, that computes what the small one does."""
 
 from __future__ import annotations
 
@@ -8,29 +8,11 @@ import torch
 
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion import norms
-from qsync.expansion.layout import ExpansionPlan, plan_expansion
-from qsync.expansion.recipes import Recipe
+from qsync.expansion.model_map import ModelMap
 from qsync.expansion.sizes import joined
 
 
-def expand(
-    model: torch.nn.Module, recipe: Recipe, split: str = "random", depth: str = "zero", seed: int = 0
-) -> torch.nn.Module:
-    """A larger model of the same class that computes the same function, and whose copies part when it trains.
-
-    LEMON's method (arXiv:2310.07999), for any widths, up to twice the depth, both at once; see
-    `plan_expansion` for `split`, `depth`, `seed` and what is raised. The new model has the type, the device
-    and the mode of `model`, which is left as it is; so is torch's random state. Where the eps of norms
-    change, the modules and, where it can say so, the config have the new ones: a state dict alone would not
-    be the same model (see `save_expanded`).
-
-    >>> big = qsync.expand(small, qsync.recipe_of(small).to(width=768, layers=12))
-    >>> assert qsync.verify_expansion(small, big, batch).passed
-    """
-    return grow(model, plan_expansion(model, recipe, split=split, depth=depth, seed=seed))
-
-
-def grow(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
+def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     """What `expand` does, by a plan that is there already: `plan_expansion` shows it, this makes it."""
     if any(value.is_meta for value in model.parameters()):
         raise UnsupportedError(
@@ -49,7 +31,7 @@ def grow(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
     return new
 
 
-def built(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
+def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     """What the recipe builds, with its own weights. Raises MismatchError where it cannot, or builds something
     else or of other shapes."""
     cards = {value.device.index for value in model.parameters() if value.is_cuda}
@@ -75,11 +57,11 @@ def built(model: torch.nn.Module, plan: ExpansionPlan) -> torch.nn.Module:
     return new
 
 
-def _told(plan: ExpansionPlan) -> str:
+def _told(plan: ModelMap) -> str:
     return ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
 
 
-def _check_shared(model: torch.nn.Module, plan: ExpansionPlan, new: torch.nn.Module) -> None:
+def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
     """MismatchError unless parameters are shared in the larger model as they are in the small one."""
     before = dict(model.named_parameters(remove_duplicate=False))
     sources: dict[int, int] = {}  # by a parameter of either: which of the other it goes with
@@ -95,7 +77,7 @@ def _check_shared(model: torch.nn.Module, plan: ExpansionPlan, new: torch.nn.Mod
             )
 
 
-def _check_shapes(plan: ExpansionPlan, new: torch.nn.Module) -> None:
+def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
     """MismatchError unless what was built has the shapes that were planned."""
     shapes = {name: tuple(value.shape) for name, value in new.named_parameters(remove_duplicate=False)}
     missing = sorted(shapes.keys() - plan.tensors.keys())
@@ -117,7 +99,7 @@ def _check_shapes(plan: ExpansionPlan, new: torch.nn.Module) -> None:
 
 
 def _fill(
-    model: torch.nn.Module, new: torch.nn.Module, plan: ExpansionPlan, state: dict[str, torch.Tensor]
+    model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap, state: dict[str, torch.Tensor]
 ) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in new.named_parameters():
@@ -140,7 +122,7 @@ def _fill(
             buffer.data = buffer.data.to(device)
 
 
-def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ExpansionPlan) -> None:
+def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
     """The eps that norms now have: on the modules, and in the config where all are alike. One that growth
     leaves as it is need not be what `build` gives: the small model may have been grown itself."""
     before = dict(model.named_modules())

@@ -13,9 +13,10 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.expansion import norms
 from qsync.expansion.depth import Depth, Place, depth_of
 from qsync.expansion.maps import FREE, SPLITS, Axis, TensorMap, shares_of
+from qsync.expansion.plan import ExpansionPlan
 from qsync.expansion.recipes import ATTENTION, FIXED, Recipe
 from qsync.expansion.silencing import check_blocks, silenced
-from qsync.expansion.sizes import Extent, heads, joined, size_name, small_sizes, target_sizes
+from qsync.expansion.sizes import Extent, heads, size_name, small_sizes, target_sizes
 from qsync.expansion.spaces import (
     AVERAGE,
     CIRCULAR,
@@ -32,55 +33,6 @@ from qsync.expansion.tensors import Tensor, tensors_of
 DEPTHS = ("zero", "cancel")
 # New entries of a norm's weight, beside the others: small, and not 0, which would never learn.
 _ZETA = 0.1
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ExpansionPlan:
-    """How a model grows: the map of every tensor, by name, and what no tensor holds.
-
-    `eps` are those of norms that change, by their path in the grown model. `small` and `sizes` are the sizes
-    before and after. `str()` is a table.
-    """
-
-    recipe: Recipe
-    tensors: Mapping[str, TensorMap]
-    eps: Mapping[str, float]
-    small: Mapping[str, int]
-    sizes: Mapping[str, int]
-    depth: Depth
-    split: str = "random"
-    new_blocks: str = "zero"
-    seed: int = 0
-
-    def grown(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state dict of the small model, grown: its weights, or a moving average of them, which gets the
-        same random part. Differentiable. Raises MismatchError for another model's.
-
-        >>> average = plan.grown(ema.state_dict())
-        """
-        missing = [m.source for m in self.tensors.values() if m.source not in state]
-        if missing:
-            raise MismatchError(
-                f"the state to grow lacks {joined(missing)}; give that of the model that was planned for"
-            )
-        for m in self.tensors.values():
-            if tuple(state[m.source].shape) != m.source_shape:
-                raise MismatchError(
-                    f"{m.source} has shape {tuple(state[m.source].shape)}, and {m.source_shape} in the model "
-                    "that was planned for; give that model's state"
-                )
-        return {name: m.grown(state[m.source], self.seed) for name, m in self.tensors.items()}
-
-    def expand(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The grown model: what `qsync.expand` returns, by this plan."""
-        from qsync.expansion.growing import grow
-
-        return grow(model, self)
-
-    def __str__(self) -> str:
-        from qsync.expansion.telling import table
-
-        return table(self)
 
 
 def plan_expansion(

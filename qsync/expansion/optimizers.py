@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qsync.errors import MismatchError, UnsupportedError
-from qsync.expansion.layout import ExpansionPlan
 from qsync.expansion.maps import TensorMap, along
+from qsync.expansion.plan import ExpansionPlan
 
 # What optimizers of torch keep for each element: averages of gradients, and of their squares.
 _LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")

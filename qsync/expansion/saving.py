@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file, save_model
 
 from qsync.errors import FormatError, MismatchError
 from qsync.expansion import norms
-from qsync.expansion.layout import ExpansionPlan
 from qsync.expansion.optimizers import expand_optimizer
+from qsync.expansion.plan import ExpansionPlan
 from qsync.expansion.reading import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet
 from qsync.expansion.sizes import joined
 from qsync.expansion.telling import as_json

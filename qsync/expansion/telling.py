@@ -1,15 +1,15 @@
-"""An expansion plan in words: every tensor's map, as a table."""
+"""The map of a model in words: every tensor's map, as a table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from qsync.expansion.layout import ExpansionPlan
 from qsync.expansion.maps import TensorMap, summary
+from qsync.expansion.model_map import ModelMap
 
 
-def table(plan: ExpansionPlan) -> str:
+def table(plan: ModelMap) -> str:
     """A line per tensor: shapes, and how each axis grows. Tensors alike in every block are one line."""
     rows = [("tensor", "from", "to", "how"), *_rows(plan)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -29,7 +29,7 @@ def table(plan: ExpansionPlan) -> str:
     return "\n".join([head, "", *(line.rstrip() for line in lines), *(tail if eps else [])])
 
 
-def as_json(plan: ExpansionPlan) -> dict[str, Any]:
+def as_json(plan: ModelMap) -> dict[str, Any]:
     """The same for programs: sizes, every tensor's shapes and how it grows, eps."""
     return {
         "recipe": plan.recipe.name,
@@ -58,7 +58,7 @@ def how(m: TensorMap) -> str:
     return "; ".join(parts) or "as it is"
 
 
-def _rows(plan: ExpansionPlan) -> list[Sequence[str]]:
+def _rows(plan: ModelMap) -> list[Sequence[str]]:
     """Rows, those of blocks that are alike folded into one, with how many they are."""
     counted: dict[tuple[str, str, str, str], int] = {}
     for name, m in plan.tensors.items():
