@@ -10,6 +10,7 @@ from torch import nn
 
 from qsync.errors import UnsupportedError
 from qsync.expansion.derivation.findings import Findings
+from qsync.expansion.derivation.products import ALL_RULES
 from qsync.expansion.derivation.tabling import Entry, Names, block_of, lines_of, named, stream_of, text_of
 from qsync.expansion.derivation.watching import watch
 from qsync.expansion.recipes import Recipe, Sizes
@@ -69,7 +70,7 @@ class Derived:
         return Recipe(self.model, build=build, **{**proposed, **options})
 
     def _heads(self, model: nn.Module) -> Sizes:
-        seen = Findings(watch(model, self.inputs))
+        seen = Findings(watch(model, self.inputs, ALL_RULES))
         return {"heads": seen.heads, "kv_heads": seen.kv_heads}
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
 
     >>> print(qsync.derive_recipe(Gpt(), torch.zeros(1, 8, dtype=torch.int64)))
     """
-    findings = Findings(watch(model, example_inputs))
+    findings = Findings(watch(model, example_inputs, ALL_RULES))
     entries = list(findings.entries())
     names = named(entries, findings.blocks)
     findings.judge(entries, names)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.tabling import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
 from qsync.expansion.derivation.ties import (
     Axis,
@@ -19,7 +20,7 @@ from qsync.expansion.derivation.ties import (
     unify,
 )
 from qsync.expansion.derivation.values import Attention, Norm, Use, Writer
-from qsync.expansion.derivation.watching import RETURNED, Watch
+from qsync.expansion.derivation.watching import RETURNED
 from qsync.expansion.recipes import FIXED
 from qsync.expansion.sizes import joined
 
@@ -41,7 +42,7 @@ _REST = {
 class Findings:
     """One run, read."""
 
-    def __init__(self, seen: Watch) -> None:
+    def __init__(self, seen: Recorder) -> None:
         self.seen = seen
         self.notes: list[str] = []
         self.blocks, self.open = blocks_pattern(seen.model, seen.sums)

@@ -3,14 +3,10 @@ them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.rules import PIXELS, ROWS, RULES, Call, rule
 from qsync.expansion.derivation.ties import Axis, Hold, Untied, axis, hold, regroup, size_of, unify
 from qsync.expansion.derivation.values import Attention, Scores, Use, Value, Writer
-
-if TYPE_CHECKING:
-    from qsync.expansion.derivation.watching import Watch
 
 KERNEL = Hold("it is a kernel's", True)
 CLASSES = Hold("it numbers classes", True)
@@ -19,51 +15,51 @@ CLASSES = Hold("it numbers classes", True)
 # -- products --
 
 
-def _product(watch: Watch, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
+def _product(seen: Recorder, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
     """a times b, summed over `inner`: a matrix of the model at work, or two values that meet."""
     unify(*inner)
     for matrix, columns, rows in ((b, inner[1], axes[-1]), (a, inner[0], axes[-2])):
         if matrix.param is not None:
-            first = watch.parameters[matrix.param].axes[0]
-            use = Use(watch.clock, watch.path, matrix.param, "product", columns, rows, first is rows)
-            watch.uses.append(use)
+            first = seen.parameters[matrix.param].axes[0]
+            use = Use(seen.clock, seen.path, matrix.param, "product", columns, rows, first is rows)
+            seen.uses.append(use)
             return Value(axes, None, True, Writer.of(matrix.param, rows))
     weights, other = (a, b) if a.scores and a.scores.weighed else (b, a)
     if weights.scores and weights.scores.weighed:
         known = weights.scores
-        watch.attentions.append(Attention(watch.path, known.query, known.key, other.writer, known.inner))
+        seen.attentions.append(Attention(seen.path, known.query, known.key, other.writer, known.inner))
         return Value(axes, None, True)
-    watch.event("multiplies along", "matmul", [inner[0]])
+    seen.event("multiplies along", "matmul", [inner[0]])
     return Value(axes, None, True, None, Scores(a.writer, b.writer, inner[0]))
 
 
 @rule("mm", "addmm")
-def _mm(watch: Watch, call: Call) -> list[Value]:
+def _mm(seen: Recorder, call: Call) -> list[Value]:
     *_, first, second = call.tensors
-    a, b = watch.value(first), watch.value(second)
-    found = _product(watch, a, b, (a.axes[1], b.axes[0]), [a.axes[0], b.axes[1]])
+    a, b = seen.value(first), seen.value(second)
+    found = _product(seen, a, b, (a.axes[1], b.axes[0]), [a.axes[0], b.axes[1]])
     if call.name == "addmm":
-        _onto(watch.value(call["self"]), found.axes)
+        _onto(seen.value(call["self"]), found.axes)
     return [found]
 
 
 @rule("bmm", "baddbmm")
-def _bmm(watch: Watch, call: Call) -> list[Value]:
+def _bmm(seen: Recorder, call: Call) -> list[Value]:
     *_, first, second = call.tensors
-    a, b = watch.value(first), watch.value(second)
+    a, b = seen.value(first), seen.value(second)
     unify(a.axes[0], b.axes[0])
-    found = _product(watch, a, b, (a.axes[2], b.axes[1]), [a.axes[0], a.axes[1], b.axes[2]])
+    found = _product(seen, a, b, (a.axes[2], b.axes[1]), [a.axes[0], a.axes[1], b.axes[2]])
     if call.name == "baddbmm":
-        _onto(watch.value(call["self"]), found.axes)
+        _onto(seen.value(call["self"]), found.axes)
     return [found]
 
 
 @rule("linear")
-def _linear(watch: Watch, call: Call) -> list[Value]:
-    x, weight = watch.value(call["input"]), watch.value(call["weight"])
-    found = _product(watch, x, weight, (x.axes[-1], weight.axes[1]), [*x.axes[:-1], weight.axes[0]])
+def _linear(seen: Recorder, call: Call) -> list[Value]:
+    x, weight = seen.value(call["input"]), seen.value(call["weight"])
+    found = _product(seen, x, weight, (x.axes[-1], weight.axes[1]), [*x.axes[:-1], weight.axes[0]])
     if call["bias"] is not None:
-        _onto(watch.value(call["bias"]), found.axes)
+        _onto(seen.value(call["bias"]), found.axes)
     return [found]
 
 
@@ -75,8 +71,8 @@ def _onto(value: Value, axes: list[Axis]) -> None:
 
 
 @rule("convolution")
-def _convolution(watch: Watch, call: Call) -> list[Value]:
-    x, weight = watch.value(call["input"]), watch.value(call["weight"])
+def _convolution(seen: Recorder, call: Call) -> list[Value]:
+    x, weight = seen.value(call["input"]), seen.value(call["weight"])
     for kernel in weight.axes[2:]:
         hold(kernel, KERNEL)
     rows, columns = weight.axes[:2]
@@ -90,23 +86,23 @@ def _convolution(watch: Watch, call: Call) -> list[Value]:
     else:
         raise Untied
     if call["bias"] is not None:
-        unify(watch.value(call["bias"]).axes[0], rows)
+        unify(seen.value(call["bias"]).axes[0], rows)
     axes = [x.axes[0], rows, *(axis(size, [PIXELS]) for size in call.out.shape[2:])]
     writer = None
     if weight.param is not None:
-        watch.uses.append(Use(watch.clock, watch.path, weight.param, "product", columns, rows))
+        seen.uses.append(Use(seen.clock, seen.path, weight.param, "product", columns, rows))
         writer = Writer.of(weight.param, rows)
     return [Value(axes, None, True, writer)]
 
 
 @rule("embedding")
-def _embedding(watch: Watch, call: Call) -> list[Value]:
-    weight, indices = watch.value(call["weight"]), watch.value(call["indices"])
+def _embedding(seen: Recorder, call: Call) -> list[Value]:
+    weight, indices = seen.value(call["weight"]), seen.value(call["indices"])
     hold(weight.axes[0], ROWS)
     width = weight.axes[1]
     if weight.param is not None:
-        width = watch.looked_up(weight.param, size_of(width))
-        watch.uses.append(Use(watch.clock, watch.path, weight.param, "lookup", [], width))
+        width = seen.looked_up(weight.param, size_of(width))
+        seen.uses.append(Use(seen.clock, seen.path, weight.param, "lookup", [], width))
     return [Value([*indices.axes, width], None, True)]
 
 
@@ -114,10 +110,10 @@ def _embedding(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("_softmax", "_safe_softmax", "_log_softmax")
-def _softmax(watch: Watch, call: Call) -> list[Value]:
-    value, dim = watch.value(call.tensors[0]), call.dim()
+def _softmax(seen: Recorder, call: Call) -> list[Value]:
+    value, dim = seen.value(call.tensors[0]), call.dim()
     if value.scores is None:
-        watch.event("sums over", call.name, [value.axes[dim]])
+        seen.event("sums over", call.name, [value.axes[dim]])
         return [value]
     query, key = value.scores.query, value.scores.key
     if dim != len(value.axes) - 1:
@@ -125,9 +121,9 @@ def _softmax(watch: Watch, call: Call) -> list[Value]:
     return [Value(value.axes, None, True, None, Scores(query, key, value.scores.inner, True))]
 
 
-def _attention(watch: Watch, call: Call) -> list[Value]:
+def _attention(seen: Recorder, call: Call) -> list[Value]:
     """The fused operator: queries (..., heads, T, D) on keys and values (..., kv_heads, S, D)."""
-    q, k, v = (watch.value(call[name]) for name in ("query", "key", "value"))
+    q, k, v = (seen.value(call[name]) for name in ("query", "key", "value"))
     for one, other in ((q.axes[-1], k.axes[-1]), (k.axes[-2], v.axes[-2])):
         unify(one, other)
     for batch_q, batch_k, batch_v in zip(q.axes[:-2], k.axes[:-2], v.axes[:-2], strict=True):
@@ -140,8 +136,8 @@ def _attention(watch: Watch, call: Call) -> list[Value]:
             unify(groups, batch_k)
     for name in ("attn_mask", "attn_bias"):
         if call.arguments.get(name) is not None:
-            _onto(watch.value(call[name]), [*q.axes[:-1], k.axes[-2]])
-    watch.attentions.append(Attention(watch.path, q.writer, k.writer, v.writer, q.axes[-1]))
+            _onto(seen.value(call[name]), [*q.axes[:-1], k.axes[-2]])
+    seen.attentions.append(Attention(seen.path, q.writer, k.writer, v.writer, q.axes[-1]))
     mixed = Value([*q.axes[:-1], v.axes[-1]], None, True)
     rest = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [mixed, *rest]
@@ -160,13 +156,13 @@ RULES |= {
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
-def _norm(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call["input"])
+def _norm(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call["input"])
     dims = len(call["normalized_shape"])
     for name in ("weight", "bias"):
         if call.arguments.get(name) is not None:
-            _onto(watch.value(call[name]), value.axes)
-    watch.frames[-1].normalised.append((call.name, value.axes[-dims:]))
+            _onto(seen.value(call[name]), value.axes)
+    seen.frames[-1].normalised.append((call.name, value.axes[-dims:]))
     means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [value, *means]
 
@@ -175,13 +171,13 @@ def _norm(watch: Watch, call: Call) -> list[Value]:
     "native_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update", "cudnn_batch_norm",
     "miopen_batch_norm", "batch_norm",
 )  # fmt: skip
-def _batch_norm(watch: Watch, call: Call) -> list[Value]:
+def _batch_norm(seen: Recorder, call: Call) -> list[Value]:
     """Each channel for itself; its running statistics grow with it."""
-    value = watch.value(call["input"])
+    value = seen.value(call["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         if call.arguments.get(name) is not None:
-            unify(watch.value(call[name], held=False).axes[0], value.axes[1])
-    watch.uses.append(Use(watch.clock, watch.path, "", "batch_norm", value.axes[1], value.axes[1]))
+            unify(seen.value(call[name], held=False).axes[0], value.axes[1])
+    seen.uses.append(Use(seen.clock, seen.path, "", "batch_norm", value.axes[1], value.axes[1]))
     means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [value, *means]
 
@@ -191,13 +187,13 @@ def _batch_norm(watch: Watch, call: Call) -> list[Value]:
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d",
     "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
-def _pool(watch: Watch, call: Call) -> list[Value]:
+def _pool(seen: Recorder, call: Call) -> list[Value]:
     """Per channel, over positions."""
-    value = watch.value(call.tensors[0])
+    value = seen.value(call.tensors[0])
     num_kept = min(2, len(value.axes) - 1)
     found = []
     if "max" in call.name:
-        watch.event("acts on", call.name, value.axes[1:num_kept])
+        seen.event("acts on", call.name, value.axes[1:num_kept])
     for out in call.outs:
         positions = [axis(size, [PIXELS]) for size in out.shape[num_kept:]]
         found.append(value.shaped([*value.axes[:num_kept], *positions]))
@@ -205,8 +201,8 @@ def _pool(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
-def _loss(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call["self"])
+def _loss(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call["self"])
     hold(value.axes[min(1, len(value.axes) - 1)], CLASSES)
     return [Value([axis(size, [CLASSES]) for size in out.shape]) for out in call.outs]
 

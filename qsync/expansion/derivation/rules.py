@@ -1,6 +1,6 @@
 """What each operator does to axes: which it hands on, which it ties together, which it sums over.
 
-A rule takes the watch and a call and returns one Value per tensor that the call returned. Elementwise
+A rule takes the recorder and a call and returns one Value per tensor that the call returned. Elementwise
 operators and reductions are known by torch's tags, so that few need a name here. An operator without a rule
 is not guessed.
 """
@@ -8,12 +8,13 @@ is not guessed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.ties import (
     Axis,
     Hold,
@@ -29,10 +30,7 @@ from qsync.expansion.derivation.ties import (
 )  # fmt: skip
 from qsync.expansion.derivation.values import Value, combined
 
-if TYPE_CHECKING:
-    from qsync.expansion.derivation.watching import Watch
-
-Rule = Callable[["Watch", "Call"], list[Value]]
+Rule = Callable[[Recorder, "Call"], list[Value]]
 RULES: dict[str, Rule] = {}
 
 PIXELS = Hold("it counts positions", True)
@@ -85,9 +83,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 # -- elementwise, constants, sums --
 
 
-def pointwise(watch: Watch, call: Call) -> list[Value]:
+def pointwise(seen: Recorder, call: Call) -> list[Value]:
     """Axes that meet, counted from the last, are one; an axis of one element meets nothing."""
-    inputs = [watch.value(tensor) for tensor in call.tensors]
+    inputs = [seen.value(tensor) for tensor in call.tensors]
     axes: list[Axis] = []
     for index in range(call.out.dim()):
         back = call.out.dim() - index
@@ -98,40 +96,40 @@ def pointwise(watch: Watch, call: Call) -> list[Value]:
         axes.append(met[0] if met else axis(call.out.shape[index]))
         name = call.name.removesuffix("_")
         if met and (name not in LINEAR or (len(met) > 1 and name in ("mul", "div"))):
-            watch.event("acts on", name, [met[0]])
+            seen.event("acts on", name, [met[0]])
         if met and (name not in (*LINEAR, *AT_ZERO) or (name in ("add", "sub", "rsub") and len(met) == 1)):
-            watch.event("moves zero", name, [met[0]])
+            seen.event("moves zero", name, [met[0]])
     written, writer, met_written = combined(inputs)
     if met_written and call.name.removesuffix("_") in ("add", "sub"):
-        watch.sums.append(watch.path)
+        seen.sums.append(seen.path)
     scores = next((value.scores for value in inputs if value.scores), None)
     return [Value(axes, None, written, writer, scores) for _ in call.outs]
 
 
-def constant(watch: Watch, call: Call) -> list[Value]:
+def constant(seen: Recorder, call: Call) -> list[Value]:
     """A tensor made of nothing: one of equal elements may grow with what it meets, others may not."""
     alike = call.name in ("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor")
-    why = [] if alike else [Hold(f"it meets a constant (aten.{call.name}){watch.place()}", False)]
+    why = [] if alike else [Hold(f"it meets a constant (aten.{call.name}){seen.place()}", False)]
     return [Value([axis(size, why) for size in out.shape]) for out in call.outs]
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-def _new(watch: Watch, call: Call) -> list[Value]:
+def _new(seen: Recorder, call: Call) -> list[Value]:
     return [Value([axis(size) for size in call.out.shape])]
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "bernoulli")
-def _like(watch: Watch, call: Call) -> list[Value]:
-    return [Value(watch.value(call.tensors[0]).axes)]
+def _like(seen: Recorder, call: Call) -> list[Value]:
+    return [Value(seen.value(call.tensors[0]).axes)]
 
 
-def reduction(watch: Watch, call: Call) -> list[Value]:
+def reduction(seen: Recorder, call: Call) -> list[Value]:
     """Sums, means, maxima ... along `dim`."""
-    value = watch.value(call.tensors[0])
+    value = seen.value(call.tensors[0])
     dims = call.arguments.get("dim")
     dims = range(len(value.axes)) if dims is None or dims == [] else dims
     dims = {int(dim) % len(value.axes) for dim in (dims if isinstance(dims, Iterable) else [dims])}
-    watch.event("sums over", call.name, [value.axes[dim] for dim in dims])
+    seen.event("sums over", call.name, [value.axes[dim] for dim in dims])
     if call.arguments.get("keepdim"):
         axes = [[] if index in dims else one for index, one in enumerate(value.axes)]
     else:
@@ -146,31 +144,31 @@ RULES |= dict.fromkeys(("linalg_vector_norm", "norm", "max", "min", "var_mean", 
 
 
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "native_dropout")
-def _same(watch: Watch, call: Call) -> list[Value]:
-    return [watch.value(call.tensors[0]) for _ in call.outs]
+def _same(seen: Recorder, call: Call) -> list[Value]:
+    return [seen.value(call.tensors[0]) for _ in call.outs]
 
 
 @rule("copy")
-def _copy(watch: Watch, call: Call) -> list[Value]:
-    target = watch.value(call["self"])
-    return [value.shaped(target.axes) for value in pointwise(watch, call)]
+def _copy(seen: Recorder, call: Call) -> list[Value]:
+    target = seen.value(call["self"])
+    return [value.shaped(target.axes) for value in pointwise(seen, call)]
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def _view(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _view(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     return [value.shaped(regroup(value.axes, call.out.shape))]
 
 
 @rule("t")
-def _t(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _t(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     return [value.shaped(value.axes[::-1])]
 
 
 @rule("transpose")
-def _transpose(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _transpose(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     axes = list(value.axes)
     i, j = call.dim("dim0"), call.dim("dim1")
     axes[i], axes[j] = axes[j], axes[i]
@@ -178,22 +176,22 @@ def _transpose(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("permute")
-def _permute(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _permute(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     return [value.shaped([value.axes[dim] for dim in call["dims"]])]
 
 
 @rule("unsqueeze")
-def _unsqueeze(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _unsqueeze(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     axes = list(value.axes)
     axes.insert(call.dim(of=call.out), [])
     return [value.shaped(axes)]
 
 
 @rule("squeeze")
-def _squeeze(watch: Watch, call: Call) -> list[Value]:
-    value, shape = watch.value(call.tensors[0]), call.tensors[0].shape
+def _squeeze(seen: Recorder, call: Call) -> list[Value]:
+    value, shape = seen.value(call.tensors[0]), call.tensors[0].shape
     dims = call.arguments.get("dim")
     dims = range(len(shape)) if dims is None else dims if isinstance(dims, Iterable) else [dims]
     gone = {int(dim) % len(shape) for dim in dims}
@@ -201,16 +199,16 @@ def _squeeze(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("expand")
-def _expand(watch: Watch, call: Call) -> list[Value]:
-    value, shape = watch.value(call.tensors[0]), call.out.shape
+def _expand(seen: Recorder, call: Call) -> list[Value]:
+    value, shape = seen.value(call.tensors[0]), call.out.shape
     old: list[Axis] = [[] for _ in range(len(shape) - len(value.axes))] + value.axes
     axes = [one if size_of(one) == size else axis(size) for one, size in zip(old, shape, strict=True)]
     return [value.shaped(axes)]
 
 
 @rule("repeat")
-def _repeat(watch: Watch, call: Call) -> list[Value]:
-    value, times = watch.value(call.tensors[0]), call["repeats"]
+def _repeat(seen: Recorder, call: Call) -> list[Value]:
+    value, times = seen.value(call.tensors[0]), call["repeats"]
     old: list[Axis] = [[] for _ in range(len(times) - len(value.axes))] + value.axes
     axes = [axis(count) + one for one, count in zip(old, times, strict=True)]
     return [value.shaped(axes)]
@@ -225,8 +223,8 @@ def _cut(value: Value, dim: int, start: int, length: int) -> Value:
 
 
 @rule("slice", "narrow")
-def _slice(watch: Watch, call: Call) -> list[Value]:
-    value, dim = watch.value(call.tensors[0]), call.dim()
+def _slice(seen: Recorder, call: Call) -> list[Value]:
+    value, dim = seen.value(call.tensors[0]), call.dim()
     size, step = call.tensors[0].shape[dim], call.arguments.get("step") or 1
     start = min(max((call["start"] or 0) + (size if (call["start"] or 0) < 0 else 0), 0), size)
     if step == 1:
@@ -244,19 +242,19 @@ def _slice(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("select")
-def _select(watch: Watch, call: Call) -> list[Value]:
-    return [_chosen(watch, call, call["index"] % call.tensors[0].shape[call.dim()])]
+def _select(seen: Recorder, call: Call) -> list[Value]:
+    return [_chosen(seen, call, call["index"] % call.tensors[0].shape[call.dim()])]
 
 
 @rule("unbind")
-def _unbind(watch: Watch, call: Call) -> list[Value]:
-    return [_chosen(watch, call, index) for index in range(len(call.outs))]
+def _unbind(seen: Recorder, call: Call) -> list[Value]:
+    return [_chosen(seen, call, index) for index in range(len(call.outs))]
 
 
-def _chosen(watch: Watch, call: Call, index: int) -> Value:
+def _chosen(seen: Recorder, call: Call, index: int) -> Value:
     """One element of an axis. Many a model asks such a tensor for its shape alone: the axis becomes a row of
     parts when the values are used."""
-    value, dim = watch.value(call.tensors[0]), call.dim()
+    value, dim = seen.value(call.tensors[0]), call.dim()
     axes = [*value.axes[:dim], *value.axes[dim + 1 :]]
     if settled(value.axes[dim]):
         return Value(axes, value.param, value.written, value.writer)
@@ -269,8 +267,8 @@ def _chosen(watch: Watch, call: Call, index: int) -> Value:
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split")
-def _split(watch: Watch, call: Call) -> list[Value]:
-    value, dim = watch.value(call.tensors[0]), call.dim()
+def _split(seen: Recorder, call: Call) -> list[Value]:
+    value, dim = seen.value(call.tensors[0]), call.dim()
     found, start = [], 0
     for out in call.outs:
         found.append(_cut(value, dim, start, out.shape[dim]))
@@ -279,9 +277,9 @@ def _split(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("cat")
-def _cat(watch: Watch, call: Call) -> list[Value]:
+def _cat(seen: Recorder, call: Call) -> list[Value]:
     tensors = [tensor for tensor in call.tensors if tensor.numel() or tensor.dim() > 1]
-    values, dim = [watch.value(tensor) for tensor in tensors], call.dim(of=call.out)
+    values, dim = [seen.value(tensor) for tensor in tensors], call.dim(of=call.out)
     for value in values[1:]:
         for index, (one, other) in enumerate(zip(values[0].axes, value.axes, strict=True)):
             if index != dim:
@@ -293,8 +291,8 @@ def _cat(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("stack")
-def _stack(watch: Watch, call: Call) -> list[Value]:
-    values, dim = [watch.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
+def _stack(seen: Recorder, call: Call) -> list[Value]:
+    values, dim = [seen.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
     for value in values[1:]:
         for one, other in zip(values[0].axes, value.axes, strict=True):
             unify(one, other)
@@ -304,29 +302,29 @@ def _stack(watch: Watch, call: Call) -> list[Value]:
 
 
 @rule("glu")
-def _glu(watch: Watch, call: Call) -> list[Value]:
-    value, dim, half = watch.value(call.tensors[0]), call.dim(), call.out.shape[call.dim()]
+def _glu(seen: Recorder, call: Call) -> list[Value]:
+    value, dim, half = seen.value(call.tensors[0]), call.dim(), call.out.shape[call.dim()]
     gate, up = _cut(value, dim, 0, half), _cut(value, dim, half, half)
     unify(gate.axes[dim], up.axes[dim])
     return [Value(gate.axes, None, value.written)]
 
 
 @rule("view_as_complex")
-def _pairs(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _pairs(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     return [value.shaped(value.axes[:-1])]
 
 
 @rule("view_as_real")
-def _unpaired(watch: Watch, call: Call) -> list[Value]:
-    value = watch.value(call.tensors[0])
+def _unpaired(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
     return [value.shaped([*value.axes, axis(2)])]
 
 
 @rule("index")
-def _index(watch: Watch, call: Call) -> list[Value]:
+def _index(seen: Recorder, call: Call) -> list[Value]:
     """Elements chosen along some axes; the others are handed on."""
-    value, indices = watch.value(call["self"]), call["indices"]
+    value, indices = seen.value(call["self"]), call["indices"]
     at = [dim for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
         raise Untied
@@ -337,7 +335,7 @@ def _index(watch: Watch, call: Call) -> list[Value]:
         numbers = _numbers(indices[at[0]], call["self"].shape[at[0]])
         if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
             return [_cut(value, at[0], numbers[0], len(numbers))]
-    watch.event("chooses along", call.name, [value.axes[dim] for dim in at])
+    seen.event("chooses along", call.name, [value.axes[dim] for dim in at])
     kept = [one for dim, one in enumerate(value.axes) if dim not in at]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     num_new = call.out.dim() - len(kept)
@@ -353,9 +351,9 @@ def _numbers(index: torch.Tensor, size: int) -> list[int]:
 
 
 @rule("constant_pad_nd")
-def _pad(watch: Watch, call: Call) -> list[Value]:
+def _pad(seen: Recorder, call: Call) -> list[Value]:
     """Positions may be padded; coordinates that grow may not."""
-    value, pad = watch.value(call["self"]), list(call["pad"])
+    value, pad = seen.value(call["self"]), list(call["pad"])
     axes = list(value.axes)
     for index in range(len(pad) // 2):
         dim = len(axes) - 1 - index
