@@ -9,3 +9,6 @@ from __future__ import annotations
 import torch
 
 torch.set_num_threads(1)
+
+# Fixtures: both, cuda_on_cpu.
+pytest_plugins = ["compiled_and_plain"]

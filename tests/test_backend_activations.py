@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
+from compiled_and_plain import DTYPES, SHAPES
 from kernel_calls import agreement_db, arguments_of, sample
-from test_backend_casts import DTYPES, SHAPES, both, cuda_on_cpu, equal  # noqa: F401
 from torch.nn import functional as F
 
 from qsync.backend import reference_kernel, select
@@ -50,7 +50,7 @@ def units(got, expected, digits):
     ("function", "least", "bound"),
     [(GELU, -12.4, 8), (GELU, -1.0, 8), (TANH, -4.0, 16), (TANH, -8.0, 80), (RELU, -100, 0)],
 )
-def test_fp32_results_are_exact_to_a_few_digits_in_the_tail_too(both, function, least, bound):  # noqa: F811
+def test_fp32_results_are_exact_to_a_few_digits_in_the_tail_too(both, function, least, bound):
     x = torch.linspace(least, 100, 30001).view(1, -1)
     x = torch.cat([x, torch.linspace(max(least, -4), 4, 30001).view(1, -1)], 1)
     ((kept, fast), (_, plain)) = both(dequantize_activated, *as_sums(x), torch.float32, function)
@@ -61,7 +61,7 @@ def test_fp32_results_are_exact_to_a_few_digits_in_the_tail_too(both, function, 
 
 
 @pytest.mark.parametrize("function", ALL)
-def test_bf16_results_are_the_nearest_but_for_ties(both, function):  # noqa: F811
+def test_bf16_results_are_the_nearest_but_for_ties(both, function):
     x = torch.linspace(-9, 9, 20001).bfloat16().unique().float().view(1, -1)
     ((kept, fast), _) = both(dequantize_activated, *as_sums(x), torch.bfloat16, function)
     nearest = exact(x, function).bfloat16()
@@ -72,7 +72,7 @@ def test_bf16_results_are_the_nearest_but_for_ties(both, function):  # noqa: F81
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("function", ALL)
-def test_what_is_not_finite_or_far_from_zero(both, function, dtype):  # noqa: F811
+def test_what_is_not_finite_or_far_from_zero(both, function, dtype):
     x = torch.tensor([SPECIAL])
     ((_, fast), (_, plain)) = both(dequantize_activated, *as_sums(x), dtype, function)
     at = dict(zip(SPECIAL, fast[0].float().tolist(), strict=True))
@@ -84,7 +84,7 @@ def test_what_is_not_finite_or_far_from_zero(both, function, dtype):  # noqa: F8
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_both_forms_agree_on_any_shape(both, shape, biased):  # noqa: F811
+def test_both_forms_agree_on_any_shape(both, shape, biased):
     generator = torch.Generator().manual_seed(2)
     sums = torch.randint(-(2**15), 2**15, shape, generator=generator, dtype=torch.int32)
     rows, columns = (torch.rand(n, generator=generator) / 100 for n in shape)
@@ -105,7 +105,7 @@ def test_both_forms_agree_on_any_shape(both, shape, biased):  # noqa: F811
     [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)],
 )
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 3)])
-def test_the_gradient_is_changed_and_its_columns_are_summed(both, shape, dtype, wanted):  # noqa: F811
+def test_the_gradient_is_changed_and_its_columns_are_summed(both, shape, dtype, wanted):
     generator = torch.Generator().manual_seed(3)
     g, x = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     x = x * 4
@@ -123,7 +123,7 @@ def test_the_gradient_is_changed_and_its_columns_are_summed(both, shape, dtype, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_at_what_is_not_finite(both, dtype):  # noqa: F811
+def test_gradients_at_what_is_not_finite(both, dtype):
     x, g = torch.tensor([SPECIAL]).to(dtype), torch.ones(1, len(SPECIAL)).to(dtype)
     for function in ALL:
         (fast, _), _ = both(changed_and_summed, g, function(x) if function is RELU else x, function, dtype)

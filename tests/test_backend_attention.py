@@ -8,7 +8,7 @@ import torch
 from kernel_calls import agreement_db, assert_parity, call, outcome, sample
 from models import build, step
 from observing import decibels, watched
-from test_rewriting import priced
+from priced_nodes import priced
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -10,7 +10,7 @@ import torch
 from kernel_calls import LEAST_DB, agreement_db, assert_parity, call, outcome, sample
 from models import build, step
 from observing import decibels, watched
-from test_rewriting import priced
+from priced_nodes import priced
 
 import qsync
 from qsync.backend import decode, encode, select

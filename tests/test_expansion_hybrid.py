@@ -4,7 +4,7 @@ stays."""
 from __future__ import annotations
 
 import pytest
-from test_hybrid import launch, said
+from two_ranks import launch, said
 
 pytestmark = pytest.mark.dist
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_hybrid import launch, said
+from two_ranks import launch, said
 
 pytestmark = pytest.mark.dist
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from graphs import cluster_of, encoder, sensitivity_of
+from lawful_costs import HERE, lawful, truth
 
-from qsync.datasheets import DATASHEETS, DataSheet, datasheet
+from qsync.datasheets import DATASHEETS, datasheet
 from qsync.errors import CalibrationError, FormatError, MismatchError
 from qsync.graph import OpGraph
 from qsync.lowering import Cast, lower
@@ -28,7 +29,7 @@ from qsync.predictor.calls import (
     sum_s,
 )
 from qsync.predictor.features import features
-from qsync.predictor.filling import fill, priced_as, simulate
+from qsync.predictor.filling import fill, simulate
 from qsync.predictor.gaussian import Gaussian
 from qsync.predictor.laws import Law
 from qsync.predictor.learned import CostModel, asked, held_out_shapes, step_error
@@ -37,18 +38,8 @@ from qsync.predictor.samples import DIRECTIONS, Sample, choose, samples_of
 from qsync.profiles import Profile, shown
 from qsync.replayer import cast_cost, run_cost
 
-HERE = DataSheet(
-    "here", {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}, 1e10, 2**33, 2**25, 5e-6, None, "made up"
-)
 MODES = ("fp32", "bf16", "int8")
 LINEAR = Call("linear", (Argument((64, 32)), Argument((16, 32), parameter=True)), (64, 16), 2 * 64 * 32 * 16)
-
-
-def truth(call: Call, mode: str, direction: str, sheet: DataSheet) -> float:
-    """Half of the peak, 0.7 of the bandwidth, four launches; narrow results waste up to half of that."""
-    launch, products, memory = parts(call, mode, direction, sheet)
-    waste = 1 + 1 / (1 + (call.output or (1,))[-1] / 32)
-    return (4 * launch + 2 * products + memory / 0.7) * waste
 
 
 def linear_samples(num: int, seed: int = 0, noise: float = 0.03) -> list[Sample]:
@@ -233,17 +224,6 @@ def test_few_samples_are_chosen_where_the_calls_lie():
 
 def graph_of(rows: int) -> OpGraph:
     return encoder(num_layers=2, rows=rows)
-
-
-def lawful(graph: OpGraph, name: str = "infer") -> Profile:
-    """A profile whose every cost is the truth."""
-    profile = profile_of(graph, name)
-
-    class Truth:
-        def seconds(self, asked):  # type: ignore[no-untyped-def]
-            return np.array([truth(*each) for each in asked])
-
-    return priced_as(graph, profile, Truth(), HERE)
 
 
 def test_an_unprofiled_precision_is_filled_in_and_marked():

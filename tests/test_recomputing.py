@@ -13,7 +13,7 @@ from graphs import sensitivity_of as sensitivities
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from observing import watched
-from test_tracing import Checkpointed, X
+from traced_models import Checkpointed, X
 
 import qsync
 from qsync import runtime

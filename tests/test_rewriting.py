@@ -13,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import FAMILIES, MLP, build, step
 from observing import Watcher, decibels, watched
-from test_tracing import Applied, Broken, Checkpointed, X
+from priced_nodes import TRIED, priced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from traced_models import Applied, Broken, Checkpointed, X
 
 import qsync
 from qsync import backend, runtime
@@ -31,9 +32,6 @@ pytestmark = pytest.mark.filterwarnings(  # torch.compile does it when a model h
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
 )
 
-# Precisions that a CPU runs in a test's time.
-TRIED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8, Precision.INT8_ALL)
-
 
 def drawn(graph: OpGraph, seed: int) -> dict[str, Precision]:
     """A random assignment of every adjustable operator."""
@@ -42,14 +40,6 @@ def drawn(graph: OpGraph, seed: int) -> dict[str, Precision]:
         op.name: draw.choice([p for p in PRECISIONS_BY_KIND[op.kind] if p in TRIED])
         for op in graph.adjustable
     }
-
-
-def priced(graph: OpGraph, assignment: dict[str, Precision]) -> tuple[Cast | Run, ...]:
-    """What the replayer prices for this assignment, but for the node that only hands results out."""
-    profiles = {name: profile_of(graph, name, TRIED) for name in ("train", "infer")}
-    timeline = replay(graph, {"train": {}, "infer": assignment}, profiles, cluster_of(precisions=TRIED))
-    outputs = {op.name for op in graph.ops if op.kind == "output"}
-    return tuple(n for n in timeline.sequence("infer") if isinstance(n, Cast) or n.op not in outputs)
 
 
 def priced_saving_less(graph: OpGraph, assignment: dict[str, Precision]) -> tuple[Cast | Run, ...]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_hybrid import launch, said
 from torch import nn
+from two_ranks import launch, said
 
 import qsync
 from qsync.errors import FormatError, UnsupportedError

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from lawful_costs import HERE, lawful
 
 from qsync import learning
 from qsync.errors import FormatError
@@ -144,8 +145,6 @@ def test_only_what_can_stand_alone_is_measured():
 
 def test_the_experiment_compares_all_ways_on_what_was_held_out():
     """On made-up profiles: that each way is judged on every shape and model, and steps against their own."""
-    from test_predictor_learned import HERE, lawful
-
     measured = {}
     for name, layers, width in (("cells-0", 1, 48), ("one", 2, 64), ("two", 1, 96)):
         graph = encoder(num_layers=layers, width=width)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from graphs import cluster_of, profile_of, sensitivity_of
 from models import MLP, build, loss_of, step
 from observing import decibels
-from test_tracing import Applied, X
 from torch import nn
+from traced_models import Applied, X
 
 import qsync
 from qsync import runtime
