@@ -11,8 +11,7 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
-TYPED := qsync.errors qsync.files qsync.graph qsync.precision qsync.cluster qsync.plans qsync.profiles qsync.levers qsync.folders \
-	qsync.planning qsync.lowered qsync.lowering qsync.tabulated qsync.remembered qsync.datasheets qsync.whatif qsync.replayer qsync.allocator qsync.predictor qsync.expansion
+TYPED := qsync.errors qsync.records qsync.planning qsync.lowering qsync.commands.what_if qsync.replayer qsync.allocator qsync.predictor qsync.expansion
 
 .PHONY: demo test lint types format clean
 
@@ -29,7 +28,7 @@ lint: $(VENV)/testable types
 # mypy reads files, not setup.py's mapping of folders to qsync.<folder>: lay the package out for it as it installs.
 types: $(VENV)/testable
 	rm -rf build/typed && mkdir -p build/typed/qsync
-	ln -s $(CURDIR)/qsync/*.py $(CURDIR)/qsync/expansion build/typed/qsync/
+	ln -s $(CURDIR)/qsync/* build/typed/qsync/
 	for room in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$room build/typed/qsync/$$room; done
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache $(TYPED:%=-p %)
 

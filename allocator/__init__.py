@@ -1,15 +1,15 @@
 """Choosing which operators run in which precision on each device class, with proof of it. No torch."""
 
-from qsync.allocator.baselines import uniform
-from qsync.allocator.certificate import Certificate, check_plan
-from qsync.allocator.doubts import doubts
-from qsync.allocator.frontier import frontier
-from qsync.allocator.reasons import Reason, explain
-from qsync.allocator.refused import Refusal, refusals
-from qsync.allocator.search import search
-from qsync.allocator.shadow import Alternative, ShadowPrice, shadow_prices
-from qsync.allocator.solving import allocate
-from qsync.allocator.together import alike
+from qsync.allocator.explanation.certificate import Certificate, check_plan
+from qsync.allocator.explanation.lowering_reasons import Reason, explain
+from qsync.allocator.explanation.plan_warnings import doubts
+from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, shadow_prices
+from qsync.allocator.explanation.unsupported import Refusal, refusals
+from qsync.allocator.levers.search import search
+from qsync.allocator.op_groups import alike
+from qsync.allocator.planner import allocate
+from qsync.allocator.tradeoff import frontier
+from qsync.allocator.uniform import uniform
 from qsync.allocator.within import fastest_within
 
 __all__ = [

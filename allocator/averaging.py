@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync.cluster import Cluster, DeviceClass
-from qsync.profiles import Profile
+from qsync.records.cluster import Cluster, DeviceClass
+from qsync.records.profiles import Profile
 
 
 def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], cluster: Cluster) -> float:

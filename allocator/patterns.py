@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 
-from qsync.graph import OpGraph
+from qsync.records.graph import OpGraph
 
 
 def unmatched(graph: OpGraph, pattern: str) -> str:

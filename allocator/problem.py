@@ -8,19 +8,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.allocator.averaging import gradient_weight
+from qsync.allocator.op_groups import alike, check_pins
 from qsync.allocator.patterns import unmatched
-from qsync.allocator.together import alike, check_pins
-from qsync.cluster import Cluster, DeviceClass
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
-from qsync.graph import Op, OpGraph
-from qsync.lowering import matching
-from qsync.plans import check_saving
-from qsync.precision import LARGEST, PRECISIONS_BY_KIND, Precision
-from qsync.profiles import Profile, Sensitivity
+from qsync.records.cluster import Cluster, DeviceClass
+from qsync.records.graph import Op, OpGraph
+from qsync.records.kernel_support import unserved
+from qsync.records.plans import check_saving
+from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
+from qsync.records.profiles import Profile, Sensitivity
+from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Exchange
 from qsync.replayer.costs import check_timed
 from qsync.replayer.simulate import check_profiles
-from qsync.serving import unserved
 
 # From lowest to highest; decides only between precisions that add the same variance.
 RANK = {
@@ -132,7 +132,7 @@ def pose(
         budget = (budgets or {}).get(name, device_class.memory_bytes)
         patterns = tuple((saving_less or {}).get(name, ()))
         check_saving(graph, name, patterns)
-        less = matching(at, patterns)
+        less = ops_that_save_less(at, patterns)
         for saver in less:
             check_timed(profiles[name], at, saver)
         classes[name] = ClassProblem(

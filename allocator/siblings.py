@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync.graph import OpGraph
-from qsync.precision import Precision
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
 
 
 def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:

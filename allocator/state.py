@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem, Problem
-from qsync.allocator.repeats import Repeats
-from qsync.lowered import EIGHT_BIT
-from qsync.lowering import Change, Lowering
-from qsync.precision import Precision
-from qsync.predictor.footprints import peak_bytes
-from qsync.predictor.memory import Memory, StepMemory
+from qsync.allocator.structural_classes import Repeats
+from qsync.lowering.lowered_graph import EIGHT_BIT
+from qsync.lowering.rules import Change, Lowering
+from qsync.lowering.vectorized import Tabulated
+from qsync.predictor.memory.peak import Memory, StepMemory
+from qsync.predictor.memory.vectorized_peak import peak_bytes
+from qsync.records.precision import Precision
 from qsync.replayer import ClassCosts, Work, step_time
-from qsync.replayer.prices import price
-from qsync.tabulated import Tabulated
+from qsync.replayer.vectorized_costs import price
 
 # Where more operators than this have changed, memory is worked out anew for the whole graph.
 _MANY = 100

@@ -6,12 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qsync.allocator.solving import allocate
-from qsync.cluster import Cluster
+from qsync.allocator.planner import allocate
 from qsync.errors import FormatError, InfeasibleError
-from qsync.graph import OpGraph
-from qsync.plans import Plan
-from qsync.profiles import Profile, Sensitivity
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.profiles import Profile, Sensitivity
 
 # The step is found to this part of the way between the least and that of FP32.
 _PRECISION = 1e-3

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.attention import attention_int8
-from qsync.backend.attention_bf16 import attention_bf16, attention_of_torch
-from qsync.backend.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
-from qsync.backend.embedding import embedding_bf16, embedding_int8
-from qsync.backend.fp8 import addmm_fp8, linear_fp8
-from qsync.backend.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
-from qsync.backend.matmul import matmul_int8
-from qsync.backend.nested import product_fp16, product_tf32
-from qsync.precision import PRECISIONS_BY_KIND, Precision
+from qsync.backend.kernels.attention_bf16 import attention_bf16, attention_of_torch
+from qsync.backend.kernels.attention_int8 import attention_int8
+from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
+from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
+from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
+from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
+from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
+from qsync.backend.kernels.matmul import matmul_int8
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Kernel = Callable[..., Tensor]
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qsync.backend.casts import (
+from qsync.backend.casts.cast_ops import (
     CODE_DTYPE,
     nearest_codes,
     quantize_columns,

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qsync.errors import BuildError
-from qsync.files import write_text
+from qsync.records.json_files import write_text
 
 _refused: str | None = None
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from qsync.backend.activations import Activation
-from qsync.backend.casts import LARGEST_CODE, scales
+from qsync.backend.casts.cast_ops import LARGEST_CODE, scales
+from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode
-from qsync.backend.linear import DTYPES
-from qsync.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
+from qsync.backend.kernels.linear import DTYPES
+from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 
 Kernel = Callable[..., Tensor]
 

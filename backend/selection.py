@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
-from qsync.backend.casts import narrow
-from qsync.backend.convolution import channels_last
+from qsync.backend.casts.cast_ops import narrow
 from qsync.backend.encoding import Encoded, Operand, encode
+from qsync.backend.kernels.convolution import channels_last
 from qsync.backend.reference import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
-from qsync.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
 # A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
 # round the operands alike, so they differ by the rounding of the gradient and of the sums only; a wrong scale
@@ -109,7 +109,7 @@ class Kernels:
 
         `target` and the arguments are those of the original call, except that encoded operands come as
         `Operand`s; `out_type` is "fp32" or "bf16". Linear layers in INT8 take an `activation` as well, which
-        is computed in the epilogue (`qsync.backend.activations`). With `reference` the plain kernel of
+        is computed in the epilogue (`qsync.backend.casts.epilogues`). With `reference` the plain kernel of
         `reference_kernel`, which is never chosen otherwise. Raises UnsupportedError, with the reason, if
         there is none.
 

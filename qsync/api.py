@@ -11,21 +11,22 @@ from typing import Any
 
 import torch
 
-from qsync import backend, runtime
-from qsync.checkpointing import recompute
-from qsync.cluster import DeviceClass
-from qsync.devices import candidates, detect_class, device_of, machine
+from qsync import backend
+from qsync.backend.device_detection import candidates, detect_class, device_of, machine
 from qsync.errors import CalibrationError, QSyncError, UnsupportedError
-from qsync.graph import OpGraph
-from qsync.plans import Plan
-from qsync.precision import Precision
-from qsync.predictor.calibration import Calibration
-from qsync.predictor.clocks import clock_for
-from qsync.predictor.profiler import Profiler
-from qsync.predictor.registry import Indicator, indicator_named
-from qsync.predictor.variance import variance
-from qsync.profiles import Profile, Sensitivity
-from qsync.tracing import call_arguments, capture, check_batch, undisturbed
+from qsync.predictor.profiling.clocks import clock_for
+from qsync.predictor.profiling.profiler import Profiler
+from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.registry import Indicator, indicator_named
+from qsync.predictor.sensitivity.variance import variance
+from qsync.records.cluster import DeviceClass
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, Sensitivity
+from qsync.runtime import program as runtime
+from qsync.runtime.activation_recomputation import recompute
+from qsync.tracing.tracer import call_arguments, capture, check_batch, undisturbed
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -119,7 +120,7 @@ def sensitivity(
 ) -> Sensitivity:
     """How much gradient variance each operator adds at each precision, from two FP32 steps per batch.
 
-    `indicator` names another way to tell (see qsync.predictor.registry): "empirical" measures it with this
+    `indicator` names another way to tell (see qsync.predictor.sensitivity.registry): "empirical" measures it with this
     device's kernels, a step per operator, precision and batch. `seed` is for what an indicator draws. The
     model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that met
     it, and for a gradient that is zero; UnsupportedError for an indicator or a precision that is not there.
@@ -199,7 +200,7 @@ def wrap(
 
     In place: the same object, class and state_dict keys. The graph is traced at the first call and compared
     with the plan's. With `save_less` every operator that can saves less for backward, at the price of some
-    time and, where it keeps eight bits, of some gradient error (see qsync.backend.saving); without it those
+    time and, where it keeps eight bits, of some gradient error (see qsync.backend.compressed_saves.saved_ops); without it those
     that the plan names (`Plan.save_less`). An operator that no kernel serves in the one precision runs in the
     next one up, with a warning. Raises MismatchError for a plan of another model or class, UnsupportedError
     for a precision that the device does not have.

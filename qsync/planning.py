@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qsync.allocator import allocate, search
-from qsync.cluster import Cluster
-from qsync.graph import OpGraph
-from qsync.plans import Plan
-from qsync.profiles import Profile, Sensitivity
+from qsync.allocator import allocate
+from qsync.allocator.levers import search
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import Timeline
 from qsync.replayer import replay as simulate
 
@@ -26,7 +27,7 @@ def plan(
     """Choose the precision of every operator on every device class.
 
     See qsync.allocator.allocate for the options; with `levers` those are searched too, and
-    qsync.allocator.search has more options (`other`, `trials`, `storage`, `seed`).
+    qsync.allocator.levers.search has more options (`other`, `trials`, `storage`, `seed`).
 
     >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
     >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])

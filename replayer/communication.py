@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsync.cluster import Cluster, Link
 from qsync.errors import FormatError
-from qsync.graph import OpGraph
-from qsync.remembered import Remembered
+from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
+from qsync.records.identity_cache import Remembered
 
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is
 # given.

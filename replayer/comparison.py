@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.files import check_header, read_json, write_json
-from qsync.graph import Op, OpGraph
-from qsync.lowering import Cast, Run
-from qsync.precision import Precision
-from qsync.profiles import Profile
+from qsync.lowering.rules import Cast, Run
+from qsync.records.graph import Op, OpGraph
+from qsync.records.json_files import check_header, read_json, write_json
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
 from qsync.replayer.costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 

@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import MismatchError
-from qsync.graph import Op, OpGraph, Role
-from qsync.lowering import EPILOGUES, FORMS, FUSED, NARROWING, TURNED, Cast, Lowering, Run, wiring
-from qsync.precision import TYPE_BYTES
-from qsync.profiles import Cost, Profile
+from qsync.lowering.rules import EPILOGUES, FUSED, NARROWING, TURNED, Cast, Lowering, Run, wiring
+from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.precision import TYPE_BYTES
+from qsync.records.profiles import Cost, Profile
+from qsync.records.save_less import FORMS
 
 # Kinds that move no data.
 FREE = ("view", "input", "output")

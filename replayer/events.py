@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qsync.graph import Op
-from qsync.lowering import Cast, LoweredGraph, Run
-from qsync.profiles import Cost, Profile
+from qsync.lowering.rules import Cast, LoweredGraph, Run
+from qsync.records.graph import Op
+from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import FloatArray, cast_cost, run_cost
 from qsync.replayer.timeline import Event
 

@@ -17,15 +17,17 @@ from operator import sub, truediv
 
 import numpy as np
 
-from qsync.cluster import Cluster, Link
 from qsync.errors import MismatchError, UnsupportedError
-from qsync.graph import OpGraph
-from qsync.levers import ClassLevers
-from qsync.lowering import Lowering, matching
-from qsync.plans import Plan
-from qsync.precision import Precision, type_bytes
-from qsync.predictor.footprints import peak_bytes
-from qsync.profiles import Profile, check_versions
+from qsync.lowering.rules import Lowering
+from qsync.lowering.vectorized import Tabulated
+from qsync.predictor.memory.vectorized_peak import peak_bytes
+from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ClassLevers
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision, type_bytes
+from qsync.records.profiles import Profile, check_versions
+from qsync.records.save_less import ops_that_save_less
 from qsync.replayer.communication import (
     Bucket,
     buckets,
@@ -34,10 +36,9 @@ from qsync.replayer.communication import (
 )
 from qsync.replayer.costs import ClassCosts, FloatArray
 from qsync.replayer.events import class_events
-from qsync.replayer.on_access import OnAccess
-from qsync.replayer.prices import Priced, price
+from qsync.replayer.lazy_sequence import OnAccess
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
-from qsync.tabulated import Tabulated
+from qsync.replayer.vectorized_costs import Priced, price
 
 # Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still
 # computes after the last all-reduce.
@@ -347,7 +348,7 @@ def checked_assignments(
                 f"{op} is to run in {precision} on {name}, which has only {known}; choose one of these"
             )
         at = profiles[name].graph_of(graph)
-        less = matching(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
+        less = ops_that_save_less(at, plan[name].saving_less) if isinstance(plan, Plan) else ()
         found.append((name, assignment, less))
     return found
 

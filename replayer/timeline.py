@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.files import check_header, field, read_json, write_json
-from qsync.lowering import Cast, Run
+from qsync.lowering.rules import Cast, Run
+from qsync.records.json_files import check_header, field, read_json, write_json
 
 VERSION = 1
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qsync.files import write_json
-from qsync.profiles import shown
+from qsync.records.json_files import write_json
+from qsync.records.profiles import shown
 from qsync.replayer.timeline import Timeline
 
 _THREADS = ("compute", "communication")

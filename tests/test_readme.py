@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import qsync
-from qsync import cli
-from qsync.experiments.gpt import Gpt
+from qsync.commands import main
+from qsync.experiments.workloads.gpt import Gpt
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -90,7 +90,7 @@ def test_the_cluster_file_is_read(tmp_path):
 
 def test_every_command_and_verb_exists():
     commands = set(re.findall(r"qsync (doctor|demo|plan|explain|replay|diff|\w+) (?:FOLDER|PLAN)", README))
-    known = {command.callback.__name__ for command in cli.app.registered_commands}
+    known = {command.callback.__name__ for command in main.app.registered_commands}
     assert commands <= known
     assert all(f"qsync {name}" in README for name in known)
     for verb in re.findall(r"qsync\.(\w+)\(", "".join(blocks("python"))):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from qsync.precision import Precision
+    from qsync.records.precision import Precision
 
 __all__ = ["kernel", "serves", "state"]
 
@@ -62,12 +62,13 @@ def state(device: torch.device) -> str:
     >>> state(torch.device("cuda"))
     'int8_gemm, fp16_gemm built for sm_90, cached in /home/me/.cache/qsync/kernels; int8_conv: nvcc failed'
     """
-    from qsync.backend.cutlass import build, library, products
+    from qsync.backend import cuda_build
+    from qsync.backend.cutlass import library, products
     from qsync.backend.kernel_cache import folder
 
     architecture = products.architecture(device)
     by_reason: dict[str | None, list[str]] = {}
-    for family in build.FAMILIES:
+    for family in cuda_build.FAMILIES:
         by_reason.setdefault(library.unavailable(architecture, (family,)), []).append(family)
     built = by_reason.pop(None, [])
     said = [f"{', '.join(built)} built for sm_{architecture}, cached in {folder()}"] if built else []

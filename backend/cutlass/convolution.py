@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode
-from qsync.backend.linear import DTYPES
-from qsync.backend.nested import product_fp16
-from qsync.precision import Precision
-from qsync.serving import unserved_filter
+from qsync.backend.kernels.fp16_tf32 import product_fp16
+from qsync.backend.kernels.linear import DTYPES
+from qsync.records.kernel_support import unserved_filter
+from qsync.records.precision import Precision
 
 
 def unsupported(

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qsync.backend.cutlass import build
+from qsync.backend import cuda_build
 from qsync.errors import BuildError, UnsupportedError
 
 # products.cu's enum Product, and the family (library) that each belongs to. "nt": A (M, K) times B (N, K)
@@ -95,7 +95,7 @@ class Library:
 def _attempt(architecture: str, family: str) -> Library | BuildError:
     """Built and loaded once per process; a failure too is kept, so that it costs its time once."""
     try:
-        return Library(build.library(architecture, [family]))
+        return Library(cuda_build.library(architecture, [family]))
     except BuildError as error:
         return error
 

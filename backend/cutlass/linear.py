@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.activations import Activation
-from qsync.backend.casts import round_columns, round_rows
+from qsync.backend.casts.cast_ops import round_columns, round_rows
+from qsync.backend.casts.epilogues import Activation
 from qsync.backend.cutlass.products import Scaling, gemm
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.linear import DTYPES
-from qsync.backend.nested import product_fp16
-from qsync.backend.products import power_of_two
+from qsync.backend.kernels.fp16_tf32 import product_fp16
+from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.matmul_primitives import power_of_two
 from qsync.errors import UnsupportedError
-from qsync.precision import Precision
+from qsync.records.precision import Precision
 
 # Gradients are scaled so that their largest is just below this: half of what FP16 holds, so that no rounding
 # overflows. Sums are FP32 and need no room.

@@ -20,7 +20,7 @@ _PARTS = {
 
 
 def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
-    """Draw how a step fills the memory of every class (`qsync.replayer.peaks`), one below the other.
+    """Draw how a step fills the memory of every class (`qsync.replayer.memory_breakdown`), one below the other.
 
     The budget is drawn where it is near enough to be seen beside the peak; the title says in any case which
     part of it is used.

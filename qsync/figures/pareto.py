@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
-from qsync.plans import Plan
-from qsync.profiles import shown
+from qsync.records.plans import Plan
+from qsync.records.profiles import shown
 
 
 def draw(plans: Sequence[Plan], path: str | Path) -> Path:

@@ -12,8 +12,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qsync.files import write_bytes
-from qsync.precision import Precision
+from qsync.records.json_files import write_bytes
+from qsync.records.precision import Precision
 
 INK, FAINT = "#333333", "#8a9099"
 

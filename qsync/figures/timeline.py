@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from qsync.errors import QSyncError
 from qsync.figures.style import INK, save_png, strip_axes
-from qsync.profiles import shown
+from qsync.records.profiles import shown
 from qsync.replayer.timeline import Timeline
 
 # Kinds of events, in the order of the legend.

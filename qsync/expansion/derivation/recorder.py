@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qsync.expansion.derivation.ties import Axis, Hold, axis, settled
-from qsync.expansion.derivation.values import Attention, Event, Norm, Use, Value
+from qsync.expansion.derivation.axis_unification import Axis, Hold, axis, settled
+from qsync.expansion.derivation.observations import Attention, Event, Norm, Use, Value
 
 
 @dataclass

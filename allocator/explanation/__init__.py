@@ -1,0 +1,1 @@
+"""Explanation of a plan: certificate, reasons, prices, and what is unsupported."""

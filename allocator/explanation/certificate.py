@@ -1,0 +1,174 @@
+"""Checking a plan without trusting whatever made it: everything is derived again by full replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qsync.allocator.averaging import gradient_weight
+from qsync.allocator.op_groups import alike
+from qsync.allocator.problem import check_sensitivity
+from qsync.errors import QSyncError
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.kernel_support import unserved
+from qsync.records.plans import ClassPlan, Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, Sensitivity
+from qsync.replayer import Timeline, replay
+
+# A prediction stored in a file may differ from the one derived here by rounding, not by more.
+RELATIVE = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What replay says of a plan, and every way in which the plan breaks its own word. Simulated."""
+
+    violations: tuple[str, ...]
+    step_s: float | None
+    target_s: float | None
+    memory_bytes: Mapping[str, int]
+    budget_bytes: Mapping[str, int]
+    added_variance: Mapping[str, float]
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "simulated": True, **asdict(self)}
+
+
+def check_plan(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> Certificate:
+    """Derive legality, step time, memory and variance of a plan again, and list what does not hold.
+
+    Legality is that the class has each precision, that a kernel exists and that the profile measured it.
+    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Nothing is
+    raised for a bad plan: every violation is a sentence.
+
+    >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
+    """
+    budgets = {**plan.budgets, **(budgets or {})}
+    limits = {entry.name: budgets.get(entry.name, entry.memory_bytes) for entry in cluster.classes}
+    violations = _illegal(graph, plan, profiles, sensitivity, cluster)
+    if violations:
+        return Certificate(tuple(violations), None, plan.target_s, {}, limits, {})
+    try:
+        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+        variance = {
+            entry.name: _variance(plan[entry.name], sensitivity, gradient_weight(entry, profiles, cluster))
+            for entry in cluster.classes
+        }
+    except QSyncError as error:
+        return Certificate((str(error),), None, plan.target_s, {}, limits, {})
+    violations += _times(plan, timeline)
+    for name, limit in limits.items():
+        violations += _class_violations(name, plan[name], profiles[name], timeline, variance[name], limit)
+    memory = {name: entry.memory_bytes for name, entry in timeline.classes.items()}
+    return Certificate(tuple(violations), timeline.step_s, plan.target_s, memory, limits, variance)
+
+
+def _illegal(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], sensitivity: Sensitivity, cluster: Cluster
+) -> list[str]:
+    found = []
+    try:
+        plan.check_graph(graph)
+        check_sensitivity(graph, sensitivity)
+    except QSyncError as error:
+        return [str(error)]
+    for device_class in cluster.classes:
+        name = device_class.name
+        if name not in plan.classes:
+            found.append(f"the plan has no device class {name!r}; plan again for this cluster")
+            continue
+        if name not in profiles:
+            found.append(f"there is no profile of device class {name!r}; measure it with qsync.profile")
+            continue
+        without = unserved(profiles[name].graph_of(graph), device_class.device)
+        for op, precision in plan[name].assignment.items():
+            if reason := without.get(op, {}).get(precision):
+                found.append(f"{op} runs in {precision} on {name}, which does not serve it: {reason}")
+            elif precision not in device_class.precisions:
+                known = ", ".join(device_class.precisions)
+                found.append(f"{op} runs in {precision} on {name}, which has only {known}")
+            elif precision not in profiles[name].precisions_of(op):
+                found.append(
+                    f"{op} runs in {precision} on {name}, which was not measured; profile this class again"
+                )
+    return found + not_alike(graph, plan)
+
+
+def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
+    """Operators that the plan itself says are to run alike, and do not."""
+    found = []
+    for first, *others in alike(graph, plan.together):
+        for name, entry in plan.classes.items():
+            now = {op: entry.assignment.get(op, Precision.FP32) for op in (first, *others)}
+            found += [
+                f"{first} and {op} are to run alike, but run in {now[first]} and {now[op]} on {name}"
+                for op in others
+                if now[op] is not now[first]
+            ]
+    return found
+
+
+def _times(plan: Plan, timeline: Timeline) -> list[str]:
+    found = []
+    if plan.step_s is not None and _differ(plan.step_s, timeline.step_s):
+        found.append(f"the plan says a step takes {plan.step_s:.9g} s, replay says {timeline.step_s:.9g} s")
+    if plan.target_s is not None and timeline.step_s > plan.target_s * (1 + RELATIVE):
+        over = timeline.step_s - plan.target_s
+        found.append(
+            f"a step takes {timeline.step_s:.9g} s, {over:.3g} s over the target of {plan.target_s:.9g} s"
+        )
+    return found
+
+
+def _class_violations(
+    name: str, plan: ClassPlan, profile: Profile, timeline: Timeline, variance: float, limit: int
+) -> list[str]:
+    found = []
+    memory = timeline[name].memory_bytes
+    if memory > limit:
+        found.append(
+            f"{name} needs {memory} bytes at its peak, {memory - limit} more than its budget of {limit}"
+        )
+    if plan.profile_hash is not None and plan.profile_hash != profile.hash:
+        found.append(
+            f"the plan for {name} was made from profile {plan.profile_hash}, this one is {profile.hash}"
+        )
+    if plan.predicted is not None:
+        again = {
+            "computes for": ("s", plan.predicted.compute_s, timeline[name].compute_s),
+            "waits": ("s", plan.predicted.wait_s, timeline[name].wait_s),
+            "needs": ("bytes", plan.predicted.memory_bytes, memory),
+            "adds a variance of": ("", plan.predicted.added_variance, variance),
+        }
+        for verb, (unit, said, derived) in again.items():
+            scale = timeline.step_s if unit == "s" else 0.0
+            if _differ(said, derived, scale):
+                found.append(
+                    f"the plan says {name} {verb} {said:.9g} {unit}, replay says {derived:.9g} {unit}"
+                )
+    return found
+
+
+def _variance(plan: ClassPlan, sensitivity: Sensitivity, weight: float) -> float:
+    added = sum(sensitivity[op, Precision(precision)] for op, precision in plan.assignment.items())
+    return weight * added
+
+
+def _differ(said: float, derived: float, scale: float = 0.0) -> bool:
+    return abs(said - derived) > RELATIVE * max(abs(said), abs(derived), scale)

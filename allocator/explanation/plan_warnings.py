@@ -1,0 +1,89 @@
+"""Whether what a plan decides can be told from the noise of what it was decided by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ACCUMULATE, SHARE
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
+from qsync.replayer import replay
+from qsync.replayer.simulate import checked_lowerings
+
+
+def doubts(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    budgets: Mapping[str, int] | None = None,
+) -> list[str]:
+    """A sentence for each reason to doubt a plan. Simulated.
+
+    Lowering is decided by the seconds that it saves; where nine runs in ten differ by more than that, the
+    profiles do not say that it saves any. Plans that memory asks for are not judged so.
+
+    >>> doubts(graph, plan, profiles, cluster)
+    []
+    """
+    norms = [op.name for op in graph.ops if op.kind == "batch_norm"]
+    used = set(plan.levers.used) & {SHARE, ACCUMULATE} if plan.levers else set()
+    found = [
+        f"{norms[0]} and the other batch norms take their statistics over the samples of one rank and pass, "
+        f"which the plan changes ({' and '.join(sorted(used))}); leave these levers off, or train with "
+        "SyncBatchNorm"
+    ] if norms and used else []  # fmt: skip
+    found += _rounded_for_backward(graph, plan, profiles, cluster)
+    return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
+
+
+def _rounded_for_backward(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
+) -> list[str]:
+    """Who keeps eight-bit codes for backward: sensitivities know only of precisions."""
+    if not any(entry.saving_less for entry in plan.classes.values()):
+        return []
+    found = []
+    for name, lowering in checked_lowerings(graph, plan, profiles, cluster).items():
+        coded = [op.name for i, op in enumerate(graph.ops) if lowering.form(i) == "codes"]
+        if coded:
+            more = f" and {len(coded) - 1} more" if len(coded) > 1 else ""
+            found.append(
+                f"{coded[0]}{more} keep eight-bit codes for backward on {name}, and what that adds to the "
+                "gradient's variance is in no prediction; where it matters, let fewer operators save less"
+            )
+    return found
+
+
+def _hidden_by_noise(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    budgets: Mapping[str, int] | None,
+) -> list[str]:
+    """What lowering saves, if that is less than what the profiles can tell."""
+    fp32 = all(
+        Precision.FP32 in profiles[c.name].precisions_of(op.name)
+        for c in cluster.classes
+        for op in graph.adjustable
+    )
+    if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
+        return []  # there is nothing to compare with, or nothing was decided
+    cap = plan.bucket_cap_bytes
+    plain = replay(graph, {c.name: {} for c in cluster.classes}, profiles, cluster, bucket_cap_bytes=cap)
+    planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
+    limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
+    fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
+    if not fits or planned.interval_s is None:
+        return []
+    saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
+    if saved >= half:
+        return []
+    return [
+        f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
+        f"known to within {half * 1e3:.3g} ms; profile again on a quieter machine, or with more rounds"
+    ]

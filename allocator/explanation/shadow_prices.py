@@ -1,0 +1,157 @@
+"""What more time or more memory would buy, class by class, and which operator to raise or to lower next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qsync.allocator.explanation.lowering_reasons import as_planned
+from qsync.allocator.siblings import sibling_groups
+from qsync.allocator.solvers.recovery import TOLERANCE
+from qsync.allocator.state import State
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, Sensitivity
+
+# A change of less than this part of the class's compute is rounding.
+_MEANINGFUL = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Operators of one class in another precision, everything else as planned.
+
+    `variance` is what that adds (less than 0: regains), weighted n_c / N^2, and `seconds` by how much longer
+    the class then computes, casts of the neighbourhood included (less than 0: shorter). `step_s` and
+    `memory_bytes` are the step and the class's peak then. `beyond_s` is by how much the target, which late
+    classes keep too as far as the plan's margin says, is then missed, `beyond_bytes` the same of the budget.
+    """
+
+    ops: tuple[str, ...]
+    precision: Precision
+    variance: float
+    seconds: float
+    step_s: float
+    beyond_s: float
+    memory_bytes: int
+    beyond_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPrice:
+    """What more time or memory would buy a class, to first order, and its next moves (ours); None if nothing.
+
+    All is read off single raises and lowerings, of one operator or of those that read one value (q, k, v):
+
+        variance_per_s     of the raises that the target alone forbids, the most variance that one regains per
+                           second by which the class then computes longer
+        variance_per_byte  of the raises that the memory budget alone forbids, the most variance that one
+                           regains per byte by which the class's peak then grows
+        next_raise         of the raises that the target alone forbids, the one that regains most per second
+                           beyond it; if there is none, the same of the budget and bytes
+        next_lowering      the one that adds least variance per second by which the class then computes less,
+                           whether or not the step is any shorter for it
+
+    The prices are the densities at which the relaxed knapsack would go on. Operators that were pinned stay,
+    and a raise that nothing forbids is none of them: the plan is not best there, and `explain` says so.
+    """
+
+    device_class: str
+    variance_per_s: float | None
+    variance_per_byte: float | None
+    next_raise: Alternative | None
+    next_lowering: Alternative | None
+    origin: str = "measured"  # of the class's costs: Profile.origin
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def shadow_prices(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> list[ShadowPrice]:
+    """The shadow prices of a plan, in the order of the cluster's classes. Simulated.
+
+    Against the plan's target, or its own step if it has none, and each class's memory budget (the cluster's,
+    if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and
+    cluster do not belong together.
+
+    >>> [price.next_raise.ops for price in shadow_prices(graph, plan, profiles, sensitivity, cluster)]
+    """
+    state, target_s = as_planned(
+        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
+    )
+    return [_price(state, name, target_s, plan) for name in state.classes]
+
+
+def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
+    one = state.classes[name]
+    late, peak = 1 + state.late.get(name, 0.0), one.peak_bytes
+    pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
+    found = [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
+    raises = [other for other in found if other.variance < 0]
+    too_long = [other for other in raises if other.beyond_s > 0 and not other.beyond_bytes]
+    too_large = [other for other in raises if not other.beyond_s and other.beyond_bytes > 0]
+    least = _MEANINGFUL * one.costs.total_s
+    shorter = [other for other in found if other.variance >= 0 and other.seconds < -least]
+    longer = [-other.variance / (late * other.seconds) for other in too_long if other.seconds > least]
+    larger = [
+        -other.variance / (other.memory_bytes - peak) for other in too_large if other.memory_bytes > peak
+    ]
+    next_raise = min(too_long, key=lambda other: other.variance / other.beyond_s, default=None) or min(
+        too_large, key=lambda other: other.variance / other.beyond_bytes, default=None
+    )
+    next_lowering = min(shorter, key=lambda other: other.variance / -other.seconds, default=None)
+    return ShadowPrice(
+        name, max(longer, default=None), max(larger, default=None), next_raise, next_lowering,
+        one.part.profile.origin,
+    )  # fmt: skip
+
+
+def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:
+    """Every single raise and lowering of a class: of an operator, or of operators that read one value."""
+    one = state.classes[name]
+
+    def added(op: str, precision: Precision) -> float:
+        return one.part.variance[op][precision] - one.part.variance[op][one.precision(op)]
+
+    choices = {op: options for op, options in one.part.choices.items() if op not in pinned}
+    for op, options in choices.items():
+        for precision in options:
+            if precision is not one.precision(op):
+                yield {op: precision}
+    for group in sibling_groups(state.problem.graph, one.part.choices):
+        for precision in one.part.choices[group[0]]:
+            able = [
+                op for op in group if precision in choices.get(op, ()) and precision is not one.precision(op)
+            ]
+            for alike in ([op for op in able if (added(op, precision) < 0) is up] for up in (True, False)):
+                if len(alike) > 1:
+                    yield dict.fromkeys(alike, precision)
+
+
+def _alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:
+    one = state.classes[name]
+    variance = sum(
+        one.part.variance[op][p] - one.part.variance[op][one.precision(op)] for op, p in changed.items()
+    )
+    before = one.costs.total_s
+    move = state.move(name, changed)
+    seconds, memory = one.costs.total_s - before, one.peak_bytes
+    step_s, late_s = state.step_s(), state.late_step_s()
+    state.back(move)
+    return Alternative(
+        tuple(one.part.with_partners(changed)), next(iter(changed.values())), variance, seconds, step_s,
+        late_s - target_s if late_s > target_s * (1 + TOLERANCE) else 0.0,
+        memory, max(0, memory - one.part.budget_bytes),
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Search over levers other than precision."""

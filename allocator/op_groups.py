@@ -1,0 +1,84 @@
+"""Operators that run alike on every class: q, k and v of one layer, or a whole block (ours)."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+
+from qsync.allocator.patterns import unmatched
+from qsync.errors import FormatError, MismatchError
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+
+_WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
+
+
+def alike(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """The groups of adjustable operators that patterns put together, each in model order.
+
+    One pattern puts together all that it matches. Of several, those names go together in which the wildcards
+    stand for the same: ["*.query", "*.key", "*.value"] makes one group per layer. Groups that share an
+    operator are one. Raises MismatchError for a pattern that matches nothing, FormatError for patterns that
+    put nothing together.
+
+    >>> alike(graph, [["*.query", "*.key", "*.value"]])
+    """
+    names = [op.name for op in graph.adjustable]
+    leader = {name: name for name in names}
+
+    def first(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    for patterns in together:
+        found = [group for group in _matched(graph, names, patterns) if len(group) > 1]
+        if not found:
+            raise FormatError(
+                f"{', '.join(patterns)!r} puts no two operators of {graph.model} together; give patterns "
+                "whose wildcards stand for the same in all names of a group"
+            )
+        for group in found:
+            roots = sorted({first(name) for name in group}, key=names.index)
+            for root in roots[1:]:
+                leader[root] = roots[0]
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(first(name), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def check_pins(groups: Sequence[Sequence[str]], pinned: Mapping[str, Precision]) -> None:
+    """FormatError where operators that are to run alike are pinned to different precisions."""
+    for group in groups:
+        given = [name for name in group if name in pinned]
+        other = next((name for name in given if pinned[name] is not pinned[given[0]]), None)
+        if other is not None:
+            raise FormatError(
+                f"{given[0]} and {other} are to run alike, but are pinned to {pinned[given[0]]} and "
+                f"{pinned[other]}; pin them to one precision, or do not put them together"
+            )
+
+
+def _matched(graph: OpGraph, names: Sequence[str], patterns: Sequence[str]) -> list[list[str]]:
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for pattern in patterns:
+        matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matched:
+            raise MismatchError(unmatched(graph, pattern))
+        for name in matched:
+            key = _stands_for(pattern, name) if len(patterns) > 1 else ()
+            groups.setdefault(key, []).append(name)
+    return list(groups.values())
+
+
+def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
+    """What each wildcard of a pattern stands for in a name that it matches."""
+    regex, end = "", 0
+    for wildcard in _WILDCARD.finditer(pattern):
+        regex += re.escape(pattern[end : wildcard.start()])
+        text, end = wildcard.group(), wildcard.end()
+        regex += {"*": "(.*?)", "?": "(.)"}.get(text, f"({text.replace('[!', '[^')})")
+    found = re.fullmatch(regex + re.escape(pattern[end:]), name)
+    return found.groups() if found else (name,)

@@ -1,0 +1,1 @@
+"""Solvers: the fastest start, recovery, greedy, local search, and the exact one."""

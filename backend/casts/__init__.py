@@ -1,0 +1,1 @@
+"""Casts: passes over a matrix between products, in plain torch and compiled."""

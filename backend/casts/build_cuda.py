@@ -1,0 +1,97 @@
+"""The fused casts for NVIDIA GPUs: CUDA C of TVM's, compiled by nvcc for one architecture, loaded by tvm_ffi.
+
+Two libraries make one module: TVM's host code, which checks the tensors, and the kernels with what launches
+them (launching.h). The kernels are written for compute capability 7.0, so that one source serves every GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from qsync.backend import cuda_build, kernel_cache
+from qsync.backend.casts.build_process import run_apart
+
+OLDEST = "70"  # the compute capability that the CUDA C is written for
+ROWS_PER_PART = 64  # as in fused_loops.py, which cannot be imported without TVM
+
+
+def load(architecture: str, facts: Mapping[str, str]) -> Any:
+    """The module of one architecture ("75", "90"), compiled if need be. Raises BuildError.
+
+    `facts` is what decides what TVM generates: see `qsync.backend.casts.library`.
+    """
+    import tvm_ffi
+
+    tools = cuda_build.toolchain(architecture, with_headers=False)
+    compiler = {"compiler": tools.version, "assembler": tools.assembler or ""}
+    compiler |= {"architecture": architecture, "launching": _launching().read_text()}
+    compiler["flags"] = Path(__file__).read_text() + Path(cuda_build.__file__).read_text()
+
+    def kernels_to(path: Path) -> None:
+        print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
+        run_apart(
+            f"from qsync.backend import compiled_cuda; compiled_cuda.export_kernels(path, {architecture!r})",
+            path,
+        )
+
+    def host_to(path: Path) -> None:
+        run_apart("from qsync.backend import compiled_cuda; compiled_cuda.export_host(path)", path)
+
+    kernels = kernel_cache.built(f"casts-sm{architecture}", {**facts, **compiler}, kernels_to)
+    host = kernel_cache.built("casts-host", facts, host_to)
+    module = tvm_ffi.load_module(str(host))
+    module.import_module(tvm_ffi.load_module(str(kernels)))
+    return module
+
+
+@cache
+def generated(architecture: str = OLDEST) -> tuple[Any, str]:
+    """TVM's host code, without the kernels, and the kernels in CUDA C."""
+    import tvm
+
+    from qsync.backend.casts.tvm import rows
+
+    target = tvm.target.Target({"kind": "cuda", "arch": f"sm_{architecture}"}, host={"kind": "llvm"})
+    executable = tvm.compile(rows.module("cuda"), target=target)
+    source = executable.mod.imports[0].inspect_source()
+    executable.mod.clear_imports()
+    return executable, source
+
+
+def export_host(path: str) -> None:
+    """Write TVM's host code as a library."""
+    generated()[0].export_library(path)
+
+
+def export_kernels(path: str, architecture: str) -> None:
+    """Compile the kernels, with what launches them, into a library. Raises BuildError."""
+    with tempfile.TemporaryDirectory(prefix="qsync-casts-") as folder:
+        source = Path(folder) / "casts.cu"
+        source.write_text(complete(generated()[1]))
+        flags = [f"-I{place}" for place in include_folders()]
+        cuda_build.compile_file(Path(path), source, architecture, flags)
+
+
+def complete(source: str) -> str:
+    """TVM's CUDA C with a function that launches each of its kernels."""
+    kernels = re.findall(r"__global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\([^;]*?\) \{", source)
+    # First: TVM defines the word `uint`, which system headers declare.
+    lines = ['#include "launching.h"', source, *(f"EXPORT({kernel})" for kernel in kernels)]
+    return "\n".join(lines) + "\n"
+
+
+def include_folders() -> list[Path]:
+    """Where launching.h is, and the headers of tvm_ffi that it needs."""
+    import tvm_ffi.libinfo
+
+    return [_launching().parent, *(Path(place) for place in tvm_ffi.libinfo.include_paths())]
+
+
+def _launching() -> Path:
+    return Path(__file__).with_name("launching.h")

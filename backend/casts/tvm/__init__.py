@@ -1,0 +1,1 @@
+"""The compiled casts as programs in TVM's script."""

@@ -1,0 +1,291 @@
+"""The fused casts that reduce columns.
+
+A CPU goes through the rows with a running result per column. A GPU has too few columns to be busy with: its
+threads first reduce 64 rows of a column each, and a second round brings these partial results together, in
+order, so that the same input gives the same sums. Both round and encode with the same expressions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm.script import tirx as T
+
+from qsync.backend.casts.tvm.expressions import (
+    SMALLEST_AMAX_BITS,
+    bf16,
+    inverse,
+    magnitude,
+    nearest,
+    scale,
+    stochastic,
+)
+from qsync.backend.casts.tvm.schedules import ROWS, THREADS, Threads, column
+
+
+def programs(loops: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        if loops is Threads:
+            found[f"quantize_columns_{dtype}"] = _quantize_columns_in_parts(dtype)
+            found[f"round_columns_{dtype}"] = _round_columns_in_parts(dtype)
+            found[f"narrow_and_sum_{dtype}"] = _narrow_and_sum_in_parts(dtype)
+            found[f"sum_columns_{dtype}"] = _sum_columns_in_parts(dtype)
+        else:
+            found[f"quantize_columns_{dtype}"] = _quantize_columns(dtype)
+            found[f"round_columns_{dtype}"] = _round_columns(dtype)
+            found[f"narrow_and_sum_{dtype}"] = _narrow_and_sum(dtype)
+            found[f"sum_columns_{dtype}"] = _sum_columns(dtype)
+    return found
+
+
+def _quantize_columns(dtype: str) -> Any:
+    @T.prim_func
+    def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), dtype)
+        Q = T.match_buffer(codes, (m, n), "int8")
+        S = T.match_buffer(scales, (n,), "int32")
+        R = T.match_buffer(inverses, (n,), "int32")
+        for j in T.serial(n):
+            R[j] = T.int32(SMALLEST_AMAX_BITS)
+        for i in T.serial(m):
+            for j in T.serial(n):
+                R[j] = T.max(R[j], magnitude(T.Cast("float32", X[i, j])))
+        for j in T.serial(n):
+            S[j] = scale(R[j])
+            R[j] = T.reinterpret("int32", inverse(R[j]))
+        for i in T.serial(m):
+            for j in T.serial(n):
+                Q[i, j] = T.Cast("int8", nearest(T.Cast("float32", X[i, j]) * T.reinterpret("float32", R[j])))
+
+    return quantize_columns
+
+
+def _round_columns(dtype: str) -> Any:
+    @T.prim_func
+    def round_columns(
+        g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle, inverses: T.handle
+    ):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        F = T.match_buffer(factors, (m,), "float32")
+        Q = T.match_buffer(codes, (m, n), "int8")
+        S = T.match_buffer(scales, (n,), "int32")
+        R = T.match_buffer(inverses, (n,), "int32")
+        for j in T.serial(n):
+            R[j] = T.int32(SMALLEST_AMAX_BITS)
+        for i in T.serial(m):
+            for j in T.serial(n):
+                R[j] = T.max(R[j], magnitude(T.Cast("float32", G[i, j]) * F[i]))
+        for j in T.serial(n):
+            S[j] = scale(R[j])
+            R[j] = T.reinterpret("int32", inverse(R[j]))
+        for i in T.serial(m):
+            for j in T.serial(n):
+                Q[i, j] = T.Cast(
+                    "int8",
+                    stochastic(
+                        T.Cast("float32", G[i, j]) * F[i] * T.reinterpret("float32", R[j]),
+                        i,
+                        j,
+                        n,
+                        T.Cast("uint32", seed),
+                    ),
+                )
+
+    return round_columns
+
+
+def _narrow_and_sum(dtype: str) -> Any:
+    def narrowed(value: Any) -> Any:
+        return value if dtype == "bfloat16" else bf16(value)
+
+    @T.prim_func
+    def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        H = T.match_buffer(narrow, (m, n), "bfloat16")
+        S = T.match_buffer(sums, (n,), "float32")
+        P = T.match_buffer(partial, (n,), "float32")
+        # Summed in blocks of 64 rows: one running sum over thousands of rows would lose digits that torch's
+        # keeps.
+        for j in T.serial(n):
+            S[j] = T.float32(0)
+        for block in T.serial((m + 63) // 64):
+            for j in T.serial(n):
+                P[j] = T.float32(0)
+            for r in T.serial(T.min(T.int64(64), m - block * 64)):
+                for j in T.serial(n):
+                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
+                    H[block * 64 + r, j] = narrowed(G[block * 64 + r, j])
+            for j in T.serial(n):
+                S[j] = S[j] + P[j]
+
+    return narrow_and_sum
+
+
+def _sum_columns(dtype: str) -> Any:
+    @T.prim_func
+    def sum_columns(g: T.handle, sums: T.handle, partial: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        S = T.match_buffer(sums, (n,), "float32")
+        P = T.match_buffer(partial, (n,), "float32")
+        for j in T.serial(n):
+            S[j] = T.float32(0)
+        for block in T.serial((m + 63) // 64):
+            for j in T.serial(n):
+                P[j] = T.float32(0)
+            for r in T.serial(T.min(T.int64(64), m - block * 64)):
+                for j in T.serial(n):
+                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
+            for j in T.serial(n):
+                S[j] = S[j] + P[j]
+
+    return sum_columns
+
+
+def _quantize_columns_in_parts(dtype: str) -> Any:
+    @T.prim_func
+    def quantize_columns(x: T.handle, codes: T.handle, scales: T.handle, inverses: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n, parts = T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), dtype)
+        Q = T.match_buffer(codes, (m, n), "int8")
+        S = T.match_buffer(scales, (n,), "int32")
+        R = T.match_buffer(inverses, (parts, n), "int32")
+        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+            for b in Threads.rows(parts):
+                for t in Threads.threads():
+                    if column(c, t) < n:
+                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
+                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                            R[b, column(c, t)] = T.max(
+                                R[b, column(c, t)],
+                                magnitude(T.Cast("float32", X[b * ROWS + r, column(c, t)])),
+                            )
+        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+            for t in Threads.threads():
+                if column(c, t) < n:
+                    for b in T.serial(1, parts):
+                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
+                    S[column(c, t)] = scale(R[0, column(c, t)])
+                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
+        for i in Threads.rows(m):
+            for t in Threads.threads():
+                for j in Threads.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        "int8", nearest(T.Cast("float32", X[i, j]) * T.reinterpret("float32", R[0, j]))
+                    )
+
+    return quantize_columns
+
+
+def _round_columns_in_parts(dtype: str) -> Any:
+    @T.prim_func
+    def round_columns(
+        g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle, inverses: T.handle
+    ):
+        T.func_attr({"tirx.noalias": True})
+        m, n, parts = T.int64(), T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        F = T.match_buffer(factors, (m,), "float32")
+        Q = T.match_buffer(codes, (m, n), "int8")
+        S = T.match_buffer(scales, (n,), "int32")
+        R = T.match_buffer(inverses, (parts, n), "int32")
+        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+            for b in Threads.rows(parts):
+                for t in Threads.threads():
+                    if column(c, t) < n:
+                        R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
+                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                            R[b, column(c, t)] = T.max(
+                                R[b, column(c, t)],
+                                magnitude(T.Cast("float32", G[b * ROWS + r, column(c, t)]) * F[b * ROWS + r]),
+                            )
+        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+            for t in Threads.threads():
+                if column(c, t) < n:
+                    for b in T.serial(1, parts):
+                        R[0, column(c, t)] = T.max(R[0, column(c, t)], R[b, column(c, t)])
+                    S[column(c, t)] = scale(R[0, column(c, t)])
+                    R[0, column(c, t)] = T.reinterpret("int32", inverse(R[0, column(c, t)]))
+        for i in Threads.rows(m):
+            for t in Threads.threads():
+                for j in Threads.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        "int8",
+                        stochastic(
+                            T.Cast("float32", G[i, j]) * F[i] * T.reinterpret("float32", R[0, j]),
+                            i,
+                            j,
+                            n,
+                            T.Cast("uint32", seed),
+                        ),
+                    )
+
+    return round_columns
+
+
+def _narrow_and_sum_in_parts(dtype: str) -> Any:
+    def narrowed(value: Any) -> Any:
+        return value if dtype == "bfloat16" else bf16(value)
+
+    @T.prim_func
+    def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n, parts = T.int64(), T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        H = T.match_buffer(narrow, (m, n), "bfloat16")
+        S = T.match_buffer(sums, (n,), "float32")
+        P = T.match_buffer(partial, (parts, n), "float32")
+        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+            for b in Threads.rows(parts):
+                for t in Threads.threads():
+                    if column(c, t) < n:
+                        P[b, column(c, t)] = T.float32(0)
+                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                            P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
+                                "float32", G[b * ROWS + r, column(c, t)]
+                            )
+                            H[b * ROWS + r, column(c, t)] = narrowed(G[b * ROWS + r, column(c, t)])
+        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+            for t in Threads.threads():
+                if column(c, t) < n:
+                    S[column(c, t)] = T.float32(0)
+                    for b in T.serial(parts):
+                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+
+    return narrow_and_sum
+
+
+def _sum_columns_in_parts(dtype: str) -> Any:
+    @T.prim_func
+    def sum_columns(g: T.handle, sums: T.handle, partial: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n, parts = T.int64(), T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        S = T.match_buffer(sums, (n,), "float32")
+        P = T.match_buffer(partial, (parts, n), "float32")
+        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+            for b in Threads.rows(parts):
+                for t in Threads.threads():
+                    if column(c, t) < n:
+                        P[b, column(c, t)] = T.float32(0)
+                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                            P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
+                                "float32", G[b * ROWS + r, column(c, t)]
+                            )
+        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+            for t in Threads.threads():
+                if column(c, t) < n:
+                    S[column(c, t)] = T.float32(0)
+                    for b in T.serial(parts):
+                        S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
+
+    return sum_columns

@@ -1,0 +1,395 @@
+"""The fused casts, as loops: one pass over memory where eager torch takes five.
+
+Each function is a program in TVM's script. On a CPU its loops are plain ones, and LLVM vectorizes the inner
+for the processor that it is compiled for; on a GPU the same text runs as blocks of threads
+(`qsync.backend.casts.tvm.schedules`). Sizes are symbolic: one compilation serves every batch. What each computes is
+what the function of the same name in `qsync.backend.casts.cast_ops` says in plain torch, and is tested against it.
+
+Scales arrive as the integers with their bits: as integers, magnitudes are ordered alike and NaN is the
+largest, and the outputs serve as the accumulators (a local variable in a script would tie the library to
+TVM's runtime). Only `qsync.backend.casts.library` imports this module, and only to compile: loading needs no TVM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm.script import tirx as T
+
+from qsync.backend.casts.tvm import activations, attention
+from qsync.backend.casts.tvm import columns as fused_columns
+from qsync.backend.casts.tvm.expressions import (
+    SMALLEST_AMAX_BITS,
+    bf16,
+    inverse,
+    magnitude,
+    nearest,
+    scale,
+    stochastic,
+)
+from qsync.backend.casts.tvm.schedules import Serial, Threads
+
+
+def module(device_type: str = "cpu") -> tvm.IRModule:
+    """Every program for a type of device, named as `qsync.backend.casts.cast_ops` looks it up."""
+    loops = Threads if device_type == "cuda" else Serial
+    programs: dict[str, Any] = {}
+    for dtype in ("float32", "bfloat16"):
+        programs[f"quantize_rows_{dtype}"] = _quantize_rows(loops, dtype, "int8", 0)
+        programs[f"quantize_rows_unsigned_{dtype}"] = _quantize_rows(loops, dtype, "uint8", 128)
+        programs[f"round_rows_{dtype}"] = _round_rows(loops, dtype)
+        for biased in (False, True):
+            name = "dequantize_biased" if biased else "dequantize"
+            programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
+        programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
+    programs["narrow"] = _narrow(loops)
+    programs["transpose_narrow"] = _transpose(loops, "float32", "bfloat16")
+    programs["transpose_widen"] = _transpose(loops, "bfloat16", "float32")
+    programs["transpose_int8"] = _transpose(loops, "int8", "int8")
+    programs["unfold_uint8"] = _unfold(loops, "uint8")
+    programs["unfold_bfloat16"] = _unfold(loops, "bfloat16")
+    programs["fold"] = _gather() if loops is Threads else _fold()
+    programs["decode_rows"] = _decode(loops, "int8", 0, by_row=True)
+    programs["decode_columns"] = _decode(loops, "int8", 0, by_row=False)
+    programs["decode_rows_unsigned"] = _decode(loops, "uint8", 128, by_row=True)
+    programs |= fused_columns.programs(loops)
+    programs |= activations.programs(loops)
+    if loops is Serial:
+        programs |= attention.programs()
+    return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})
+
+
+def _quantize_rows(loops: Any, dtype: str, code_dtype: str, zero_point: int) -> Any:
+    @T.prim_func
+    def quantize_rows(x: T.handle, codes: T.handle, scales: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), dtype)
+        Q = T.match_buffer(codes, (m, n), code_dtype)
+        out = T.match_buffer(scales, (m,), "int32")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                S = loops.room(out)
+                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                for j in loops.columns(t, n):
+                    S[loops.own(i, t)] = T.max(S[loops.own(i, t)], magnitude(T.Cast("float32", X[i, j])))
+                loops.maximum(S, t)
+                for j in loops.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        code_dtype,
+                        nearest(T.Cast("float32", X[i, j]) * inverse(S[loops.top(i)])) + T.int32(zero_point),
+                    )
+                out[i] = scale(S[loops.top(i)])
+
+    return quantize_rows
+
+
+def _round_rows(loops: Any, dtype: str) -> Any:
+    @T.prim_func
+    def round_rows(g: T.handle, factors: T.handle, seed: T.int32, codes: T.handle, scales: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        G = T.match_buffer(g, (m, n), dtype)
+        F = T.match_buffer(factors, (n,), "float32")
+        Q = T.match_buffer(codes, (m, n), "int8")
+        out = T.match_buffer(scales, (m,), "int32")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                S = loops.room(out)
+                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                for j in loops.columns(t, n):
+                    S[loops.own(i, t)] = T.max(
+                        S[loops.own(i, t)], magnitude(T.Cast("float32", G[i, j]) * F[j])
+                    )
+                loops.maximum(S, t)
+                for j in loops.columns(t, n):
+                    Q[i, j] = T.Cast(
+                        "int8",
+                        stochastic(
+                            T.Cast("float32", G[i, j]) * F[j] * inverse(S[loops.top(i)]),
+                            i,
+                            j,
+                            n,
+                            T.Cast("uint32", seed),
+                        ),
+                    )
+                out[i] = scale(S[loops.top(i)])
+
+    return round_rows
+
+
+def _narrow(loops: Any) -> Any:
+    @T.prim_func
+    def narrow(x: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        X = T.match_buffer(x, (m, n), "float32")
+        Y = T.match_buffer(out, (m, n), "bfloat16")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                for j in loops.columns(t, n):
+                    Y[i, j] = bf16(X[i, j])
+
+    return narrow
+
+
+def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:
+    """Matrices (m, c, p) transposed (m, p, c), in another type."""
+
+    def cast(value: Any) -> Any:
+        return bf16(value) if out_dtype == "bfloat16" else T.Cast(out_dtype, value)
+
+    @T.prim_func
+    def transpose(x: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, c, p = T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(x, (m, c, p), dtype)
+        Y = T.match_buffer(out, (m, p, c), out_dtype)
+        for i in loops.planes(m):
+            for k in loops.rows(p):
+                for t in loops.threads():
+                    for j in loops.columns(t, c):
+                        Y[i, k, j] = cast(X[i, j, k])
+
+    return transpose
+
+
+def _unfold(loops: Any, dtype: str) -> Any:
+    """The windows of images, one row per output pixel; what lies outside is 0.
+
+    UINT8 codes with zero point 128 become INT8 codes.
+    """
+    out_dtype = "int8" if dtype == "uint8" else dtype
+
+    def taken(value: Any) -> Any:
+        return T.reinterpret("int8", T.bitwise_xor(value, T.uint8(128))) if dtype == "uint8" else value
+
+    def zero() -> Any:
+        return T.int8(0) if dtype == "uint8" else T.reinterpret(dtype, T.uint16(0))
+
+    @T.prim_func
+    def unfold(
+        images: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(images, (n, h, w, c), dtype)
+        Y = T.match_buffer(out, (n, p, q, kh, kw, c), out_dtype)
+        for i in loops.planes(n):
+            for y in loops.rows(p):
+                for t in loops.threads():
+                    for x, u, v in T.grid(q, kh, kw):
+                        if (
+                            (y * stride_h + u * step_h - pad_h >= 0)
+                            & (y * stride_h + u * step_h - pad_h < h)
+                            & (x * stride_w + v * step_w - pad_w >= 0)
+                            & (x * stride_w + v * step_w - pad_w < w)
+                        ):
+                            for j in loops.columns(t, c):
+                                Y[i, y, x, u, v, j] = taken(
+                                    X[
+                                        i,
+                                        y * stride_h + u * step_h - pad_h,
+                                        x * stride_w + v * step_w - pad_w,
+                                        j,
+                                    ]
+                                )
+                        else:
+                            for j in loops.columns(t, c):
+                                Y[i, y, x, u, v, j] = zero()
+
+    return unfold
+
+
+def _fold() -> Any:
+    """The adjoint of unfolding: BF16 windows added up where they came from, in FP32. For CPUs."""
+
+    @T.prim_func
+    def fold(
+        windows: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(windows, (n, p, q, kh, kw, c), "bfloat16")
+        Y = T.match_buffer(out, (n, h, w, c), "float32")
+        for i, y, x, j in T.grid(n, h, w, c):
+            Y[i, y, x, j] = T.float32(0)
+        for i, y, x, u, v in T.grid(n, p, q, kh, kw):
+            if (
+                (y * stride_h + u * step_h - pad_h >= 0)
+                & (y * stride_h + u * step_h - pad_h < h)
+                & (x * stride_w + v * step_w - pad_w >= 0)
+                & (x * stride_w + v * step_w - pad_w < w)
+            ):
+                for j in T.serial(c):
+                    Y[i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j] = Y[
+                        i, y * stride_h + u * step_h - pad_h, x * stride_w + v * step_w - pad_w, j
+                    ] + T.Cast("float32", X[i, y, x, u, v, j])
+
+    return fold
+
+
+def _gather() -> Any:
+    """`fold` for GPUs: every pixel collects the windows that it is part of, so no two threads share a sum."""
+
+    @T.prim_func
+    def fold(
+        windows: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(windows, (n, p, q, kh, kw, c), "bfloat16")
+        Y = T.match_buffer(out, (n, h, w, c), "float32")
+        for i in Threads.planes(n):
+            for y in Threads.rows(h):
+                for t in Threads.threads():
+                    for x in T.serial(w):
+                        for j in Threads.columns(t, c):
+                            Y[i, y, x, j] = T.float32(0)
+                            for u, v in T.grid(kh, kw):
+                                # The window at (row, column) reaches this pixel if both are whole numbers.
+                                if (
+                                    (y + pad_h - u * step_h >= 0)
+                                    & (y + pad_h - u * step_h < p * stride_h)
+                                    & (T.truncmod(y + pad_h - u * step_h, stride_h) == 0)
+                                    & (x + pad_w - v * step_w >= 0)
+                                    & (x + pad_w - v * step_w < q * stride_w)
+                                    & (T.truncmod(x + pad_w - v * step_w, stride_w) == 0)
+                                ):
+                                    Y[i, y, x, j] = Y[i, y, x, j] + T.Cast(
+                                        "float32",
+                                        X[
+                                            i,
+                                            T.truncdiv(y + pad_h - u * step_h, stride_h),
+                                            T.truncdiv(x + pad_w - v * step_w, stride_w),
+                                            u,
+                                            v,
+                                            j,
+                                        ],
+                                    )
+
+    return fold
+
+
+def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
+    """In FP32 the result takes the place of the sums: fresh memory costs more than the arithmetic."""
+    in_place = dtype == "float32"
+    out_dtype = "int32" if in_place else dtype
+
+    def value(total: Any, row: Any, column: Any, bias: Any) -> Any:
+        scaled = T.Cast("float32", total) * row * column
+        result = scaled + bias if biased else scaled
+        return T.reinterpret("int32", result) if in_place else bf16(result)
+
+    if in_place:
+
+        @T.prim_func
+        def dequantize(sums: T.handle, rows: T.handle, columns: T.handle, bias: T.handle):
+            m, n = T.int64(), T.int64()
+            A = T.match_buffer(sums, (m, n), "int32")
+            R = T.match_buffer(rows, (m,), "float32")
+            C = T.match_buffer(columns, (n,), "float32")
+            B = T.match_buffer(bias, (n,), "float32")
+            T.func_attr({"tirx.noalias": True})
+            for i in loops.rows(m):
+                for t in loops.threads():
+                    for j in loops.columns(t, n):
+                        A[i, j] = value(A[i, j], R[i], C[j], B[j])
+
+    else:
+
+        @T.prim_func
+        def dequantize(sums: T.handle, rows: T.handle, columns: T.handle, bias: T.handle, out: T.handle):
+            m, n = T.int64(), T.int64()
+            A = T.match_buffer(sums, (m, n), "int32")
+            R = T.match_buffer(rows, (m,), "float32")
+            C = T.match_buffer(columns, (n,), "float32")
+            B = T.match_buffer(bias, (n,), "float32")
+            Y = T.match_buffer(out, (m, n), out_dtype)
+            T.func_attr({"tirx.noalias": True})
+            for i in loops.rows(m):
+                for t in loops.threads():
+                    for j in loops.columns(t, n):
+                        Y[i, j] = value(A[i, j], R[i], C[j], B[j])
+
+    return dequantize
+
+
+def _scale_images(loops: Any, dtype: str) -> Any:
+    """Convolution results (images, pixels, channels), scaled by image, biased by channel; FP32 in place."""
+    if dtype == "float32":
+
+        @T.prim_func
+        def scale_images(y: T.handle, rows: T.handle, bias: T.handle):
+            T.func_attr({"tirx.noalias": True})
+            m, p, c = T.int64(), T.int64(), T.int64()
+            Y = T.match_buffer(y, (m, p, c), "float32")
+            R = T.match_buffer(rows, (m,), "float32")
+            B = T.match_buffer(bias, (c,), "float32")
+            for i in loops.planes(m):
+                for k in loops.rows(p):
+                    for t in loops.threads():
+                        for j in loops.columns(t, c):
+                            Y[i, k, j] = Y[i, k, j] * R[i] + B[j]
+
+    else:
+
+        @T.prim_func
+        def scale_images(y: T.handle, rows: T.handle, bias: T.handle, out: T.handle):
+            T.func_attr({"tirx.noalias": True})
+            m, p, c = T.int64(), T.int64(), T.int64()
+            Y = T.match_buffer(y, (m, p, c), "float32")
+            R = T.match_buffer(rows, (m,), "float32")
+            B = T.match_buffer(bias, (c,), "float32")
+            Z = T.match_buffer(out, (m, p, c), dtype)
+            for i in loops.planes(m):
+                for k in loops.rows(p):
+                    for t in loops.threads():
+                        for j in loops.columns(t, c):
+                            Z[i, k, j] = bf16(Y[i, k, j] * R[i] + B[j])
+
+    return scale_images
+
+
+def _decode(loops: Any, dtype: str, zero_point: int, by_row: bool) -> Any:
+    @T.prim_func
+    def decode(codes: T.handle, scales: T.handle, out: T.handle):
+        T.func_attr({"tirx.noalias": True})
+        m, n = T.int64(), T.int64()
+        Q = T.match_buffer(codes, (m, n), dtype)
+        S = T.match_buffer(scales, (m if by_row else n,), "float32")
+        Y = T.match_buffer(out, (m, n), "bfloat16")
+        for i in loops.rows(m):
+            for t in loops.threads():
+                for j in loops.columns(t, n):
+                    Y[i, j] = bf16(
+                        T.Cast("float32", T.Cast("int32", Q[i, j]) - T.int32(zero_point))
+                        * (S[i] if by_row else S[j])
+                    )
+
+    return decode

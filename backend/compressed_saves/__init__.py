@@ -1,0 +1,1 @@
+"""Operators that save less for backward."""

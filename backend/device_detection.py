@@ -1,0 +1,98 @@
+"""Which device class this rank is, and the cluster that all ranks of a running job form."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qsync
+from qsync import backend
+from qsync.records.cluster import DeviceClass
+from qsync.records.precision import Precision
+from qsync.records.profiles import processor_with
+
+
+def device_of(model: torch.nn.Module) -> torch.device:
+    """Where the model's parameters are; the CPU if it has none."""
+    parameter = next(model.parameters(), None)
+    return parameter.device if parameter is not None else torch.device("cpu")
+
+
+def detect_class(
+    device: torch.device, emulated_share: float | None = None, ranks_on_host: int = 1
+) -> DeviceClass:
+    """The device class of this rank: its name says what it is, so that equal devices find each other.
+
+    On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks.
+    `emulated_share` is the share of its core that an emulated rank gets.
+    """
+    kernels = backend.select(device)
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        name, memory = properties.name, properties.total_memory
+    else:
+        name = f"{_processor()}-{torch.get_num_threads()}t"
+        memory = _host_memory_bytes() // max(ranks_on_host, 1)
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    if emulated_share is not None:
+        slug += f"-emulated-{emulated_share:g}"
+    precisions, hardware = kernels.precisions(), hardware_of(device)
+    return DeviceClass(slug, device.type, 1, memory, precisions, emulated_share, hardware=hardware)
+
+
+def hardware_of(device: torch.device) -> str:
+    """The name of a GPU, or of the processor with the threads of a rank."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).name
+    return processor_with(_processor(), torch.get_num_threads())
+
+
+def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
+    """The precisions worth profiling on a class: those it multiplies in hardware.
+
+    INT8 in all three products rounds gradients stochastically, which changes training more than one would
+    want without having asked; it is profiled on request only. FP16 on a CPU is emulated: a tenth of FP32's
+    speed.
+    """
+    unwanted = {Precision.INT8_ALL} | ({Precision.FP16} if device_class.device == "cpu" else set())
+    return tuple(p for p in device_class.precisions if p not in unwanted)
+
+
+def machine(device: torch.device | None = None) -> dict[str, Any]:
+    """What results are measured on: processor, GPUs, threads, versions; of a device its kind and name too."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        **({"device": device.type, "hardware": hardware_of(device)} if device is not None else {}),
+        "qsync": qsync.__version__,
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpus": gpus,
+        "memory_bytes": _host_memory_bytes(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+    }
+
+
+def _processor() -> str:
+    """The processor's name; family and model tell apart processors that a hypervisor gives one name."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} {found.get('cpu family', '')}.{found.get('model', '')}"
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

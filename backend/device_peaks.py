@@ -1,0 +1,132 @@
+"""The fastest that a device multiplies, measured: large products of each type, with nothing around them.
+
+A type's peak is its best product: which of MKL, oneDNN, matrices and convolutions is fastest depends on the
+processor. Rates count 2 operations per multiply-add; FP32's unit is FLOP/s, INT8's is operations/s.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from qsync.backend.candidates import device_precisions
+from qsync.backend.kernels.fp16_tf32 import product_tf32
+from qsync.records.precision import Precision
+
+# Large enough that the product of any type is far longer than its call, small enough for FP16 that a CPU
+# emulates (0.1 s).
+_SQUARE = {"cpu": 1024, "cuda": 4096}
+_TIMED_S, _MOST_CALLS = 0.05, 50
+
+
+def measured_peaks(device: torch.device) -> dict[str, float]:
+    """Operations per second by type (fp32, tf32, bf16, fp16, fp8, int8): those that the device multiplies.
+
+    The fastest call of each product, as many as fit into 50 ms; with the threads that torch now has.
+
+    >>> measured_peaks(torch.device("cpu"))["int8"]
+    3.1e11
+    """
+    wanted = [str(p) for p in device_precisions(device) if p is not Precision.INT8_ALL]
+    runs = products(device, _SQUARE[device.type], wanted)
+    return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
+
+
+def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
+    """The best rate of each type, from the rates of products named as `products` names them.
+
+    >>> best_by_type({"fp32 mm": 1.0, "fp32 conv": 2.0})
+    {'fp32': 2.0}
+    """
+    best: dict[str, float] = {}
+    for name, rate in rates.items():
+        type_name = name.split()[0]
+        best[type_name] = max(rate, best.get(type_name, 0.0))
+    return best
+
+
+def peak_of(kind: str, precision: Precision | str, narrow: str, peaks: Mapping[str, float]) -> float | None:
+    """The peak for a forward and backward pass in a precision; None if a type of it was not measured.
+
+    `int8` multiplies once in INT8 and twice in the device's 16-bit float `narrow`:
+
+        peak = 3 / (1 / peak(int8) + 2 / peak(narrow))                                           (ours)
+
+    Of attention's two products forward and four backward the scores alone are in INT8: 6 / (1 / .. + 5 / ..).
+
+    >>> peak_of("linear", "int8", "bf16", {"int8": 4e11, "bf16": 2e11})
+    2.4e11
+    """
+    precision = Precision(precision)
+    types = [str(precision)]
+    if precision is Precision.INT8_ALL:
+        types = ["int8"]
+    elif precision is Precision.INT8:
+        types = ["int8"] + [narrow] * (5 if kind == "attention" else 2)
+    if not set(types) <= set(peaks):
+        return None
+    return len(types) / sum(1 / peaks[type_name] for type_name in types)
+
+
+def products(
+    device: torch.device, square: int, types: Iterable[str]
+) -> dict[str, tuple[float, Callable[[], object]]]:
+    """Type and call, as in "bf16 mm" -> (operations, the call): large squares, a convolution beside them."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(square, square, generator=generator).to(device) for _ in range(2))
+    flops = 2.0 * square**3
+    found: dict[str, tuple[float, Callable[[], object]]] = {}
+    for type_name in types:
+        found[f"{type_name} mm"] = (flops, _matrix_product(type_name, a, b))
+        if type_name in ("fp32", "bf16"):
+            found[f"{type_name} conv"] = _convolution(device, max(square // 8, 8), type_name)
+    if device.type == "cpu" and "fp32 mm" in found and torch.backends.mkldnn.is_available():
+        # On AMD processors MKL, which torch calls, leaves AVX-512 alone: 91 against 175 GFLOP/s (Zen 5).
+        one_dnn = torch.ops.mkldnn._linear_pointwise
+        found["fp32 onednn"] = (flops, lambda: one_dnn(a, b, None, "none", [], ""))
+    return found
+
+
+def _matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object]:
+    if type_name == "int8":
+        codes = a.to(torch.int8), b.to(torch.int8).t().contiguous().t()
+        return lambda: torch._int_mm(*codes)
+    if type_name == "fp8":
+        x, y = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t().contiguous().t()
+        one = torch.ones((), device=a.device)
+        return lambda: torch._scaled_mm(x, y, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    if type_name == "tf32":
+        return lambda: product_tf32(torch.matmul, "fp32", a, b)
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[type_name]
+    # The second as a weight lies: else CPUs emulate FP16 ten times slower (2.4 against 23 GFLOP/s, Zen 5).
+    left, right = a.to(dtype), b.to(dtype).t()
+    return lambda: left @ right
+
+
+def _convolution(device: torch.device, channels: int, type_name: str) -> tuple[float, Callable[[], object]]:
+    dtype = torch.bfloat16 if type_name == "bf16" else torch.float32
+    x, w = (
+        torch.randn(n, channels, side, side, device=device).to(dtype, memory_format=torch.channels_last)
+        for n, side in ((16, 16), (channels, 3))
+    )
+    return 2.0 * x.numel() * channels * 9, lambda: torch.conv2d(x, w, padding=1)
+
+
+def _least_s(run: Callable[[], object]) -> float:
+    run()
+    times: list[float] = []
+    while not times or (sum(times) < _TIMED_S and len(times) < _MOST_CALLS):
+        _synchronize()
+        start = time.perf_counter()
+        run()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

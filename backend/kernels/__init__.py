@@ -1,0 +1,1 @@
+"""Kernels of products and attention in every precision."""

@@ -1,0 +1,113 @@
+"""Any product as a black box with an autograd graph of its own inside: how FP16 and TF32 run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from qsync.backend.encoding import Operand
+from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.matmul_primitives import power_of_two
+
+
+def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The target on FP16 operands; every gradient leaves in true scale.
+
+        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k: 1/2 <= max |2^k g| < 1         (ours)
+
+    J is the target's Jacobian at the FP16 operands. k comes from the gradient itself and never visits the
+    host, so a gradient of 1e-7 survives, and no rank needs a loss scale that others would have to share
+    (pytorch#136009). Operands are `Operand`s; other FP32 tensors (a bias, a mask) are converted here.
+    Anything differentiable in FP16 will do.
+
+    >>> product_fp16(torch.matmul, "fp32", Operand(a, encode(a, "fp16")), Operand(b, encode(b, "fp16")))
+    """
+    return _apply(target, out_type, args, kwargs, True)
+
+
+def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The target on FP32 operands with TF32 multiplication, forward and backward, whatever the switches say.
+
+    >>> product_tf32(F.linear, "fp32", x, weight, bias)
+    """
+    return _apply(target, out_type, args, kwargs, False)
+
+
+def _apply(target: Callable[..., Tensor], out_type: str, args: Any, kwargs: Any, half: bool) -> Tensor:
+    leaves, spec = tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
+    values = [leaf.value if isinstance(leaf, Operand) else leaf for leaf in leaves]
+    data = [_data(leaf, half) for leaf in leaves]
+
+    def run(*inner: Any) -> Tensor:
+        positional, keywords = tree_unflatten(list(inner), spec)
+        return target(*positional, **keywords)
+
+    return _Nested.apply(run, data, DTYPES[out_type], half, *values)
+
+
+def _data(leaf: Any, half: bool) -> Any:
+    """What the target gets for this argument."""
+    if isinstance(leaf, Operand):
+        return leaf.encoded.data
+    if half and isinstance(leaf, Tensor) and leaf.is_floating_point():
+        return leaf.detach().to(torch.float16)
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+class _Nested(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], data: list[Any], dtype: torch.dtype, half: bool, *values: Any
+    ) -> Tensor:
+        wanted = [i for i, need in enumerate(ctx.needs_input_grad[4:]) if need]
+        inner = list(data)
+        for i in wanted:
+            inner[i] = data[i].detach().requires_grad_()
+        with torch.set_grad_enabled(bool(wanted)), _tf32(not half):
+            out = run(*inner)
+        ctx.nested = (out, [inner[i] for i in wanted]) if wanted else None
+        ctx.wanted, ctx.half = wanted, half
+        ctx.dtypes = [values[i].dtype for i in wanted]
+        ctx.num_values = len(values)
+        return out.detach().to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.nested is None:
+            raise RuntimeError(
+                "backward through an FP16 or TF32 operator a second time: its data is already freed"
+            )
+        # Dropped before the products run, so that each buffer is freed as soon as autograd has used it.
+        (out, inputs), ctx.nested = ctx.nested, None
+        back = None
+        if ctx.half and gradient.numel():
+            factor, back = power_of_two(gradient, 1.0)
+            gradient = gradient.float() * factor
+        with _tf32(not ctx.half):
+            inner = torch.autograd.grad(out, inputs, gradient.to(out.dtype), allow_unused=True)
+        result: list[Tensor | None] = [None] * ctx.num_values
+        for i, g, dtype in zip(ctx.wanted, inner, ctx.dtypes, strict=True):
+            if g is not None:
+                result[i] = (g if back is None else g.float().mul_(back)).to(dtype)
+        return (None, None, None, None, *result)
+
+
+@contextmanager
+def _tf32(wanted: bool) -> Iterator[None]:
+    """TF32 in cuBLAS and cuDNN within, if wanted; a no-op otherwise. Restores what was set before."""
+    if not wanted:
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = matmul, cudnn

@@ -1,0 +1,1 @@
+"""Plans against other ways to choose precisions."""

@@ -1,0 +1,199 @@
+"""How long planning takes for large models: `python -m qsync.experiments.allocation.planning_times [FOLDER]`.
+
+BERT-large, ResNet-101 and Llama-3-70B, captured on the meta device, on four classes: T4, V100, L4 and A100,
+SIMULATED from their data sheets at the shares of peak that this machine reaches (from the profiles that
+`python -m qsync.experiments.allocation.compare_methods` left in FOLDER). Sensitivities are made up, four decades of them;
+only their spread matters to how long solving takes. Each solver runs in a fresh process, whose wall seconds
+of `allocate` and peak of resident memory are measured; importing is not counted, nor is capturing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import qsync
+from qsync.allocator import allocate, check_plan
+from qsync.backend.device_detection import machine
+from qsync.errors import QSyncError
+from qsync.experiments.allocation.bases import HERE, card
+from qsync.experiments.allocation.compare_methods import OUT
+from qsync.experiments.demo.rank import commit
+from qsync.experiments.prediction.limits import bert, peak_resident_bytes, synthetic_profile, tokens
+from qsync.experiments.prediction.replay_speed import large_graph
+from qsync.predictor.cost_model.fill_profile import simulate
+from qsync.predictor.cost_model.model import CostModel
+from qsync.predictor.cost_model.samples import samples_of
+from qsync.records.basis import Basis
+from qsync.records.cluster import Cluster, Link
+from qsync.records.datasheets import datasheet
+from qsync.records.graph import OpGraph
+from qsync.records.json_files import read_json, write_json
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.profiles import Profile, Sensitivity
+
+SHEETS = ("T4", "V100", "L4", "A100")
+SLACK = 0.1
+# Memory is no part of this: Llama-3-70B fits on none of these devices.
+MEMORY_BYTES = 1 << 50
+LINK = Link(30e-6, 10e9, num_ranks=2)
+GAP_BAR, MEMORY_BAR = 0.01, 4 * 2**30
+_OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
+
+
+def _bert_large() -> OpGraph:
+    with torch.device("meta"):
+        model = bert(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+        return qsync.capture(model, tokens(8, 128))
+
+
+def _resnet_101() -> OpGraph:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(depths=[3, 4, 23, 3], layer_type="bottleneck", num_labels=1000)
+    with torch.device("meta"):
+        model = ResNetForImageClassification(config)
+        return qsync.capture(model, {"pixel_values": torch.empty(32, 3, 224, 224)})
+
+
+# (graph, ranks of each class, seconds that the exact and the greedy solver may take)
+MODELS: dict[str, tuple[Callable[[], OpGraph], int, dict[str, float | None]]] = {
+    "BERT-large": (_bert_large, 1, {"milp": 5.0, "greedy": None}),
+    "ResNet-101": (_resnet_101, 1, {"milp": 5.0, "greedy": None}),
+    "Llama-3-70B": (lambda: large_graph(80), 2500, {"milp": 20.0, "greedy": 2.0}),
+}
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where experiments.allocation left its profiles.")] = OUT,
+    model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
+    times: Annotated[int, typer.Option(help="Runs of each solver; the median is shown.")] = 3,
+    slack: float = SLACK,
+    seed: int = 0,
+) -> None:
+    """Capture what is not in the folder yet, time the solvers, print a table, write allocation_times.json."""
+    costs: CostModel | None = None
+    rows: list[dict[str, Any]] = []
+    for name in model or MODELS:
+        if name not in MODELS:
+            raise typer.BadParameter(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
+        place = folder / name
+        if not (place / "cluster.json").is_file():
+            costs = costs or learned(folder)
+            made_up(MODELS[name][0](), costs, MODELS[name][1], seed).save(place)
+        for solver, bar_s in MODELS[name][2].items():
+            found = [_in_fresh_process(place, solver, slack) for _ in range(times)]
+            middle = sorted(found, key=lambda entry: entry["seconds"])[len(found) // 2]
+            rows.append({"model": name, "solver": solver, "bar_s": bar_s, **middle,
+                         "all_seconds": [entry["seconds"] for entry in found]})  # fmt: skip
+    content = {
+        "measured": "seconds and memory; devices are simulated, sensitivities made up",
+        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed, "slack": slack,
+        "load": os.getloadavg()[0], "rows": rows,
+    }  # fmt: skip
+    write_json(folder / "allocation_times.json", content)
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+
+
+def learned(folder: Path) -> CostModel:
+    """A cost model of the profiles measured on this machine. QSyncError if there are none."""
+    samples = []
+    for path in sorted(folder.glob(f"*/profile-{HERE}.json")):
+        samples += samples_of(OpGraph.load(path.with_name("graph.json")), Profile.load(path))
+    if not samples:
+        raise QSyncError(
+            f"{folder} holds no profile; run python -m qsync.experiments.allocation.compare_methods first"
+        )
+    return CostModel(samples)
+
+
+def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int, sheets: Sequence[str] = SHEETS) -> Basis:
+    """A basis of `count` ranks of each of the devices, with a sensitivity drawn from `seed`."""
+    base = synthetic_profile(graph, "base", 1.0)  # of which only what is outside of the operators counts
+    cluster = Cluster(tuple(card(sheet, count, MEMORY_BYTES) for sheet in sheets), LINK)
+    profiles = {
+        c.name: simulate(base, graph, datasheet(sheet), c.name, costs)
+        for sheet, c in zip(sheets, cluster.classes, strict=True)
+    }
+    draw = random.Random(seed)
+    omega = {}
+    for op in graph.adjustable:
+        scale = 10 ** draw.uniform(-4, 0)
+        able = [p for p in PRECISIONS_BY_KIND[op.kind] if p in _OMEGA]
+        omega[op.name] = {str(p): scale * _OMEGA[p] * 10 ** draw.uniform(-0.3, 0.3) for p in able}
+    return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "made up", omega))
+
+
+def solve(folder: str, solver: str, slack: float) -> dict[str, Any]:
+    """Plan what lies in a folder, checked. For a fresh process, whose peak memory is read."""
+    import scipy.optimize  # noqa: F401  half a second that is not planning's
+
+    where = Path(folder)
+    cluster = Cluster.from_json(read_json(where / "cluster.json"))
+    profiles = {c.name: Profile.load(where / f"profile-{c.name}.json") for c in cluster.classes}
+    graph, sensitivity = OpGraph.load(where / "graph.json"), Sensitivity.load(where / "sensitivity.json")
+    begun = time.perf_counter()
+    plan = allocate(graph, profiles, sensitivity, cluster, slack=slack, solver=solver)
+    seconds, peak = time.perf_counter() - begun, peak_resident_bytes()
+    lowered = [op for entry in plan.classes.values() for op in entry.lowered]
+    low = {p for entry in plan.classes.values() for p in entry.assignment.values()} - {Precision.FP32}
+    found = check_plan(graph, plan, profiles, sensitivity, cluster)
+    return {
+        "seconds": seconds, "peak_bytes": peak, "gap": plan.gap, "added_variance": plan.added_variance,
+        "step_s": plan.step_s, "target_s": plan.target_s, "operators": len(graph.ops),
+        "adjustable": len(graph.adjustable), "lowered": len(lowered), "precisions": sorted(low),
+        "ranks": cluster.num_ranks, "violations": list(found.violations),
+    }  # fmt: skip
+
+
+def _in_fresh_process(folder: Path, solver: str, slack: float) -> dict[str, Any]:
+    call = f"allocation_times.solve({str(folder)!r}, {solver!r}, {slack!r})"
+    code = f"import json; from qsync.experiments import allocation_times; print(json.dumps({call}))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def holds(row: Mapping[str, Any]) -> bool:
+    """Whether a row is within its bars: seconds, memory, and the gap where the solver is the exact one."""
+    near = row["solver"] != "milp" or row["gap"] <= GAP_BAR
+    quick = row["bar_s"] is None or row["seconds"] <= row["bar_s"]
+    return bool(near and quick and row["peak_bytes"] <= MEMORY_BAR and not row["violations"])
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A line per model and solver; "x least" is the variance against the lower one of the two solvers'."""
+    title = "Planning for T4, V100, L4 and A100 (seconds measured; devices SIMULATED)"
+    shown = Table(title=title, box=box.SIMPLE_HEAD)
+    headings = ("model", "operators", "adjustable", "ranks", "solver", "seconds", "bar", "gap", "x least")
+    headings += ("peak", "holds")
+    least: dict[str, float] = {}
+    for row in rows:
+        least[row["model"]] = min(row["added_variance"], least.get(row["model"], row["added_variance"]))
+    for heading in headings:
+        shown.add_column(heading, justify="left" if heading in ("model", "solver") else "right")
+    for row in rows:
+        shown.add_row(
+            row["model"], str(row["operators"]), str(row["adjustable"]), str(row["ranks"]), row["solver"],
+            f"{row['seconds']:.2f}", f"{row['bar_s']:g}" if row["bar_s"] else "-", f"{row['gap']:.2%}",
+            f"{row['added_variance'] / least[row['model']]:.3f}" if least[row["model"]] else "-",
+            f"{row['peak_bytes'] / 2**30:.2f} GiB", "yes" if holds(row) else "NO",
+        )  # fmt: skip
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)

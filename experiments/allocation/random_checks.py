@@ -1,0 +1,240 @@
+"""Do plans keep their word? `python -m qsync.experiments.allocation.random_checks`: a thousand made-up problems.
+
+Each is solved by both solvers. Every plan is given to `check_plan`, which replays it; where every assignment
+can be tried, what was called infeasible must be so, and the exact solver's variance and bound are held
+against the least there is. Problems: `random_problems`; seconds are the processor's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import qsync
+from qsync.allocator import allocate, check_plan
+from qsync.allocator.problem import Problem, pose
+from qsync.allocator.solvers.recovery import holds
+from qsync.allocator.state import State
+from qsync.backend.device_detection import machine
+from qsync.errors import InfeasibleError
+from qsync.experiments.allocation.random_problems import Drawn, problem
+from qsync.experiments.demo.rank import commit
+from qsync.experiments.workloads.subjects import NAMES, subject
+from qsync.records.graph import OpGraph
+from qsync.records.json_files import write_json
+from qsync.tracing.tracer import capture
+
+SOLVERS = ("milp", "greedy")
+# With more assignments than this, of all classes that may be lowered together, not every one is tried.
+MOST_TRIED = 3000
+TIME_LIMIT_S = 5.0
+GREEDY_BAR, ROUNDING = 0.05, 1e-6
+# The exact solver stops within this part of the least variance; so near, the other may end below it.
+STOPS = 1e-3
+
+
+def main(
+    out: Path = Path("allocation_random.json"), problems: int = 1000, seed: int = 0, first: int = 0,
+    captured: bool = True,
+) -> None:  # fmt: skip
+    """Solve the problems, print the counts, write every row to a JSON file."""
+    if problems < 1:
+        raise typer.BadParameter("--problems must be at least 1")
+    torch.set_num_threads(1)
+    graphs = [captured_graph(name) for name in NAMES] if captured else []
+    rows = []
+    with Console(stderr=True).status("random problems") as status:
+        for number in range(first, first + problems):
+            status.update(f"problem {number}")
+            rows.append(try_problem(seed, number, graphs))
+    content = {
+        "measured": "seconds; costs, sensitivities and clusters are made up",
+        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed,
+        "counts": counts(rows), "rows": rows,
+    }  # fmt: skip
+    write_json(out, content)
+    Console().print(table(content["counts"]))
+
+
+def captured_graph(name: str) -> OpGraph:
+    """The graph of one of the experiments' models, a sample or two of batch."""
+    chosen = subject(name, 2)
+    return capture(chosen.make_model(0), chosen.batch(0, 0, 0)[0])
+
+
+def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[str, Any]:
+    """What both solvers make of one problem, and what is wrong with it: `wrong` is empty if nothing is."""
+    drawn = problem(seed, number, graphs)
+    drawn = bounded(drawn, random.Random(f"budgets {seed} {number}"))
+    row: dict[str, Any] = {
+        "number": number, "operators": len(drawn.graph.adjustable), "classes": len(drawn.cluster.classes),
+        "budgets": "budgets" in drawn.options, "target": "target_s" in drawn.options,
+    }  # fmt: skip
+    wrong: list[str] = []
+    for solver in SOLVERS:
+        begun = time.process_time()
+        try:
+            plan = allocate(
+                drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **drawn.options,
+                solver=solver, time_limit_s=TIME_LIMIT_S,
+            )  # fmt: skip
+        except InfeasibleError as error:
+            row[solver] = {"infeasible": str(error)}
+            continue
+        except Exception as error:  # what breaks is what is looked for
+            row[solver] = {"broke": repr(error)}
+            wrong.append(f"{solver} broke: {error!r}")
+            continue
+        seconds = time.process_time() - begun
+        found = check_plan(
+            drawn.graph, plan, drawn.profiles, drawn.sensitivity, drawn.cluster,
+            budgets=drawn.options.get("budgets"), bucket_cap_bytes=drawn.options.get("bucket_cap_bytes"),
+        )  # fmt: skip
+        wrong += [f"{solver}: {violation}" for violation in found.violations]
+        row[solver] = {
+            "variance": plan.added_variance, "gap": plan.gap, "bound": plan.bound, "seconds": seconds,
+            "target_s": plan.target_s, "violations": len(found.violations),
+        }  # fmt: skip
+    wrong += _compared(row)
+    wrong += _tried(drawn, row)
+    return {**row, "wrong": wrong}
+
+
+def bounded(drawn: Drawn, draw: random.Random) -> Drawn:
+    """The problem with budgets, or a target of its own, in half of all cases: some that cannot be kept."""
+    state = State(_posed(drawn))
+    options = dict(drawn.options)
+    step_s, peaks = state.step_s(), {name: one.peak_bytes for name, one in state.classes.items()}
+    for name, one in state.classes.items():
+        state.move(name, {op: choices[0] for op, choices in one.part.choices.items()})
+    if draw.random() < 0.5:
+        options["budgets"] = {}
+        for name, one in state.classes.items():
+            low, high = sorted((one.peak_bytes, peaks[name]))
+            if draw.random() < 0.7:
+                options["budgets"][name] = max(1, int(low + draw.uniform(-0.2, 1.2) * (high - low)))
+    if draw.random() < 0.4:
+        options.pop("slack")
+        options["target_s"] = state.step_s() + draw.uniform(-0.2, 1.0) * (step_s - state.step_s())
+    return replace(drawn, options=options)
+
+
+def _posed(drawn: Drawn) -> Problem:
+    names = ("budgets", "pins", "bucket_cap_bytes")
+    given = {name: drawn.options[name] for name in names if name in drawn.options}
+    return pose(drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **given)
+
+
+def _compared(row: Mapping[str, Any]) -> Iterator[str]:
+    """What one solver says against the other."""
+    exact, quick = row["milp"], row["greedy"]
+    if ("infeasible" in exact) != ("infeasible" in quick):
+        yield "only one solver calls it infeasible"
+    if "variance" not in exact or "variance" not in quick:
+        return
+    # Where the exact solver cannot prove its plan, it and greedy end in plans that no window betters.
+    apart = min(max(exact["gap"], STOPS), GREEDY_BAR)
+    if exact["variance"] > quick["variance"] * (1 + apart + ROUNDING):
+        yield f"the exact solver's variance is {exact['variance'] / quick['variance'] - 1:.2%} above greedy's"
+    least = min(exact["variance"], quick["variance"])
+    for solver in SOLVERS:
+        if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
+            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above a plan"
+
+
+def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
+    """Against every assignment there is, if these are few; `row["least"]` is the least variance of any."""
+    if any("broke" in row[solver] for solver in SOLVERS):
+        return
+    state = State(_posed(drawn))
+    lowerable = _lowerable(state, bool(drawn.options.get("lower_all")))
+    choices = {name: state.classes[name].part.choices for name in lowerable}
+    many = math.prod(len(options) for of in choices.values() for options in of.values())
+    row["tried"] = many <= MOST_TRIED and not drawn.options.get("margin")
+    if not row["tried"]:
+        return
+    every = {name: list(itertools.product(*of.values())) for name, of in choices.items()}
+    infeasible = "infeasible" in row["milp"]
+    target_s = drawn.options.get("target_s") if infeasible else row["milp"]["target_s"]
+    least = math.inf
+    for chosen in itertools.product(*every.values()):
+        for name, assignment in zip(every, chosen, strict=True):
+            state.move(name, dict(zip(choices[name], assignment, strict=True)))
+        # Without a target only memory can be missed.
+        fits = all(one.fits() for one in state.classes.values())
+        if (fits if target_s is None else holds(state, target_s)) and state.variance < least:
+            least = state.variance
+    row["least"] = least if math.isfinite(least) else None
+    if infeasible and row["least"] is not None:
+        yield "called infeasible, but an assignment holds"
+    if infeasible:
+        return
+    exact = row["milp"]
+    if exact["variance"] > least * (1 + STOPS + ROUNDING) + 1e-300:
+        more = exact["variance"] / max(least, 1e-300) - 1
+        yield f"the exact solver's variance is {more:.2%} above the least"
+    for solver in SOLVERS:
+        if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
+            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above the least"
+
+
+def _lowerable(state: State, lower_all: bool) -> list[str]:
+    """The classes that `allocate` lowers, by its own words: all but the strongest, if FP32 fits there."""
+    strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
+    return [n for n, one in state.classes.items() if lower_all or n != strongest or not one.fits()]
+
+
+def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many problems came out how, and how far greedy is from the exact solver."""
+    solved = [row for row in rows if all("variance" in row[solver] for solver in SOLVERS)]
+    lowered = [row for row in solved if row["milp"]["variance"] > 0.0]
+    more = sorted(row["greedy"]["variance"] / row["milp"]["variance"] - 1 for row in lowered)
+    gaps = [row["milp"]["gap"] for row in solved]
+    tried = [row for row in rows if row.get("tried")]
+    return {
+        "problems": len(rows),
+        "solved": len(solved),
+        "of these something lowered": len(lowered),
+        "infeasible": sum("infeasible" in row["milp"] for row in rows),
+        "violations of plans": sum(row[s].get("violations", 0) for row in rows for s in SOLVERS),
+        "broke": sum("broke" in row[s] for row in rows for s in SOLVERS),
+        "every assignment tried": len(tried),
+        "infeasible, and every assignment tried": sum("infeasible" in row["milp"] for row in tried),
+        "greedy above MILP, median": statistics.median(more) if more else 0.0,
+        "greedy above MILP, 95th percentile": more[int(0.95 * (len(more) - 1))] if more else 0.0,
+        "greedy above MILP, worst": more[-1] if more else 0.0,
+        "greedy more than 5 % above MILP": sum(one > GREEDY_BAR for one in more),
+        "MILP gap above 1 %": sum(gap > 0.01 for gap in gaps),
+        "MILP gap, worst": max(gaps, default=0.0),
+        "MILP seconds, worst": max((row["milp"]["seconds"] for row in solved), default=0.0),
+        "problems with something wrong": [[row["number"], *row["wrong"]] for row in rows if row["wrong"]],
+    }
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """The counts, and what is wrong where."""
+    shown = Table(title="Random problems (made up)", box=box.SIMPLE_HEAD, show_header=False)
+    for name, value in found.items():
+        if isinstance(value, list):
+            for number, *texts in value[:40]:
+                shown.add_row(f"problem {number}", "; ".join(texts))
+        else:
+            shown.add_row(name, f"{value:.3g}" if isinstance(value, float) else str(value))
+    return shown
+
+
+if __name__ == "__main__":
+    typer.run(main)

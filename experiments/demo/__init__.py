@@ -1,0 +1,1 @@
+"""The demo: two unequal ranks train, against every other way to run them."""

@@ -1,0 +1,61 @@
+"""`qsync demo`: the main job on this machine. Starts two ranks through torchrun and shows what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import QSyncError
+from qsync.experiments.workloads import demo_workloads
+from qsync.records.json_files import read_json
+
+
+def run_demo(
+    *,
+    workload: str = "gpt",
+    data: Path | None = None,
+    out: Path = Path("demo-out"),
+    weak_share: float = 0.5,
+    seeds: int = 1,
+    seed: int = 0,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """Train the same model in every way the demo compares, on two ranks; the content of report.json.
+
+    Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts,
+    for a workload, data, share, or number that cannot be used, and when a rank failed.
+
+    >>> run_demo(workload="resnet", out=Path("demo-out"))["runs"]["qsync"]["measured_step_s"]
+    """
+    if not 0 < weak_share <= 1:
+        raise QSyncError(
+            f"--weak-share must lie in (0, 1], found {weak_share}; 0.5 gives the weak rank half of its core"
+        )
+    # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
+    for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
+        if value is not None and value < least:
+            raise QSyncError(f"{name} must be at least {least}, found {value}")
+    demo_workloads.load(workload, data)
+    out = Path(out).absolute()
+    if out.exists() and not out.is_dir():
+        raise QSyncError(f"--out {out} is a file; name a folder")
+    config = {
+        "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
+        "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps,
+    }  # fmt: skip
+    # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
+        sys.executable, "-m", "qsync.experiments.demo.rank", json.dumps(config),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment, check=False)
+    if done.returncode != 0:
+        raise QSyncError(
+            f"the demo's ranks stopped with exit code {done.returncode}; the first message above says why"
+        )
+    return read_json(out / "report.json")

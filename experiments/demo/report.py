@@ -1,0 +1,166 @@
+"""What the demo leaves behind: report.json, plan.json with its basis, trace.json, pictures, and one table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from qsync.experiments.demo import picture
+from qsync.experiments.demo.runs import Planned
+from qsync.figures import memory, precision_map, timeline
+from qsync.records.basis import Basis
+from qsync.records.json_files import write_json
+from qsync.replayer import Timeline, memory_breakdown
+from qsync.replayer.trace import write_trace
+
+_TITLES = {
+    "fast_alone": "fast rank alone, FP32 (the limit)",
+    "ddp_fp32": "DDP, FP32 everywhere",
+    "weak_bf16": "weak rank all in 16 bits",
+    "weak_int8": "weak rank all in INT8",
+    "all_int8": "every rank in INT8",
+    "qsync": "qsync plan",
+}
+
+
+def assemble(
+    basis: Basis,
+    planned: Mapping[str, Planned],
+    again: Mapping[str, Timeline],
+    seeds: list[dict[str, dict[str, Any]]],
+    header: dict[str, Any],
+) -> dict[str, Any]:
+    """The content of report.json, from what was predicted and what each seed's runs measured."""
+    runs = {}
+    for name, entry in planned.items():
+        measured = [results[name] for results in seeds]
+        periods = [period for result in measured for period in result["periods_s"]]
+        runs[name] = {
+            "measured_step_s": statistics.median(periods) if periods else None,
+            "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
+            **entry.summary(basis.graph, again[name]),
+            "wait_fraction": _mean_of(measured, "wait_fraction"),
+            "cpu_s": _mean_of(measured, "cpu_s"),
+            "peak_memory_bytes": {
+                rank: max(m["peak_memory_bytes"][rank] for m in measured)
+                for rank in measured[0]["peak_memory_bytes"]
+            },
+            "heldout_loss": statistics.fmean(m["heldout_loss"] for m in measured),
+            "heldout_losses": [m["heldout_loss"] for m in measured],
+            "training_losses": [m["losses"] for m in measured],
+        }
+    identical = all(result["parameters_identical"] for results in seeds for result in results.values())
+    return {
+        **header,
+        "measured_or_simulated": "measured; predicted_* is simulated",
+        "model": basis.graph.model,
+        "num_parameters": sum(value.num_elements for value in basis.graph.parameters),
+        "cluster": basis.cluster.to_json(),
+        "parameters_identical_across_ranks": identical,
+        "heldout_difference": heldout_difference(runs),
+        "runs": runs,
+    }
+
+
+def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
+    """Held-out loss of the plan minus that of FP32 DDP, seed by seed: mean, and its standard error over
+    seeds."""
+    pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp_fp32"]["heldout_losses"], strict=True)
+    differences = [plan - full for plan, full in pairs]
+    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
+    return {"mean": statistics.fmean(differences), "standard_error": error}
+
+
+def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], basis: Basis) -> None:
+    """Write report.json, trace.json and the pictures, each whole or not at all."""
+    weak = {c.name for c in basis.cluster.classes if c.emulated_share}
+    entry = planned["qsync"]
+    write_trace(entry.timeline, out / "trace.json")
+    precision_map.allocation(
+        entry.plan, basis.graph, basis.sensitivity, out / "allocation.png", emulated=weak
+    )
+    lanes = timeline.lanes_of(entry.timeline, weak)
+    timeline.timelines(
+        lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
+    )
+    picture.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
+    full = memory_breakdown(basis.graph, entry.plan, basis.profiles, basis.cluster)
+    memory.steps(full, out / "memory.png")
+    write_json(out / "report.json", content)
+
+
+def table(content: Mapping[str, Any]) -> Table:
+    """The one table that the demo prints."""
+    note = "; the weak rank is emulated" if content["emulated"] else ""
+    size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
+    title = f"{content['workload']}, {size}{note}"
+    shown = Table(title=title)
+    for heading in (
+        "run",
+        "step",
+        "x limit",
+        "predicted",
+        "error",
+        "waiting",
+        "low FLOPs",
+        "added variance",
+        "held-out",
+    ):
+        shown.add_column(heading, justify="left" if heading == "run" else "right")
+    limit = content["runs"]["fast_alone"]["measured_step_s"]
+    for name, run in content["runs"].items():
+        shown.add_row(*_row(name, run, limit), style="bold" if name == "qsync" else None)
+    return shown
+
+
+def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
+    step, predicted = run["measured_step_s"], run["predicted_step_s"]
+    waits = " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values())
+    return [
+        _TITLES[name],
+        f"{step * 1e3:.0f} ms" if step else "-",
+        f"{step / limit:.2f}" if step and limit else "-",
+        f"{predicted * 1e3:.0f} ms",
+        f"{predicted / step - 1:+.1%}" if step else "-",
+        waits,
+        f"{run['low_precision_flop_fraction']:.0%}",
+        f"{run['added_variance']:.2e}",
+        f"{run['heldout_loss']:.4f}",
+    ]
+
+
+def _mean_of(measured: list[dict[str, Any]], key: str) -> dict[str, float]:
+    return {rank: statistics.fmean(m[key][rank] for m in measured) for rank in measured[0][key]}
+
+
+def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
+    """What the table means, in words, and where the files are."""
+    runs = content["runs"]
+    limit = runs["fast_alone"]["measured_step_s"]
+    plain, plan = (runs[name]["measured_step_s"] for name in ("ddp_fp32", "qsync"))
+    lines = []
+    if limit and plain and plan:
+        lines.append(
+            f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, "
+            f"{plan / limit:.2f} times under the plan"
+            f"{' (weak rank emulated)' if content['emulated'] else ''}."
+        )
+    difference = content["heldout_difference"]
+    if difference["standard_error"] is not None:
+        lines.append(
+            f"Held-out loss against FP32 DDP: {difference['mean']:+.4f} "
+            f"+- {difference['standard_error']:.4f} (mean and standard error over {content['seeds']} seeds)."
+        )
+    same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
+    lines.append(f"Parameters are bitwise {same} on all ranks at the end of every run.")
+    lines.append(
+        f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
+        "timeline.png, steps.png, memory.png"
+    )
+    lines.append(f"Why each operator is lowered: qsync explain {out / 'plan.json'}")
+    return lines

@@ -1,0 +1,110 @@
+"""The runs that the demo compares, as plans: what each device class runs, and what replay predicts for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from qsync.allocator import allocate, uniform
+from qsync.records.basis import Basis
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.replayer import Timeline, replay
+
+FAST, WEAK = "train", "infer"
+ALONE = "alone"  # the fast rank with the machine to itself
+# A step waits for the rank that is late. Without a margin a plan whose ranks are predicted to arrive together
+# took 5 % longer than predicted here, and a weak rank that was idle for a fifth of the step 1 %.
+MARGIN = 0.05
+NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run: its plan, the cluster it is for, and the predicted step."""
+
+    plan: Plan
+    cluster: Cluster
+    timeline: Timeline
+
+    def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
+        """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the
+        whole run."""
+        variance = sum(c.predicted.added_variance for c in self.plan.classes.values() if c.predicted)
+        return {
+            "predicted_step_s": again.step_s,
+            "planned_step_s": self.timeline.step_s,
+            "predicted_wait_fraction": {name: c.wait_fraction for name, c in again.classes.items()},
+            "predicted_memory_bytes": {name: c.memory_bytes for name, c in again.classes.items()},
+            "added_variance": variance,
+            **lowered_fractions(graph, self.plan, self.cluster),
+        }
+
+
+def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
+    """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such
+    kernel."""
+    alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
+    uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
+        "fast_alone": (alone, {}),
+        "ddp_fp32": (basis.cluster, {}),
+        "weak_bf16": (basis.cluster, {WEAK: sixteen_bit(basis.cluster)}),
+        "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
+        "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
+    }
+    plans: dict[str, tuple[Cluster, Plan]] = {}
+    for name, (cluster, precisions) in uniforms.items():
+        plans[name] = (cluster, uniform(
+            basis.graph, basis.profiles, cluster, precisions,
+            sensitivity=basis.sensitivity, bucket_cap_bytes=bucket_cap_bytes,
+        ))  # fmt: skip
+    plans["qsync"] = (basis.cluster, allocate(
+        basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
+        margin=MARGIN, bucket_cap_bytes=bucket_cap_bytes, **options,
+    ))  # fmt: skip
+    return {
+        name: Planned(
+            plan,
+            cluster,
+            replay(basis.graph, plan, basis.profiles, cluster, bucket_cap_bytes=bucket_cap_bytes),
+        )
+        for name, (cluster, plan) in plans.items()
+    }
+
+
+def replayed(
+    planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None
+) -> dict[str, Timeline]:
+    """The same plans replayed from another basis: the profile and link that the whole of the training saw."""
+    return {
+        name: replay(
+            basis.graph, entry.plan, basis.profiles, replace(entry.cluster, link=basis.cluster.link),
+            bucket_cap_bytes=bucket_cap_bytes,
+        )
+        for name, entry in planned.items()
+    }  # fmt: skip
+
+
+def sixteen_bit(cluster: Cluster) -> Precision:
+    """The weak class's 16-bit precision: BF16 where it has it, else FP16."""
+    return Precision.BF16 if Precision.BF16 in cluster[WEAK].precisions else Precision.FP16
+
+
+def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
+    """Which part of all adjustable operators, and of their FLOPs, runs below FP32, counted over all ranks."""
+    flops = {op.name: op.flops for op in graph.adjustable}
+    num_ops = low_ops = num_flops = low_flops = 0
+    for device_class in cluster.classes:
+        for op, precision in plan[device_class.name].assignment.items():
+            low = precision not in (Precision.FP32, Precision.TF32)
+            num_ops += device_class.count
+            num_flops += device_class.count * flops[op]
+            low_ops += device_class.count * low
+            low_flops += device_class.count * low * flops[op]
+    return {
+        "low_precision_op_fraction": low_ops / max(num_ops, 1),
+        "low_precision_flop_fraction": low_flops / max(num_flops, 1),
+    }

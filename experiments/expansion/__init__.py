@@ -1,0 +1,1 @@
+"""What growing a model saves."""

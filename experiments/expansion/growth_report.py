@@ -1,0 +1,295 @@
+"""What experiments/expansion/compare_growth.py says in the end: what each method saves, as a table and as curves."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+from rich import box
+from rich.table import Table
+
+from qsync.experiments.allocation.bases import HALF
+from qsync.figures.style import FAINT, INK
+from qsync.records.json_files import write_bytes
+
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
+
+BAR = 0.30  # of the tokens, to be saved
+_SAYS = {
+    "scratch": "from scratch",
+    "expanded": "expanded",
+    "even": "even split",
+    "stacked": "stacked and tiled",
+    "plan": "expanded, hybrid plan",
+}
+# Okabe and Ito's, which colour-blind readers tell apart.
+_COLOURS = {
+    "scratch": INK, "source": FAINT, "expanded": "#0072b2", "even": "#e69f00", "stacked": "#d55e00",
+    "plan": "#009e73",
+}  # fmt: skip
+
+
+def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
+    """Tokens (images) after which the held-out loss is `loss` and stays at or below it; None if it does not.
+
+    Between two points of the curve it is taken to be straight. That a noisy curve dips below does not count.
+
+    >>> reached([{"items": 0, "heldout": 3.0}, {"items": 10, "heldout": 1.0}], 2.0)
+    5.0
+    """
+    if curve[-1]["heldout"] > loss:
+        return None
+    for before, after in reversed(list(pairwise(curve))):
+        if before["heldout"] > loss:
+            share = (before["heldout"] - loss) / (before["heldout"] - after["heldout"])
+            return before["items"] + share * (after["items"] - before["items"])
+    return float(curve[0]["items"])
+
+
+def summary(rows: Rows) -> dict[str, Any]:
+    """By workload and method: how many seeds reach their from-scratch loss, and what is saved on the way.
+
+    Savings are shares of the from-scratch run, seed by seed: `items` of its tokens (images), `with_source` of
+    its tokens when the source's are counted too, `seconds_with_source` of its CPU seconds likewise. A step of
+    the large model takes the median over all its runs in FP32: they compute the same.
+    """
+    return {
+        workload: _of([row for row in rows if row["setting"]["workload"] == workload])
+        for workload in dict.fromkeys(row["setting"]["workload"] for row in rows)
+    }
+
+
+def _of(rows: Rows) -> dict[str, Any]:
+    step_s, source_step_s = (
+        statistics.median(row["step_cpu_s"] for row in rows if row["start"] not in left_out)
+        for left_out in (("source", "plan"), set(_SAYS))
+    )
+    runs = {(row["method"], row["seed"]): row for row in rows}
+    found: dict[str, Any] = {"step_cpu_s": step_s, "source_step_cpu_s": source_step_s, "methods": {}}
+    for name in dict.fromkeys(row["method"] for row in rows if row["start"] != "source"):
+        own = [row for row in rows if row["method"] == name]
+        each = [
+            _saved(row, runs["scratch", row["seed"]], runs["source", row["seed"]], source_step_s / step_s)
+            for row in own
+        ]
+        found["methods"][name] = {
+            "start": own[0]["start"], "ratio": own[0]["ratio"], "seeds": len(own),
+            "reached": sum(one["items"] is not None for one in each),
+            **{key: _spread([one[key] for one in each]) for key in each[0]},
+        }  # fmt: skip
+    return found
+
+
+def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str, float | None]:
+    """One run against the from-scratch run of its seed: what it saves, where it begins and ends.
+
+    `first` is held-out loss above the source's, `final` above the target; a step of the source takes
+    `source_step` of one of the large model. Under a plan: the loss that the lower class has above FP32.
+    """
+    target, whole = (scratch["curve"][-1][key] for key in ("heldout", "items"))
+    before = source["curve"][-1]
+    # All of the from-scratch run is what it is compared with, also where its loss was there sooner.
+    needed = whole if row is scratch else reached(row["curve"], target)
+    of_source = 0.0 if row is scratch else before["items"]
+    found = {
+        "first": row["curve"][0]["heldout"] - before["heldout"],
+        "final": row["curve"][-1]["heldout"] - target,
+    }
+    for key, cost in (
+        ("items", 0.0),
+        ("with_source", of_source),
+        ("seconds_with_source", of_source * source_step),
+    ):
+        found[key] = None if needed is None else 1.0 - (needed + cost) / whole
+    if "first_under_plan" in row:
+        for key, at in (("first", 0), ("final", -1)):
+            found[f"gap_{key}"] = row[f"{key}_under_plan"][HALF] - row["curve"][at]["heldout"]
+    return found
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Mean, least and most; None unless every seed has one."""
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return {"mean": statistics.fmean(known), "least": min(known), "most": max(known)}
+
+
+def says(method: Mapping[str, Any]) -> str:
+    """A method in words."""
+    share = "" if method["ratio"] == 1.0 else f", {method['ratio']:.0%} of the steps"
+    return _SAYS[method["start"]] + share
+
+
+_HEADINGS = (
+    "", "loss at step 0, above the source's", "final loss, above from scratch", "seeds that reach it",
+    "{items} saved",
+    "with the source's", "CPU seconds saved, with the source's",
+)  # fmt: skip
+
+
+def cells(method: Mapping[str, Any]) -> list[str]:
+    """A method's line of the table; savings are means over seeds, with the least and the most."""
+    losses = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")]
+    savings = [_shares(method[key]) for key in ("items", "with_source", "seconds_with_source")]
+    if method["start"] == "plan":
+        savings[-1] = "-"  # one process computes both ranks, so its seconds are nobody's
+    if method["start"] == "scratch":
+        losses[0], savings = "-", ["-"] * 3
+    return [says(method), *losses, f"{method['reached']} of {method['seeds']}", *savings]
+
+
+def _shares(spread: Mapping[str, float] | None) -> str:
+    if spread is None:
+        return "-"
+    return f"{spread['mean']:.0%} ({spread['least']:.0%} to {spread['most']:.0%})"
+
+
+def table(found: Mapping[str, Any]) -> Table:
+    """What every method saves."""
+    shown = Table(title="Growing (measured; the plan's weak class is emulated)", box=box.SIMPLE_HEAD)
+    for heading in ("workload", *_HEADINGS):
+        shown.add_column(heading.format(items="tokens or images"))
+    for workload, of in found.items():
+        for method in of["methods"].values():
+            shown.add_row(workload, *cells(method))
+    return shown
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """README's tables, one per workload, with what was trained above each."""
+    parts = []
+    settings = {one["workload"]: one for one in content["settings"]}
+    for workload, of in content["summary"].items():
+        setting = settings[workload]
+        small, large = (_sizes(setting[key]) for key in ("small", "large"))
+        items = "tokens" if workload == "gpt" else "images"
+        rows = [row for row in content["rows"] if row["setting"]["workload"] == workload]
+        per_step = rows[0]["curve"][-1]["items"] // rows[0]["steps"]
+        parts += [
+            f"{workload}: {small}, trained for {setting['source_steps']} steps of {per_step} {items}, grown "
+            f"to {large}; from scratch {setting['steps']} steps.",
+            "",
+            "| " + " | ".join(heading.format(items=items) for heading in _HEADINGS) + " |",
+            "|---" * len(_HEADINGS) + "|",
+            *("| " + " | ".join(cells(method)) + " |" for method in of["methods"].values()),
+            "",
+            *_gaps(rows, of["methods"]),
+        ]
+    machine, seeds = content["machine"], len(content["seeds"])
+    parts.append(
+        f"Means over {seeds} seeds, least and most in parentheses; {machine['processor']}, one thread, torch "
+        f"{machine['torch']}, commit {content['commit']} (measured)."
+    )
+    return "\n".join(parts) + "\n"
+
+
+def _sizes(of: Mapping[str, int]) -> str:
+    return f"{of['layers']} layers of width {of['width']}"
+
+
+def _gaps(rows: Rows, methods: Mapping[str, Any]) -> list[str]:
+    """What the plan lowers and what that adds, in a sentence, where there is one."""
+    row = next((row for row in rows if row["start"] == "plan"), None)
+    if row is None:
+        return []
+    gaps = [f"{methods[row['method']][f'gap_{key}']['mean']:+.0e}" for key in ("first", "final")]
+    modes = ", ".join(f"{count} in {mode.upper()}" for mode, count in sorted(row["lowered"].items()))
+    return [
+        f"Of {row['adjustable']} operators the weak class has {modes or 'none lowered'}, which adds "
+        f"{gaps[0]} to its held-out loss at step 0 and {gaps[1]} at the end.\n"
+    ]
+
+
+def picture(rows: Rows, path: str | Path) -> Path:
+    """Held-out loss over what the large model was trained on, and over CPU seconds with the source's before.
+
+    A line is the mean over seeds, its band from the least to the most; the dashed line is where the
+    from-scratch run ends.
+
+    >>> picture(content["rows"], "expansion.png")
+    """
+    workloads = list(dict.fromkeys(row["setting"]["workload"] for row in rows))
+    figure = Figure(figsize=(10, 3.6 * len(workloads) + 0.7), layout="constrained")
+    panels = figure.subplots(len(workloads), 2, squeeze=False, sharey="row")
+    for workload, (left, right) in zip(workloads, panels, strict=True):
+        own = [row for row in rows if row["setting"]["workload"] == workload]
+        _panel(left, own, workload)
+        _panel(right, [row for row in own if row["start"] != "plan"], workload, seconds=True)
+    handles = {
+        label: handle
+        for axes in panels.flat
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4),
+        frameon=False, fontsize=8,
+    )  # fmt: skip
+    title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=120, facecolor="white")
+    return write_bytes(path, drawn.getvalue())
+
+
+def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None:
+    items = "tokens" if workload == "gpt" else "images"
+    source_s = statistics.fmean(_seconds(row)[-1] for row in rows if row["start"] == "source")
+    ratios = sorted({row["ratio"] for row in rows}, reverse=True)
+    for name in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == name]
+        start, ratio = own[0]["start"], own[0]["ratio"]
+        if start == "source" and not seconds:
+            continue
+        xs = [point["items"] for point in own[0]["curve"]]
+        if seconds:
+            begins = 0.0 if start in ("source", "scratch") else source_s
+            xs = [begins + statistics.fmean(at) for at in zip(*map(_seconds, own), strict=True)]
+        losses = list(zip(*([point["heldout"] for point in row["curve"]] for row in own), strict=True))
+        line = (
+            "-" if start in ("source", "scratch") else ("-", "--", ":", "-.")[(ratios.index(ratio) - 1) % 4]
+        )
+        label = "the source" if start == "source" else says(own[0])
+        axes.plot(
+            xs,
+            [statistics.fmean(at) for at in losses],
+            color=_COLOURS[start],
+            linestyle=line,
+            linewidth=1.3,
+            label=label,
+        )
+        axes.fill_between(
+            xs,
+            [min(at) for at in losses],
+            [max(at) for at in losses],
+            color=_COLOURS[start],
+            alpha=0.12,
+            linewidth=0,
+        )
+    scratch = [row["curve"] for row in rows if row["start"] == "scratch"]
+    target = statistics.fmean(curve[-1]["heldout"] for curve in scratch)
+    axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
+    # The first tenth of a from-scratch run is steep, and hides what is compared.
+    high = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
+    low = min(point["heldout"] for row in rows for point in row["curve"])
+    axes.set_ylim(low - 0.05 * (high - low), high)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 0.6M tokens
+    axes.set_xlabel(
+        "CPU seconds, the source's included" if seconds else f"{items}, of the large model", fontsize=9
+    )
+    if not seconds:
+        axes.set_ylabel(f"{workload}: held-out loss", fontsize=9, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+
+
+def _seconds(row: Row) -> list[float]:
+    return [point["step"] * row["step_cpu_s"] for point in row["curve"]]

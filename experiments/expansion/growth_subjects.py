@@ -1,0 +1,110 @@
+"""What experiments/expansion/compare_growth.py grows: a byte-level GPT on source text, a ViT on digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from qsync.errors import QSyncError
+from qsync.experiments.workloads.demo_workloads import Batch, Workload, seeded
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.subjects import CONTEXT, subject
+from qsync.experiments.workloads.vit import Vit
+
+# Batches of the source are of another stream than those of the large model: it sees no text twice.
+SOURCE, LARGE = 0, 1
+PATCH = 4  # pixels: 16 patches and the class token
+SHIFT = 2  # pixels that a training image is moved by, at most: 1500 images alone are soon known by heart
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large a model is. Heads are 32 wide in what is run by default, and copied whole."""
+
+    width: int
+    layers: int
+    heads: int
+
+    def __str__(self) -> str:
+        return f"{self.width} wide, {self.layers} layers"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is trained: `small`, the source, for `source_steps`; `large` for `steps` from scratch.
+
+    `lr` and `source_lr` are AdamW's maxima, each the best of those that were tried for its own from-scratch
+    run. `batch` is samples a step: sequences of 128 tokens, or images.
+    """
+
+    workload: str
+    small: Sizes
+    large: Sizes
+    batch: int
+    steps: int
+    source_steps: int
+    lr: float
+    source_lr: float
+    heldout: int  # held-out batches, `batch` samples each for text, all images otherwise
+    evaluations: int = 20  # in a from-scratch run, at equal distances
+
+    @property
+    def items(self) -> int:
+        """Tokens, or images, in a step."""
+        return self.batch * (CONTEXT if self.workload == "gpt" else 1)
+
+
+SETTINGS = {
+    "gpt": Setting("gpt", Sizes(64, 2, 2), Sizes(96, 3, 3), 16, 600, 600, 4e-3, 4e-3, 8),
+    "vit": Setting("vit", Sizes(64, 3, 2), Sizes(96, 4, 3), 64, 400, 400, 2e-3, 2e-3, 1),
+}
+
+
+def setting(name: str, **changed: object) -> Setting:
+    """The setting called `name`, with other sizes where they are given. Raises QSyncError for an unknown one.
+
+    >>> setting("gpt", steps=1200, large=Sizes(256, 6, 8))
+    """
+    if name not in SETTINGS:
+        raise QSyncError(f"there is no workload {name!r} to grow; choose from {', '.join(SETTINGS)}")
+    return replace(SETTINGS[name], **{key: value for key, value in changed.items() if value is not None})
+
+
+def make(of: Setting, sizes: Sizes, seed: int) -> nn.Module:
+    """A new model of these sizes, from this seed."""
+    return seeded(_maker(of.workload, sizes), seed)
+
+
+def _maker(workload: str, sizes: Sizes) -> Callable[[], nn.Module]:
+    if workload == "gpt":
+        return lambda: Gpt(sizes.layers, sizes.width, sizes.heads, context=CONTEXT)
+    return lambda: Vit(sizes.layers, sizes.width, sizes.heads, patch=PATCH)
+
+
+def workload_of(of: Setting) -> Workload:
+    """Data and loss; `batch(seed, step, SOURCE or LARGE)`, and the model from scratch."""
+    found = replace(subject(of.workload, of.batch), make_model=lambda seed: make(of, of.large, seed))
+    return found if of.workload == "gpt" else replace(found, batch=_shifted(found.batch))
+
+
+def _shifted(batch: Callable[[int, int, int], Batch]) -> Callable[[int, int, int], Batch]:
+    """Images moved by a few pixels, each by its own draw; what comes in is what images have at their rim."""
+
+    def moved(seed: int, step: int, stream: int) -> Batch:
+        images, labels = batch(seed, step, stream)
+        side = images.shape[-1]
+        padded = nn.functional.pad(images, (SHIFT,) * 4, value=float(images.min()))
+        corners = np.random.default_rng((seed, step, stream, 1)).integers(
+            2 * SHIFT + 1, size=(len(images), 2)
+        )
+        rows = [
+            image[:, top : top + side, left : left + side]
+            for image, (top, left) in zip(padded, corners, strict=True)
+        ]
+        return torch.stack(rows), labels
+
+    return moved

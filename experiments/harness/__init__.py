@@ -1,0 +1,1 @@
+"""What experiments share: emulated devices, paired timing, results."""

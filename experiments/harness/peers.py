@@ -1,0 +1,196 @@
+"""What qsync is compared with: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
+
+torchao is optional (`pip install 'qsync[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
+torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
+F.linear by `aten::addmm` and `aten::mm`. So the other one, `module_swap=True`, is the peer, and
+`what_torchao_runs` says of both what really ran.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from qsync.errors import UnsupportedError
+from qsync.experiments.harness.measured_peak import quiet_stderr
+
+# The operators that multiply matrices, as a profiler names them, and what they multiply.
+PRODUCTS = {
+    "aten::mm": "floating", "aten::addmm": "floating", "aten::bmm": "floating", "aten::_int_mm": "int8",
+    "aten::_scaled_mm": "fp8", "mkldnn::_linear_pointwise": "floating",
+    "torchao::scaled_int8_mm": "int8", "torchao::scaled_int8_mm_cuda": "int8",
+}  # fmt: skip
+
+
+def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """The call under torch.autocast in BF16; its cache of weight casts lives for one call."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device.type, torch.bfloat16):
+            return run(*args, **kwargs)
+
+    return call
+
+
+class _OneDnnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _one_dnn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return _one_dnn(gradient, weight.t()), _one_dnn(gradient.t(), x.t()), gradient.sum(0)
+
+
+def linear_one_dnn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """F.linear in FP32 through oneDNN, where torch calls MKL.
+
+    On AMD processors MKL leaves AVX-512 alone: 91 against 175 GFLOP/s, one thread of a Zen 5, 2048 squared.
+    No one trains with this call, but "times as fast as FP32" is worth about half as much against it.
+
+    >>> linear_one_dnn(x, weight, bias)
+    """
+    return _OneDnnLinear.apply(x, weight, bias)
+
+
+def _one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    """The call through torch.compile with Inductor, for this shape only: symbolic shapes make slower code."""
+    import torch._inductor.config
+
+    torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is measured
+    return torch.compile(run, dynamic=False)
+
+
+def torchao_version() -> str | None:
+    """torchao's version; None if it is not installed or cannot be imported here."""
+    try:
+        with silent():
+            import torchao
+            import torchao.prototype.quantized_training
+    except Exception:  # a binary package built for another torch fails in ways of its own
+        return None
+    return str(torchao.__version__)
+
+
+def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.Module:
+    """The model's linear layers in torchao's INT8 mixed-precision training, in place: all three products.
+
+    Raises UnsupportedError if there is no torchao.
+    """
+    if torchao_version() is None:
+        raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
+    with silent():
+        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+        from torchao.quantization import quantize_
+
+        quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=module_swap))
+    return model
+
+
+class _Contiguous(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient.contiguous()
+
+
+def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
+    """Make gradients contiguous where they enter linear layers, in place.
+
+    torchao's INT8 backward calls `view` on them, and stops at those of attention, which are transposed
+    (torchao 0.18, BERT of transformers 5).
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))
+    return model
+
+
+def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
+    """The model's linear layers in torchao's float8 training with rowwise scales, in place. GPUs only.
+
+    Raises UnsupportedError if there is no torchao.
+    """
+    if torchao_version() is None:
+        raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
+    with silent():
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+
+
+def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
+    """Which products each form of torchao's INT8 training runs on one layer, forward and backward.
+
+    >>> what_torchao_runs(torch.device("cpu"))["module_swap"]["runs_int8"]
+    True
+    """
+    version = torchao_version()
+    if version is None:
+        return {"installed": False, "seen": "torchao is not installed"}
+    found: dict[str, Any] = {"installed": True, "version": version}
+    for name, swap in (("tensor_subclass", False), ("module_swap", True)):
+        # In a Sequential: quantize_ replaces children.
+        model = torchao_int8(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device), swap)
+        x = torch.randn(size, size, device=device, requires_grad=True)
+        try:
+            ran = operators_run(lambda model=model, x=x: model(x).sum().backward(), device)
+        except Exception as error:  # another version of torch or torchao
+            found[name] = {"products": {}, "runs_int8": False, "failed": str(error).splitlines()[0]}
+            continue
+        products = {op: count for op, count in ran.items() if op in PRODUCTS}
+        int8 = sum(count for op, count in products.items() if PRODUCTS[op] == "int8")
+        found[name] = {"products": products, "runs_int8": int8 > 0 and int8 == sum(products.values())}
+    found["seen"] = "; ".join(
+        f"{name}: {'INT8' if found[name]['runs_int8'] else 'not INT8'} "
+        f"({', '.join(found[name]['products']) or found[name].get('failed', 'no product seen')})"
+        for name in ("tensor_subclass", "module_swap")
+    )
+    return found
+
+
+def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, int]:
+    """How often each operator ran in one call after a call to warm up, as torch's profiler names them.
+
+    >>> operators_run(lambda: a @ b, torch.device("cpu"))
+    {'aten::mm': 1}
+    """
+    run()
+    return {event.key: event.count for event in profiled(run, device).key_averages()}
+
+
+def profiled(run: Callable[[], object], device: torch.device, memory: bool = False) -> Any:
+    """The profiler after one call."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with quiet_stderr(), profile(activities=activities, profile_memory=memory) as profiler:
+        run()
+    return profiler
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Importing torchao, as transformers does, warns of binaries for other devices and of names to come."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

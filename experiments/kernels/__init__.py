@@ -1,0 +1,1 @@
+"""Kernels against their bars and peers."""

@@ -1,0 +1,405 @@
+"""Every kernel against its bar and its peers: `python -m qsync.experiments.kernels.compare_kernels`.
+
+Writes kernels.json and kernels.png to --out, and prints which bars hold. Measured on one thread, paired: each
+round runs every variant once in rotating order, and a ratio is the median of the rounds' own ratios. What is
+measured is what users get: `backend.select(device).kernel` and `.cast`, and models in `qsync.wrap`. Peers are
+torch eager, torch.autocast, torch.compile (Inductor) and torchao. Beside each bar stands what the roofline of
+this machine, measured in the same run, would allow.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import qsync
+from qsync.backend.device_detection import machine
+from qsync.errors import QSyncError
+from qsync.experiments.demo.rank import commit
+from qsync.experiments.harness import peers
+from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
+from qsync.experiments.kernels import cases as kernel_cases
+from qsync.experiments.kernels import whole_steps
+from qsync.experiments.kernels.cases import NARROW_OUT, WITH_WEIGHT, Bar, Bench, Case
+from qsync.experiments.kernels.kernel_picture import draw, milliseconds
+from qsync.experiments.kernels.roofline import measure_peaks
+from qsync.experiments.kernels.whole_steps import CONTIGUOUS
+from qsync.records.json_files import read_json, write_json
+from qsync.records.precision import Precision
+
+OUT = Path("experiments/results/kernels")
+ROUNDS, STEP_ROUNDS = 15, 7
+QUICK = 3
+SECTIONS = (
+    "quantize", "linear forward", "linear training", "conv forward", "conv training", "memory",
+    "bert", "resnet",
+)  # fmt: skip
+STEPS = ("bert", "resnet")
+DEMO_LIMIT = 1.05
+_PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy")
+
+TERMS = (
+    "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
+    "one thread; paired rounds; ratios are medians of the rounds' own ratios; short calls are repeated for "
+    "20 ms in their turn: caches are warm",
+    "a layer's operands and their gradients are FP32 outside; every cast of activation and gradient counts",
+    "linear and conv training: forward and backward of one step, the weight's cast included (once per step)",
+    "forward: recorded for backward; the weight's cast is included only where the variant says '+ weight': a "
+    "bar is judged without it, and again with it",
+    "against FP32 an INT8 layer hands on FP32; against torch.autocast, which hands on BF16, it hands on BF16",
+    "memory: bytes of its input that an INT8 layer keeps for backward, over those of the FP32 input",
+    "bert, resnet: forward, loss, backward and AdamW; dropout as configured; a fixed random batch",
+    "roofline: products at the measured peak of their type, bytes of perfectly fused kernels at the measured "
+    "copy rate; of whole steps Amdahl's bound: products at their peak, the rest as in FP32 eager",
+)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for kernels.json and kernels.png.")] = OUT,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"A section: {', '.join(SECTIONS)}. Repeatable.")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Rounds of every case.")] = None,
+    quick: Annotated[bool, typer.Option(help=f"{QUICK} rounds of everything, no Inductor.")] = False,
+    skip_inductor: Annotated[
+        bool, typer.Option(help="Leave out torch.compile: minutes of compiling.")
+    ] = False,
+    page_faults: Annotated[
+        bool, typer.Option(help="Leave glibc's malloc as it is: freed buffers fault anew.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
+    seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
+    demo_report: Annotated[
+        Path | None, typer.Option(help="A demo's report.json, for the plan's bar.")
+    ] = None,
+) -> None:
+    """Measure every kernel and whole step against its bar and its peers."""
+    for section in only or ():
+        if section not in SECTIONS:
+            raise QSyncError(f"there is no section {section!r}; choose among {', '.join(SECTIONS)}")
+    torch.set_num_threads(1)
+    kept = False if page_faults else keep_freed_memory()
+    torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
+    place = torch.device(device)
+    content = run(
+        place, only or SECTIONS, rounds or (QUICK if quick else None), not (quick or skip_inductor), seed,
+        demo_report=demo_report,
+    )  # fmt: skip
+    content["keep_freed_memory"] = kept
+    write_json(out / "kernels.json", content)
+    draw(content, out / "kernels.png")
+    console = Console()
+    if not console.is_terminal:
+        console.width = 132
+    report(content, console)
+    console.print(f"Written: {out / 'kernels.json'}, {out / 'kernels.png'}", style="dim")
+
+
+def run(
+    device: torch.device,
+    sections: Sequence[str],
+    rounds: int | None,
+    inductor: bool,
+    seed: int = 0,
+    *,
+    cases: Callable[[Bench, str], Iterator[Callable[[], Case]]] | None = None,
+    demo_report: Path | None = None,
+) -> dict[str, Any]:
+    """Measure the sections; the content of kernels.json. `cases` makes other cases (smaller, for tests)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("peaks", total=None)
+        torchao = peers.what_torchao_runs(device)
+        bench = Bench(device, measure_peaks(device, min(rounds or STEP_ROUNDS, STEP_ROUNDS)), inductor, seed)
+        measured: list[dict[str, Any]] = []
+        rows: list[dict[str, Any]] = []
+        for section in sections:
+            if section == "memory":
+                rows += memory_rows(bench)
+                continue
+            wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
+            for make in (cases or standard_cases)(bench, section):
+                progress.update(task, description=f"{section}: warming up", completed=0, total=wanted)
+                torch._dynamo.reset()
+                case = make()
+                progress.update(task, description=f"{section} {case.shape}")
+                samples = measure(case.runs, wanted, device, lambda: progress.advance(task))
+                measured.append(case_json(case, samples))
+                rows += bar_rows(case, samples)
+    if demo_report is not None:
+        rows.append(demo_row(demo_report))
+    return {
+        "measured": True, "machine": machine(), "versions": versions(), "commit": commit(),
+        "uncommitted_changes": uncommitted_changes(), "seed": seed, "device": str(device),
+        "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
+        "inductor": inductor, "peaks": bench.peaks.to_json(), "torchao": torchao,
+        "terms": list(TERMS), "rows": rows, "cases": measured,
+    }  # fmt: skip
+
+
+def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
+    """The cases of a section, each to be made when its turn comes."""
+    if section in STEPS:
+        yield lambda: _step_case(bench, section)
+        return
+    if section != "conv forward" and section != "conv training":
+        for shape in kernel_cases.LINEAR_SHAPES:
+            yield lambda shape=shape: linear_case(bench, section, shape)
+    if section == "quantize" or section.startswith("conv"):
+        for shape in kernel_cases.CONV_SHAPES:
+            yield lambda shape=shape: conv_case(bench, section, shape)
+
+
+def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case:
+    """One linear shape in a section, with its bars."""
+    name = "x".join(map(str, shape))
+    layer = kernel_cases.linear(bench, shape)
+    if section == "quantize":
+        bars = (Bar("int8", "clone", 2.0, at_most=True),)
+        return kernel_cases.quantize_case(layer, f"{shape[0]}x{shape[1]}, rows", bars)
+    if section == "linear forward":
+        limit = 2.5 if shape == (512, 768, 768) else 3.3
+        bars = (Bar("int8", "fp32", limit), Bar("int8" + WITH_WEIGHT, "fp32", limit))
+        return kernel_cases.forward_case(layer, section, name, bars)
+    bars = (
+        Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0),
+        Bar("int8", "fp32", 2.25), Bar("int8" + NARROW_OUT, "autocast", 1.1),
+        Bar("int8_all", "fp32", 3.0),
+    )  # fmt: skip
+    return kernel_cases.training_case(layer, section, name, bars)
+
+
+def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> Case:
+    """One convolution in a section, with its bars."""
+    name = kernel_cases.conv_name(shape)
+    layer = kernel_cases.conv2d(bench, shape)
+    if section == "quantize":
+        return kernel_cases.quantize_case(layer, name.partition(",")[0], ())
+    if section == "conv forward":
+        bars = (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3))
+        return kernel_cases.forward_case(layer, section, name, bars)
+    return kernel_cases.training_case(layer, section, name, (Bar("bf16", "fp32", 2.0),))
+
+
+def _step_case(bench: Bench, section: str) -> Case:
+    on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
+    if section == "bert":
+        bars = (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5))
+        made, shape = whole_steps.bert(bench), "BERT 4x512, 8x128"
+        return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8", "int8_all", *on_gpu), bars)
+    # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
+    bars = tuple(
+        Bar(precision + order, "fp32" + order, 1.8)
+        for order in (CONTIGUOUS, "")
+        for precision in ("bf16", "int8")
+    )
+    made, shape = whole_steps.resnet(bench), "ResNet-18, 32x64x64"
+    return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8"), bars)
+
+
+def memory_rows(
+    bench: Bench,
+    linear: Sequence[Any] = kernel_cases.LINEAR_SHAPES,
+    conv: Sequence[Any] = kernel_cases.CONV_SHAPES,
+) -> list[dict[str, Any]]:
+    """What an INT8 layer keeps of its input for backward, in bytes of the FP32 input that FP32 keeps."""
+    made = [("x".join(map(str, shape)), kernel_cases.linear, shape) for shape in linear]
+    made += [(kernel_cases.conv_name(shape), kernel_cases.conv2d, shape) for shape in conv]
+    rows = []
+    for name, make, shape in made:
+        layer = make(bench, shape)
+        row = {
+            "section": "memory",
+            "shape": name,
+            "variant": "int8",
+            "against": "fp32",
+            "at_most": True,
+            "unit": "x",
+        }
+        full = layer.operands[0].nbytes
+        limit = 0.25 + kernel_cases.scale_bytes(layer) / full
+        try:
+            value: float | None = kernel_cases.kept_bytes(layer, Precision.INT8) / full
+            why = None
+        except QSyncError as error:
+            value, why = None, str(error)
+        rows.append(judged({**row, "bar": limit, "roofline": limit, "why": why}, value, None))
+    return rows
+
+
+def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
+    """A row for each bar of a case: the measured ratio, whether it holds, what the roofline would allow."""
+    rows = []
+    for bar in case.bars:
+        row: dict[str, Any] = {
+            "section": case.section, "shape": case.shape, "variant": bar.variant, "against": bar.against,
+            "bar": bar.limit, "at_most": bar.at_most, "unit": "x", "roofline": None, "why": None,
+        }  # fmt: skip
+        missing = next((name for name in (bar.variant, bar.against) if name not in samples), None)
+        if missing is not None:
+            row["why"] = f"{missing}: {case.unavailable.get(missing, 'not measured')}"
+            rows.append(judged(row, None, None))
+            continue
+        ours, theirs = samples[bar.variant], samples[bar.against]
+        found = ratios(ours, theirs) if bar.at_most else ratios(theirs, ours)
+        least = case.least_s.get(bar.variant)
+        if least is not None:
+            row["roofline"] = least / theirs.median_s if bar.at_most else theirs.median_s / least
+        rows.append(judged(row, statistics.median(found), quartiles(found)))
+    return rows
+
+
+def judged(row: dict[str, Any], value: float | None, spread: list[float] | None) -> dict[str, Any]:
+    """The row with its measured value: whether the bar holds, and by how much of it it is missed.
+
+    >>> judged({"bar": 2.0, "at_most": False}, 1.5, None)["missed_by"]
+    0.25
+    """
+    bar, missed = row["bar"], None
+    if value is not None:
+        missed = max(0.0, value / bar - 1 if row["at_most"] else 1 - value / bar)
+        missed = 0.0 if missed < 1e-9 else missed  # bytes that are equal, divided
+    holds = None if missed is None else missed == 0.0
+    # Two variants that run the same kernels miss a bar of 1 every other time.
+    near = spread is not None and spread[0] <= bar <= spread[-1]
+    return {
+        **row, "value": value, "quartiles": spread, "holds": holds, "missed_by": missed,
+        "within_spread": near,
+    }  # fmt: skip
+
+
+def demo_row(path: Path) -> dict[str, Any]:
+    """The bar of `qsync demo`, read from its report."""
+    found = read_json(path)["runs"]
+    row = {
+        "section": "demo", "shape": "plan step", "variant": "qsync plan", "against": "fast rank alone",
+        "bar": DEMO_LIMIT, "at_most": True, "unit": "x", "roofline": None, "why": f"from {path}",
+    }  # fmt: skip
+    steps = [found[name]["measured_step_s"] for name in ("qsync", "fast_alone")]
+    return judged(row, steps[0] / steps[1] if all(steps) else None, None)
+
+
+def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
+    """Everything measured of a case: every variant's time, and its speed against the baseline."""
+    variants = {}
+    for name, found in samples.items():
+        speedups = ratios(samples[case.baseline], found)
+        variants[name] = {
+            "median_s": found.median_s, "quartiles_s": quartiles(list(found.seconds)),
+            "speedup": statistics.median(speedups), "speedup_quartiles": quartiles(speedups),
+            "least_s": case.least_s.get(name), "calls": found.calls, "cpu_share": found.cpu_share,
+        }  # fmt: skip
+    return {
+        "section": case.section, "shape": case.shape, "baseline": case.baseline, "variants": variants,
+        "unavailable": case.unavailable,
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Of qsync, Python and every package that computes here; None for one that is not installed."""
+    found: dict[str, str | None] = {"qsync": qsync.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def uncommitted_changes() -> bool | None:
+    """Whether tracked files differ from the commit that the results name; None outside of a repository."""
+    command = ["git", "status", "--porcelain", "--untracked-files=no"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return bool(done.stdout.strip()) if done.returncode == 0 else None
+
+
+def report(content: Mapping[str, Any], console: Console) -> None:
+    """Print the bars, the speed of every variant, and what could not be measured."""
+    console.print(_bars(content["rows"]))
+    for section in SECTIONS:
+        cases = [case for case in content["cases"] if case["section"] == section]
+        if cases:
+            console.print(_speeds(section, cases))
+    peaks = content["peaks"]
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
+    copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
+    console.print(f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.")
+    console.print(f"torchao: {content['torchao']['seen']}.")
+    for name, why in {k: v for case in content["cases"] for k, v in case["unavailable"].items()}.items():
+        console.print(f"Not measured: {name}: {why}")
+    for case in content["cases"]:
+        for name, entry in case["variants"].items():
+            if entry["cpu_share"] > 1.1:
+                console.print(f"More than one core: {name}, {case['section']} {case['shape']}", style="red")
+    judged_rows = [row for row in content["rows"] if row["holds"] is not None]
+    held = sum(row["holds"] for row in judged_rows)
+    console.print(f"{held} of {len(judged_rows)} bars hold.", style="bold")
+
+
+def _bars(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="Bars (measured)", box=box.SIMPLE_HEAD)
+    for heading in ("section", "shape", "variant / against", "bar", "measured", "verdict", "roofline"):
+        right = heading in ("bar", "measured", "roofline")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+    last = None
+    for row in rows:
+        digits = 4 if row["section"] == "memory" else 2
+        figures = ("-" if row[key] is None else f"{row[key]:.{digits}f}" for key in ("value", "roofline"))
+        measured, bound = figures
+        section = row["section"] if row["section"] != last else ""
+        pair, sign = f"{row['variant']} / {row['against']}", "<=" if row["at_most"] else ">="
+        bar = f"{sign} {row['bar']:.{digits}f}"
+        style = None if row["holds"] else "bold"
+        table.add_row(section, row["shape"], pair, bar, measured, verdict(row), bound, style=style)
+        last = row["section"]
+    return table
+
+
+def verdict(row: Mapping[str, Any]) -> str:
+    """`holds` or `missed by X %`, with `in spread` if the bar lies between the quartiles."""
+    if row["holds"] is None:
+        return "not measured"
+    near = ", in spread" if row["within_spread"] else ""
+    return f"holds{near}" if row["holds"] else f"missed by {100 * row['missed_by']:.1f} %{near}"
+
+
+def _speeds(section: str, cases: Sequence[Mapping[str, Any]]) -> Table:
+    """Speed of every variant against the baseline, one column per shape, below the baseline's own time."""
+    baseline = cases[0]["baseline"]
+    table = Table(title=f"{section}: times as fast as {baseline}", box=box.SIMPLE_HEAD)
+    table.add_column("variant")
+    for case in cases:
+        table.add_column(case["shape"], justify="right")
+    first = [milliseconds(case["variants"][baseline]["median_s"]) for case in cases]
+    table.add_row(baseline, *first, style="dim")
+    names = dict.fromkeys(name for case in cases for name in case["variants"] if name != baseline)
+    for name in names:
+        found = [case["variants"].get(name) for case in cases]
+        table.add_row(name, *("-" if entry is None else f"{entry['speedup']:.2f}" for entry in found))
+    return table
+
+
+def app() -> None:
+    """The command line: bad input is one sentence and exit code 2."""
+    try:
+        typer.run(main)
+    except QSyncError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    app()

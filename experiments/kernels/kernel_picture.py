@@ -1,0 +1,179 @@
+"""The picture of experiments/kernels/compare_kernels.py: every variant's speed against FP32, by shape, and the bars."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from qsync.figures.style import FAINT, INK, PRECISION_COLOURS
+from qsync.records.json_files import write_bytes
+from qsync.records.precision import Precision
+
+
+def _lighter(colour: str) -> tuple[float, ...]:
+    """Half way to white. Not transparent: the grid would show through."""
+    return tuple((1 + part) / 2 for part in to_rgb(colour))
+
+
+# Ours are filled in the precision's colour; peers are grey to white, hatched by what they are (Inductor,
+# torchao).
+_OURS = {"bf16": Precision.BF16, "int8": Precision.INT8, "int8_all": Precision.INT8_ALL, "fp8": Precision.FP8}
+_STYLES: dict[str, dict[str, Any]] = {
+    **{name: {"facecolor": PRECISION_COLOURS[precision]} for name, precision in _OURS.items()},
+    **{
+        f"{name}{suffix}": {"facecolor": _lighter(PRECISION_COLOURS[precision])}
+        for name, precision in _OURS.items()
+        for suffix in (" + weight", " bf16 out", " contiguous")
+    },
+    "fp32 contiguous": {"facecolor": "#f4f5f7", "edgecolor": FAINT},
+    "fp32 onednn": {"facecolor": "#d5dae0"},
+    "autocast": {"facecolor": "#8a9099"},
+    "inductor fp32": {"facecolor": "#f4f5f7", "edgecolor": FAINT, "hatch": "////"},
+    "inductor bf16": {"facecolor": "#c3c8cf", "edgecolor": "#6b7178", "hatch": "////"},
+    "torchao int8": {"facecolor": "#ffffff", "edgecolor": FAINT, "hatch": "...."},
+    "torchao int8, inductor": {"facecolor": "#e3e6ea", "edgecolor": "#6b7178", "hatch": "xxxx"},
+    "torchao float8, inductor": {"facecolor": "#ffffff", "edgecolor": "#cc79a7", "hatch": "xxxx"},
+}
+_ORDER = (
+    "bf16", "bf16 contiguous", "int8", "int8 contiguous", "int8 + weight", "int8 bf16 out", "int8_all",
+    "int8_all bf16 out", "fp8", "fp8 bf16 out", "fp32 contiguous", "fp32 onednn", "autocast",
+    "inductor fp32", "inductor bf16", "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
+)  # fmt: skip
+_PANELS = (
+    ("linear forward", "Linear, forward"),
+    ("linear training", "Linear, forward and backward"),
+    ("conv forward", "Convolution, forward"),
+    ("conv training", "Convolution, forward and backward"),
+    ("bert", "Whole step"),
+    ("resnet", "Whole step"),
+)
+
+
+def draw(content: Mapping[str, Any], path: str | Path) -> Path:
+    """Draw the cases of kernels.json: a panel per section, a group per shape, and a rule where a bar lies.
+
+    >>> draw(read_json("kernels.json"), "kernels.png")
+    """
+    panels: dict[str, list[Mapping[str, Any]]] = {}
+    for section, title in _PANELS:
+        for case in content["cases"]:
+            if case["section"] == section:
+                panels.setdefault(title, []).append(case)
+    figure = Figure(figsize=(13, 1.3 + 2.75 * max(len(panels), 1)), layout="constrained")
+    shown: set[str] = set()
+    for place, (title, cases) in enumerate(panels.items()):
+        axes = figure.add_subplot(len(panels), 1, place + 1)
+        shown |= _draw_panel(axes, title, cases, content["rows"])
+    handles: list[Any] = [Patch(**_style(name), label=name) for name in _ORDER if name in shown]
+    handles.append(Line2D([], [], color=INK, linewidth=2, label="bar"))
+    handles.append(
+        Line2D(
+            [],
+            [],
+            color=INK,
+            marker="v",
+            markersize=5,
+            markerfacecolor="white",
+            linewidth=0,
+            label="roofline",
+        )
+    )
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
+    machine = content["machine"]
+    where = f"{machine['processor']}, one thread"
+    if content["device"].startswith("cuda"):
+        where = ", ".join(machine["gpus"][:1])
+    figure.suptitle(
+        f"Times as fast as FP32 eager (measured, {where})", x=0.01, ha="left", fontsize=12, color=INK
+    )
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=130, facecolor="white")
+    return write_bytes(path, drawn.getvalue())
+
+
+def _draw_panel(
+    axes: Axes, title: str, cases: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> set[str]:
+    """One group of columns per case; the names of the variants drawn."""
+    names = [name for name in _ORDER if any(name in case["variants"] for case in cases)]
+    position, ticks, top = 0.0, [], 1.0
+    for case in cases:
+        mine = [name for name in names if name in case["variants"]]
+        limits = {
+            row["variant"]: max(row["bar"], 0.0)
+            for row in rows
+            if (row["section"], row["shape"], row["against"]) == (case["section"], case["shape"], "fp32")
+        }
+        for offset, name in enumerate(mine):
+            top = max(top, _draw_column(axes, position + offset, case, name, limits.get(name)))
+        ticks.append((position + (len(mine) - 1) / 2, _label(case)))
+        position += len(mine) + 1.4
+    axes.axhline(1.0, color=FAINT, linewidth=1, zorder=1)
+    axes.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
+    axes.set_xlim(-1.0, position - 1.4)
+    axes.set_ylim(0, top * 1.13)
+    axes.set_title(title, loc="left", fontsize=10, color=INK)
+    axes.set_ylabel("x FP32", color=INK, fontsize=9)
+    _plain(axes)
+    return set(names)
+
+
+def _draw_column(axes: Axes, x: float, case: Mapping[str, Any], name: str, limit: float | None) -> float:
+    """One column with its spread, figure, bar and roofline; how high it reaches."""
+    entry = case["variants"][name]
+    speed, (low, _, high) = entry["speedup"], entry["speedup_quartiles"]
+    axes.bar(x, speed, width=0.86, linewidth=0.6, zorder=2, **_style(name))
+    axes.plot([x, x], [low, high], color=INK, linewidth=1, zorder=4)
+    reach = max(speed, high)
+    if limit is not None:
+        axes.plot(
+            [x - 0.46, x + 0.46], [limit, limit], color=INK, linewidth=2, zorder=5, solid_capstyle="butt"
+        )
+        reach = max(reach, limit)
+    if entry["least_s"]:
+        bound = case["variants"][case["baseline"]]["median_s"] / entry["least_s"]
+        axes.plot(x, bound, marker="v", markersize=5, color=INK, markerfacecolor="white", zorder=5)
+    else:
+        bound = 0.0
+    axes.annotate(
+        f"{speed:.2f}", (x, 0), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7, color=INK,
+        zorder=6,
+        bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+    )  # fmt: skip
+    return max(reach, bound)
+
+
+def _label(case: Mapping[str, Any]) -> str:
+    return f"{case['shape']}\nFP32 {milliseconds(case['variants'][case['baseline']]['median_s'])}"
+
+
+def milliseconds(seconds: float) -> str:
+    """Three digits and the unit.
+
+    >>> milliseconds(0.0000406), milliseconds(1.07)
+    ('0.0406 ms', '1070 ms')
+    """
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
+
+
+def _style(name: str) -> dict[str, Any]:
+    return {"edgecolor": "white", **_STYLES[name]}
+
+
+def _plain(axes: Axes) -> None:
+    """Only the lines that carry information."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(FAINT)
+    axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
+    axes.grid(axis="y", color="#e6e9ed", linewidth=0.8)
+    axes.set_axisbelow(True)

@@ -1,0 +1,182 @@
+"""The whole training steps of experiments/kernels/compare_kernels.py: forward, loss, backward and AdamW.
+
+Both models are built from configurations of Hugging Face's, with random weights, in their default training
+mode (dropout included) on one fixed random batch. Every variant trains a copy of its own.
+
+The bound beside them is Amdahl's (ours): what FP32 spends outside products stays as long as it is, and the
+products take what their FLOPs take at the measured peak of their type. An estimate: 16-bit results also save
+traffic outside products.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qsync
+from qsync.experiments.harness import peers
+from qsync.experiments.harness.pairing import measure
+from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+
+Batch = dict[str, Tensor]
+CONTIGUOUS = " contiguous"
+# The operators in which FP32 steps multiply, as a profiler names them.
+FP32_PRODUCTS = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution",
+    "aten::convolution_backward", "aten::_convolution", "aten::cudnn_convolution",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)  # fmt: skip
+
+
+def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[nn.Module, Batch]:
+    """BERT, 4 layers, 512 wide, 8 heads, and a batch of token sequences to classify."""
+    with peers.silent():
+        from transformers import BertConfig, BertForSequenceClassification
+
+    wanted = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+    config = BertConfig(**{**wanted, **sizes})
+    torch.manual_seed(bench.seed)
+    model = BertForSequenceClassification(config)
+    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.arange(rows) % 2}
+    return model.to(bench.device), {key: value.to(bench.device) for key, value in batch.items()}
+
+
+def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[nn.Module, Batch]:
+    """ResNet-18, channels-last, and a batch of images to classify."""
+    with peers.silent():
+        from transformers import ResNetConfig, ResNetForImageClassification
+
+    wanted = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "embedding_size": 64}
+    torch.manual_seed(bench.seed)
+    model = ResNetForImageClassification(
+        ResNetConfig(**{**wanted, "layer_type": "basic", "num_labels": 10, **sizes})
+    )
+    images = torch.randn(rows, 3, side, side, device=bench.device)
+    batch = {"pixel_values": _channels_last(images), "labels": torch.arange(rows, device=bench.device) % 10}
+    return _channels_last(model.to(bench.device)), batch
+
+
+def _channels_last(thing: Any) -> Any:
+    return thing.to(memory_format=torch.channels_last)
+
+
+def step_case(
+    bench: Bench,
+    section: str,
+    shape: str,
+    made: tuple[nn.Module, Batch],
+    precisions: tuple[str, ...],
+    bars: tuple[Bar, ...],
+) -> Case:
+    """The whole step in FP32 eager, in qsync's precisions and by every peer.
+
+    A model of images runs channels-last, and once more contiguous, as models come (`fp32 contiguous` ...).
+    """
+    model, batch = made
+    case = Case(section, shape, "fp32", bars)
+    case.add("fp32", lambda: _step(copy.deepcopy(model), batch))
+    least = least_times(bench, model, batch, case.runs["fp32"], precisions)
+    for precision in precisions:
+        case.add(
+            precision,
+            lambda precision=precision: _step(qsync.wrap(copy.deepcopy(model), precision), batch),
+            least_s=least.get(precision),
+        )
+    if any(value.ndim == 4 for value in batch.values()):
+        plain = {key: value.contiguous() for key, value in batch.items()}
+        whole = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+        case.add("fp32" + CONTIGUOUS, lambda: _step(copy.deepcopy(whole), plain))
+        for precision in precisions:
+            case.add(
+                precision + CONTIGUOUS,
+                lambda precision=precision: _step(qsync.wrap(copy.deepcopy(whole), precision), plain),
+                least_s=least.get(precision),
+            )
+    _add_peers(case, bench, model, batch)
+    return case
+
+
+def _add_peers(case: Case, bench: Bench, model: nn.Module, batch: Batch) -> None:
+    def make(
+        change: Callable[[nn.Module], nn.Module] = lambda model: model,
+        autocast: bool = False,
+        compiled: bool = False,
+    ) -> Callable[[], Run]:
+        def made() -> Run:
+            mine = change(copy.deepcopy(model))
+            call = peers.compiled(mine) if compiled else mine
+            return _step(mine, batch, peers.under_autocast(call, bench.device) if autocast else call)
+
+        return made
+
+    makers = {"autocast": make(autocast=True)}
+    if bench.inductor:
+        makers["inductor fp32"] = make(compiled=True)
+        makers["inductor bf16"] = make(autocast=True, compiled=True)
+    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):  # torchao has linear layers only
+        makers["torchao int8"] = make(_torchao_int8)
+        if bench.inductor:
+            makers["torchao int8, inductor"] = make(_torchao_int8, compiled=True)
+        if bench.device.type == "cuda":
+            makers["torchao float8, inductor"] = make(peers.torchao_float8, compiled=True)
+    for name, maker in makers.items():
+        case.add(name, maker, theirs=True)
+
+
+def _torchao_int8(model: nn.Module) -> nn.Module:
+    return peers.with_contiguous_gradients(peers.torchao_int8(model))
+
+
+def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:
+    """One training step of the model, called as `call`."""
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run = model if call is None else call
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run(**batch).loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def least_times(
+    bench: Bench, model: nn.Module, batch: Batch, fp32_step: Run, precisions: tuple[str, ...]
+) -> dict[str, float | None]:
+    """Amdahl's bound of the whole step in each precision; None where the device has no peak for a product."""
+    flops: dict[str, float] = {}
+    for op in qsync.capture(copy.deepcopy(model), batch).adjustable:
+        flops[op.kind] = flops.get(op.kind, 0.0) + op.flops
+    events = peers.profiled(fp32_step, bench.device).key_averages()
+    cuda = bench.device.type == "cuda"
+    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in events}
+    products = sum(times.get(name, 0.0) for name in FP32_PRODUCTS) / max(sum(times.values()), 1e-9)
+    step_s = measure({"fp32": fp32_step}, 3, bench.device)["fp32"].median_s
+    found = {}
+    for precision in precisions:
+        least = bench.peaks.least_s(_flops_by_type(flops, Precision(precision)))
+        found[precision] = None if least is None else (1 - products) * step_s + least
+    return found
+
+
+def _flops_by_type(flops: Mapping[str, float], precision: Precision) -> dict[str, float]:
+    """FLOPs of a step by the type that multiplies them; what has no such precision stays in FP32."""
+    found: dict[str, float] = {}
+    for kind, forward in flops.items():
+        if precision not in PRECISIONS_BY_KIND[kind]:
+            shares = {"fp32": 3 * forward}
+        elif precision is Precision.INT8:
+            shares = {"int8": forward, "bf16": 2 * forward}
+        else:
+            shares = {"int8" if precision is Precision.INT8_ALL else str(precision): 3 * forward}
+        for name, count in shares.items():
+            found[name] = found.get(name, 0.0) + count
+    return found

@@ -1,0 +1,1 @@
+"""Levers, predicted and measured."""

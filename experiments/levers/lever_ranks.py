@@ -1,0 +1,218 @@
+"""What experiments/levers/measured_levers.py runs on each of two unequal ranks: plans with levers, predicted and measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import qsync
+from qsync import api
+from qsync.allocator import allocate
+from qsync.allocator.levers import search
+from qsync.allocator.levers.save_less_steps import Patterns, savings
+from qsync.backend.device_detection import machine
+from qsync.distributed import job
+from qsync.distributed.agreement import agree
+from qsync.errors import QSyncError
+from qsync.experiments.demo.rank import commit
+from qsync.experiments.demo.runs import FAST, WEAK
+from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.ranks import leave, placed
+from qsync.experiments.harness.training import make_optimizer
+from qsync.experiments.memory.memory_runs import parts_of
+from qsync.records.basis import Basis
+from qsync.records.json_files import write_json
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plans import Plan
+from qsync.replayer import Sized, under
+from qsync.replayer.levers.recomputation import blocks
+
+PRECISIONS = ("fp32", "bf16", "int8")
+# Steps of each plan in its turn, and how many of them are left out at its begin.
+STEPS, WARM = 9, 3
+# How much longer than the least step, where what is compared is variance.
+SLACK = 0.15
+# With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
+TIGHT, TIGHT_SLACK = 0.95, 0.1
+
+
+def main() -> None:
+    """Entry point of a rank, with the configuration as JSON."""
+    config: dict[str, Any] = json.loads(sys.argv[1])
+    os.environ["QSYNC_BACKEND"] = "gloo"
+    try:
+        with placed(config["weak_share"]) as place:
+            job.join_job(place.device, timeout_s=600.0)
+            share = place.throttle.measured_share(2.0) if place.throttle else None
+            rows = measure(config["model"], share, config["turns"], config["trials"], config["tight"])
+            if dist.get_rank() == 0:
+                write_json(
+                    Path(config["out"]) / "levers.json",
+                    {"measured": True, "emulated": True, "machine": machine(place.device), "commit": commit(),
+                     "qsync": qsync.__version__, **config, "rows": rows},
+                )  # fmt: skip
+    except QSyncError as error:
+        leave("levers", error)
+
+
+def measure(
+    model_name: str, share: float | None, turns: int, trials: int, tight: bool = False
+) -> list[dict[str, Any]]:
+    """A row for each plan: seconds of a step and bytes at its peak, predicted and measured on these ranks."""
+    rank = dist.get_rank()
+    name = WEAK if rank else FAST
+    model, batch, loss_fn = parts_of(model_name, rank)
+
+    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return loss_fn(model(batch[0]), batch[1])
+
+    own = job.own_class(model, share, name)
+    whole = _basis(model, batch, loss, own, save_less=tight)
+    if tight:
+        found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
+    else:
+        half = _basis(model, tuple(t[: len(t) // 2] for t in batch), loss, own)
+        other = Sized(half.graph, half.profiles)
+        found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
+    plans = {title: Plan.from_json(plan) for title, plan in found.items()}
+    times: dict[str, list[float]] = {title: [] for title in plans}
+    peaks: dict[str, list[int]] = {}
+    for _ in range(turns):
+        for title, plan in plans.items():
+            steps = _Steps(model, plan, name, batch, loss)
+            times[title].append(statistics.median([steps.timed() for _ in range(STEPS)][WARM:]))
+            peaks[title] = agree("memory", steps.peak_bytes)
+    return [
+        {
+            "plan": title,
+            "levers": {c: str(entry) for c, entry in plan.levers.classes.items()} if plan.levers else {},
+            "saving_less": {c: list(entry.saving_less) for c, entry in plan.classes.items()},
+            "budgets": dict(plan.budgets),
+            "bucket_cap_bytes": plan.bucket_cap_bytes,
+            "added_variance": plan.added_variance,
+            "predicted_s": plan.step_s,
+            "measured_s": statistics.median(times[title]),
+            "turns_s": times[title],
+            "predicted_bytes": [plan[c].predicted.memory_bytes for c in (FAST, WEAK)],  # type: ignore[union-attr]
+            "measured_bytes": peaks[title],
+        }
+        for title, plan in plans.items()
+    ]
+
+
+def _basis(
+    model: torch.nn.Module, batch: Any, loss: api.LossFunction, own: Any, save_less: bool = False
+) -> Basis:
+    torch._dynamo.reset()
+    graph = job.form_graph(model, batch, loss)
+    formed = job.form_cluster(own, torch.device("cpu"))
+    return job.form_basis(
+        model, batch, loss, own, formed, graph=graph, precisions=PRECISIONS,
+        make_optimizer=make_optimizer(1e-3), save_less=save_less,
+    )  # fmt: skip
+
+
+def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
+    """Plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+    captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
+
+    def fp32(levers: Mapping[str, ClassLevers]) -> Plan:
+        profiles = under(basis.graph, basis.profiles, basis.cluster, Levers(levers), other)
+        return allocate(basis.graph, profiles, *parts[2:], pins={"*": "fp32"}, target_s=slow)
+
+    some = blocks(basis.graph)[:2]
+    quarter = captured // 4
+    shares = {FAST: ClassLevers(captured + quarter), WEAK: ClassLevers(captured - quarter)}
+    target_s = (allocate(*parts).target_s or 0.0) * (1 + SLACK)
+    plans = {
+        "FP32": fp32({}),
+        "FP32, a quarter less on the weak rank": fp32(shares),
+        "FP32, two passes on the weak rank": fp32({WEAK: ClassLevers(passes=2)}),
+        "FP32, two blocks recomputed on the weak rank": fp32({WEAK: ClassLevers(recomputed=some)}),
+        "precisions alone": allocate(*parts, target_s=target_s),
+        "searched levers and precisions": search(
+            *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s,
+            solver="greedy",
+        ),
+    }  # fmt: skip
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
+    """Plans in FP32 as torch keeps things, and with two blocks saving less; then in less memory than FP32
+    needs however much saves less, with a tenth more time than its step: precisions alone, and as searched."""
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+
+    def fp32(patterns: Patterns) -> Plan:
+        return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
+
+    every = {patterns: fp32(patterns) for patterns in savings(basis.graph, basis.profiles[WEAK])}
+    needed = min(plan[WEAK].predicted.memory_bytes for plan in every.values())  # type: ignore[union-attr]
+    whole, *_ = every.values()
+    options: dict[str, Any] = {
+        "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
+    }  # fmt: skip
+    plans = {
+        "FP32": whole,
+        "FP32, two blocks saving less on the weak rank": list(every.values())[2],
+        "precisions alone": allocate(*parts, **options),
+        "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
+    }
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+class _Steps:
+    """A model in training on this rank, as a plan says."""
+
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, name: str, batch: Any, loss: Callable[..., torch.Tensor]
+    ) -> None:
+        torch._dynamo.reset()
+        api.wrap(model, plan, device_class=name)
+        cap = plan.bucket_cap_bytes
+        self._ddp, self._loss = job.in_ddp(model, cap / 2**20 if cap else None), loss
+        share = plan.levers[name] if plan.levers else ClassLevers()
+        samples = share.samples or len(batch[0])
+        twice = [torch.cat([t, t]) for t in batch]  # shares of more than the batch that was profiled
+        self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes
+        if share.samples is not None:
+            qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
+        self._optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._buckets = 0
+
+    def timed(self) -> float:
+        """Seconds of one step."""
+        begun = time.perf_counter()
+        self._step()
+        return time.perf_counter() - begun
+
+    def peak_bytes(self) -> int:
+        """Bytes at the peak of one step: what is there throughout, and what comes and goes."""
+        self._step()
+        comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
+        state = [v for entry in self._optimizer.state.values() for v in entry.values()]
+        tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]
+        held = sum(t.nbytes for t in [*tensors, *state] if isinstance(t, torch.Tensor))
+        return held + self._buckets + comes_and_goes
+
+    def _step(self) -> None:
+        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
+            self._loss(self._ddp, part).backward()
+        self._optimizer.step()
+        storages = [p.grad.untyped_storage() for p in self._ddp.parameters() if p.grad is not None]
+        self._buckets = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Predicted bytes against measured ones."""

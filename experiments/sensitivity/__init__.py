@@ -1,0 +1,1 @@
+"""Indicators against the truth."""

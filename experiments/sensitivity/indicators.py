@@ -1,0 +1,357 @@
+"""Every indicator against the truth: `python -m qsync.experiments.sensitivity.indicators --out indicators.json`.
+
+For each model and seed: weights after some FP32 steps, the truth by single flips with the real kernels, and
+from every indicator (1) its rank correlation with the truth, (2) the plan it leads to at equal step time, by
+an exact solver, with that plan's gradient error measured on batches that no indicator saw, and (3) the
+held-out loss after training on under that plan. Beside it: is the joint effect of random plans the sum of the
+single effects?
+
+Gradient errors and losses are measured; step times are simulated: FLOPs over the rates of `RATES`.
+
+The truth takes hours, plans take minutes: `--again indicators.json` takes the sensitivities of that run and
+measures only the gradient errors of the plans anew.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.stats import spearmanr
+
+import qsync
+from qsync.api import calibrating
+from qsync.backend.device_detection import machine
+from qsync.errors import MismatchError
+from qsync.experiments.demo.rank import commit
+from qsync.experiments.sensitivity.indicator_report import markdown, picture, summary, tables
+from qsync.experiments.workloads.demo_workloads import Workload, evaluate
+from qsync.experiments.workloads.subjects import NAMES, subject
+from qsync.predictor.sensitivity.calibration import Calibration
+from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
+from qsync.predictor.sensitivity.registry import INDICATORS
+from qsync.records.graph import OpGraph
+from qsync.records.json_files import read_json, write_bytes, write_json
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.profiles import Sensitivity
+from qsync.runtime import program
+
+PRECISIONS = (Precision.BF16, Precision.INT8)
+# Times as fast as FP32, forward and backward together: README's table of kernels, rounded.
+RATES = {
+    "conv2d": {Precision.BF16: 1.8, Precision.INT8: 1.9},
+    "other": {Precision.BF16: 3.6, Precision.INT8: 4.4},
+}
+# Shares of the time between all FP32 and the fastest assignment that a plan has to save.
+BUDGETS = (0.3, 0.6)
+TRAINED_AT = 0.6
+# Images or sequences per batch, and batches: networks of ReLUs need more of them, because there the truth of
+# one batch depends on which few units an error brings to the other side.
+BATCHES = {"gpt": (2, 2), "bert": (2, 2), "vit": (8, 3), "resnet": (32, 4), "vgg": (64, 8)}
+
+Assignment = Mapping[str, Precision]
+Row = dict[str, Any]  # the figures of one model and seed
+Omega = Mapping[str, Mapping[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much is run: `warm_up` FP32 steps before, `steps` after, `random_plans` for joint effects.
+
+    Plans are judged on `unseen` batches: errors differ between batches by up to four decades, so few say
+    little.
+    """
+
+    seeds: int = 5
+    warm_up: int = 40
+    steps: int = 10
+    num_batches: int | None = None
+    unseen: int = 32
+    random_plans: int = 3
+
+
+QUICK = Scale(seeds=1, warm_up=4, steps=2, num_batches=1, unseen=2, random_plans=2)
+
+
+def main(
+    out: Path = Path("indicators.json"),
+    models: list[str] = typer.Option(list(NAMES), "--model", help="Repeat for several."),  # noqa: B008
+    seeds: int = 5,
+    quick: bool = False,
+    processes: int = 1,
+    again: Path | None = typer.Option(None, help="An earlier run: measure only its plans anew."),  # noqa: B008
+) -> None:
+    """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
+    scale, tree = QUICK if quick else Scale(seeds=seeds), commit()
+    earlier = {} if again is None else read_json(again)
+    tasks = [
+        (name, seed, scale, None if again is None else _row_of(earlier, name, seed, again))
+        for seed in range(scale.seeds)
+        for name in models
+    ]
+    with Console(stderr=True).status("indicators") as status:
+        if processes == 1:
+            rows = []
+            for task in tasks:
+                status.update(f"{task[0]}, seed {task[1]}")
+                rows.append(_task(task))
+        else:
+            with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+                rows = []
+                for task, row in zip(tasks, pool.map(_task, tasks), strict=True):
+                    status.update(f"{task[0]}, seed {task[1]}: done")
+                    rows.append(row)
+                    write_json(out.with_suffix(".part.json"), {"rows": rows})
+    content = {
+        "measured": "gradient errors and losses; step times are simulated, from FLOPs and rates",
+        "machine": {**machine(), "threads": 1},
+        "qsync": qsync.__version__,
+        "commit": tree,
+        "sensitivities": earlier.get("commit", tree),  # the commit that measured them
+        "seeds": list(range(scale.seeds)),
+        "scale": asdict(scale),
+        "rates": RATES,
+        "summary": summary(rows),
+        "rows": rows,
+    }
+    write_json(out, content)
+    picture(rows, out.with_suffix(".png"))
+    write_bytes(out.with_suffix(".md"), markdown(content).encode())
+    for table in tables(content["summary"]):
+        Console().print(table)
+
+
+def _row_of(earlier: Mapping[str, Any], name: str, seed: int, path: Path) -> Row:
+    for row in earlier["rows"]:
+        if (row["model"], row["seed"]) == (name, seed):
+            return dict(row)
+    raise MismatchError(
+        f"{path} has no sensitivities of {name}, seed {seed}; choose among its models and seeds, or measure "
+        "them by leaving out --again"
+    )
+
+
+def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
+    name, seed, scale, earlier = task
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    size, num = BATCHES[name]
+    workload = subject(name, size)
+    if earlier is None:
+        return judge(workload, seed, scale, scale.num_batches or num)
+    return judge_again(workload, scale, earlier)
+
+
+def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
+    """All figures of one model and seed."""
+    model = workload.make_model(seed)
+    train(model, workload, seed, range(scale.warm_up))
+    seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
+    loss_fn = _loss(workload)
+    found: dict[str, Sensitivity] = {
+        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
+        for name in INDICATORS
+    }
+    truth = found["empirical"]
+    omega = {name: sensitivity.omega for name, sensitivity in found.items()}
+    judged, plans = judge_plans(model, workload, seed, scale, omega)
+    with calibrating(model, seen, loss_fn, precisions=PRECISIONS, seed=seed) as calibration:
+        calibration.forward(0)
+        graph = calibration.runner.graph
+        drawn = [_drawn_plan(graph, seed, number) for number in range(scale.random_plans)]
+        joint = gradient_errors(calibration, drawn)
+    return {
+        "model": workload.name,
+        "seed": seed,
+        "omega": omega,
+        "spearman": {
+            name: {str(p): correlation(sensitivity, truth, p) for p in PRECISIONS}
+            for name, sensitivity in found.items()
+            if name != "empirical"
+        },
+        **judged,
+        "joint": [
+            {"joint": error, "sum": sum(truth[op, p] for op, p in plan.items())}
+            for error, plan in zip(joint, drawn, strict=True)
+        ],
+        "heldout": heldout(model, workload, seed, scale, {name: plans[name, TRAINED_AT] for name in found}),
+    }
+
+
+def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
+    """An earlier run's row with the gradient errors of its plans measured anew, on `scale.unseen` batches.
+
+    The plans, and with them the losses of training under them, are those of its sensitivities. Raises
+    MismatchError where these are of other weights: where |g|^2 of the first unseen batch is another.
+    """
+    model = workload.make_model(earlier["seed"])
+    train(model, workload, earlier["seed"], range(scale.warm_up))
+    judged, _ = judge_plans(model, workload, earlier["seed"], scale, earlier["omega"])
+    before, now = (row["squared_gradient"][0] for row in (earlier, judged))
+    if not math.isclose(before, now, rel_tol=1e-6):
+        raise MismatchError(
+            f"the earlier sensitivities of {workload.name}, seed {earlier['seed']}, are of other weights: "
+            f"|g|^2 of one batch was {before:.6g} and is {now:.6g}; measure them anew by leaving out --again"
+        )
+    return {**earlier, **judged}
+
+
+def judge_plans(
+    model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]
+) -> tuple[Row, dict[tuple[str, float], Assignment]]:
+    """The gradient error of the plan that each indicator leads to, and these plans by (indicator, saving).
+
+    Measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them, its standard
+    error, and every batch.
+    """
+    unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
+    with calibrating(model, unseen, _loss(workload), precisions=PRECISIONS, seed=seed) as calibration:
+        calibration.assign({})
+        squares = [
+            sum(float(part.square().sum()) for part in calibration.gradient(batch))
+            for batch in range(len(unseen))
+        ]
+        graph = calibration.runner.graph
+        plans: dict[tuple[str, float], Assignment] = {
+            (name, saving): plan_at(graph, Sensitivity(graph.hash, name, found), saving)
+            for name, found in omega.items()
+            for saving in BUDGETS
+        }
+        errors = _once_each(plans, calibration)
+    norm = statistics.fmean(squares)
+    relative = {key: [error / norm for error in by_batch] for key, by_batch in errors.items()}
+    judged = {
+        "squared_gradient": squares,
+        "plan_error": {
+            name: {str(saving): spread(relative[name, saving]) for saving in BUDGETS} for name in omega
+        },
+    }
+    return judged, plans
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of these batches, its standard error, and the batches themselves."""
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return {"mean": statistics.fmean(values), "standard_error": error, "by_batch": list(values)}
+
+
+def _loss(workload: Workload) -> Callable[[torch.nn.Module, Any], torch.Tensor]:
+    return lambda model, batch: workload.loss_fn(model(batch[0]), batch[1])
+
+
+def train(model: torch.nn.Module, workload: Workload, seed: int, steps: range) -> None:
+    """AdamW steps, as the model runs now."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
+    for step in steps:
+        inputs, targets = workload.batch(seed, step, 0)
+        optimizer.zero_grad()
+        workload.loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+
+
+def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) -> float:
+    """Spearman's rank correlation over the operators that have this precision."""
+    ops = [op for op, modes in truth.omega.items() if precision in modes]
+    scores = [found.omega[op][precision] for op in ops]
+    if len(set(scores)) == 1:
+        return 0.0
+    return float(spearmanr(scores, [truth.omega[op][precision] for op in ops])[0])
+
+
+def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str, Precision]:
+    """The assignment of least added variance among those that save this share of the time that can be saved.
+
+    minimise sum omega[o, p] x[o, p]  such that  sum time[o, p] x[o, p] <= T,  one p per operator; exact.
+    """
+    choices = [
+        (op.name, p, op.flops / rate(op.kind, p))
+        for op in graph.adjustable
+        for p in (Precision.FP32, *PRECISIONS)
+        if p in PRECISIONS_BY_KIND[op.kind]
+    ]
+    omega = np.array([sensitivity[name, p] for name, p, _ in choices])
+    times = np.array([time for _, _, time in choices])
+    names = [op.name for op in graph.adjustable]
+    slowest = sum(op.flops for op in graph.adjustable)
+    fastest = sum(min(time for name, _, time in choices if name == op) for op in names)
+    target = slowest - saving * (slowest - fastest)
+    one_each = np.array([[float(name == op) for name, _, _ in choices] for op in names])
+    constraints = [
+        LinearConstraint(one_each, 1, 1), LinearConstraint(times / slowest, -np.inf, target / slowest)
+    ]  # fmt: skip
+    # The solver stops within 1e-6 of the largest coefficient, and sensitivities span ten decades: solve again
+    # without what is dearer than the plan that was found, until that finds nothing better.
+    best, least = None, max(float(omega.max()), 1e-300)
+    while True:
+        solved = milp(
+            np.minimum(omega / least, 1.0),
+            integrality=np.ones(len(choices)),
+            bounds=Bounds(0, (omega <= least).astype(float)),
+            constraints=constraints,
+            options={"mip_rel_gap": 1e-6},
+        )
+        taken = None if solved.x is None else solved.x > 0.5
+        if taken is None or (best is not None and omega[taken].sum() >= least):
+            break
+        best, least = taken, max(float(omega[taken].sum()), 1e-300)
+    return {name: p for (name, p, _), chosen in zip(choices, best, strict=True) if chosen}
+
+
+def rate(kind: str, precision: Precision) -> float:
+    """Times as fast as FP32."""
+    return 1.0 if precision is Precision.FP32 else RATES.get(kind, RATES["other"])[precision]
+
+
+def heldout(
+    model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, plans: Mapping[str, Assignment]
+) -> dict[str, float]:
+    """Held-out loss after training on from here in FP32 and under each plan, on the same batches."""
+    steps = range(scale.warm_up, scale.warm_up + scale.steps)
+    losses: dict[str, float] = {}
+    done: dict[tuple[tuple[str, Precision], ...], float] = {}
+    for name, plan in {"fp32": {}, **plans}.items():
+        key = tuple(sorted((op, p) for op, p in plan.items() if p is not Precision.FP32))
+        if key not in done:
+            trained = copy.deepcopy(model)
+            program.attach(trained, program.following(plan))
+            train(trained, workload, seed, steps)
+            program.detach(trained)
+            done[key] = evaluate(trained, workload, num_batches=4)
+        losses[name] = done[key]
+    return losses
+
+
+def _once_each(
+    plans: Mapping[tuple[str, float], Assignment], calibration: Calibration
+) -> dict[tuple[str, float], list[float]]:
+    """The gradient error of each plan on each batch; indicators that agree share a measurement."""
+    different = {tuple(sorted(plan.items())): plan for plan in plans.values()}
+    errors = dict(zip(different, errors_by_batch(calibration, list(different.values())), strict=True))
+    return {key: errors[tuple(sorted(plan.items()))] for key, plan in plans.items()}
+
+
+def _drawn_plan(graph: OpGraph, seed: int, number: int) -> dict[str, Precision]:
+    draw = random.Random(f"{seed}.{number}")
+    plan = {}
+    for op in graph.adjustable:
+        plan[op.name] = draw.choice(
+            [p for p in (Precision.FP32, *PRECISIONS) if p in PRECISIONS_BY_KIND[op.kind]]
+        )
+    return plan
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,1 @@
+"""Cost model: what operators cost that were not measured."""

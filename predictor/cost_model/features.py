@@ -1,0 +1,92 @@
+"""Features of a call on a device: what a learned cost is a function of. None has a unit.
+
+Of the program: the sizes of the product that a call is (rows M, inner K, columns N, how many), what of them
+does not fill a vector, the geometry of convolutions, elements and widths of the rest, whether operands are
+fresh.
+Of the device: how long products and bytes take at its peaks, in launches, and how much of its cache the call
+fills.
+Precision, direction and family choose the function itself.
+"""
+
+from __future__ import annotations
+
+import math
+
+from qsync.predictor.cost_model.op_calls import Call, Direction, moved_bytes, parts
+from qsync.records.datasheets import DataSheet
+from qsync.records.graph import num_elements
+
+# Kinds that are one algorithm, learned together. Everything that is not here is "rest".
+_FAMILIES = {
+    "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
+    "conv1d": "convolution", "attention": "attention", "cast": "cast", "view": "view",
+}  # fmt: skip
+
+# Kinds of the family "rest" that are told apart beyond their law, by what they do with memory.
+_REST = ("batch_norm", "layer_norm", "softmax", "gelu", "dropout", "max_pool2d", "add", "mul")
+_TAIL = 5  # 2^5 = 32: sizes that are multiples of it fill every vector
+
+
+def family(kind: str) -> str:
+    """Which kinds are learned together with this one."""
+    return _FAMILIES.get(kind, "rest")
+
+
+def features(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> list[float]:
+    """The features of one direction of a call: as many for every call of its family.
+
+    >>> features(call, "int8", "forward", sheet)
+    """
+    launch, products, memory = parts(call, mode, direction, sheet)
+    held = moved_bytes(call, mode, direction) / sheet.cache_bytes
+    found = [_log(products / launch + 0.1), _log(memory / launch + 0.1), _log(held + 0.01)]
+    found += {
+        "product": _product, "matmul": _matmul, "convolution": _convolution, "attention": _attention,
+    }.get(family(call.kind), _rest)(call)  # fmt: skip
+    if direction == "backward":
+        found.append(float(call.num_gradients))
+    return found
+
+
+def _product(call: Call) -> list[float]:
+    inner = call.inputs[1 if call.kind == "addmm" else 0].shape[-1]
+    columns = call.output[-1]
+    rows = num_elements(call.output) / max(columns, 1)
+    return [_log(rows), _log(inner), _log(columns), _tail(inner), _tail(columns), float(len(call.inputs))]
+
+
+def _matmul(call: Call) -> list[float]:
+    return [_log(num_elements(call.output[:-2])), *_product(Call("matmul", call.inputs, call.output))]
+
+
+def _convolution(call: Call) -> list[float]:
+    x, weight, y = call.inputs[0].shape, call.inputs[1].shape, call.output
+    pixels = num_elements(y[2:])
+    stride = num_elements(x[2:]) / max(pixels, 1)
+    inner, columns = num_elements(weight[1:]), weight[0]
+    sizes = (num_elements(y) / max(columns, 1), inner, columns, num_elements(weight[2:]), stride, pixels)
+    groups = x[1] / max(weight[1], 1)
+    return [*(_log(size) for size in sizes), _log(groups), _tail(weight[1]), _tail(columns)]
+
+
+def _attention(call: Call) -> list[float]:
+    query, key = call.inputs[0].shape, call.inputs[1].shape
+    sizes = (num_elements(query[:-2]), query[-2], key[-2], query[-1])
+    return [*(_log(size) for size in sizes), float(len(call.inputs))]
+
+
+def _rest(call: Call) -> list[float]:
+    width = call.output[-1] if call.output else 1
+    fresh = float(sum(not argument.parameter for argument in call.inputs))
+    rank = float(len(call.output))
+    found = [_log(num_elements(call.output)), _log(width), rank, float(len(call.inputs)), fresh]
+    return found + [3.0 * (call.kind == kind) for kind in _REST if family(call.kind) == "rest"]
+
+
+def _log(size: float) -> float:
+    return math.log(max(size, 1e-3))
+
+
+def _tail(size: int) -> float:
+    """How often a size halves evenly, up to 2^5: what is left over does not fill a vector."""
+    return float(min((size & -size).bit_length() - 1, _TAIL)) if size > 0 else 0.0

@@ -1,0 +1,328 @@
+"""Profiles of what was never profiled: an operator, another batch shape, a model grown from the one that was,
+a device that is not here.
+
+What is filled in is marked (`Profile.origin`, `Profile.filled`), so that everything which shows it can say
+so; replay reads it like any other cost.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from qsync.errors import MismatchError
+from qsync.predictor.cost_model.model import CostModel, Priced, costs_of
+from qsync.predictor.cost_model.op_calls import Call, calls, cast_call, modes, value_call
+from qsync.predictor.cost_model.samples import samples_of, sheet_of
+from qsync.records.datasheets import DataSheet
+from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+from qsync.records.profiles import CARRIED, Cost, Profile
+
+Casts = dict[tuple[str, str, str], Cost]
+# The sizes between which a line stands for the casts of a pair of types.
+_FEW, _MANY = 2**12, 2**20
+_CARRIED = ("fp32", "bf16")
+
+
+def fill(
+    profile: Profile,
+    graph: OpGraph,
+    model: CostModel | None = None,
+    measured_on: OpGraph | None = None,
+    sheet: DataSheet | None = None,
+) -> Profile:
+    """The profile for `graph` at its batch shape, with learned costs where nothing was measured.
+
+    At the shape that was profiled, the operators and precisions that it lacks are filled in. At another shape
+    of the same model every cost is the measured one times what the model says the shape makes of it,
+
+        t_new = t_measured model(new) / model(old),
+        (ours)
+
+    for which `measured_on` must be the graph that was profiled. Without a `model` one is learned from the
+    profile itself; `sheet` is the device the model knows it by. Raises MismatchError for another model, or
+    another shape without `measured_on`.
+
+    >>> larger = fill(profile, qsync.capture(model, larger_batch), measured_on=graph)
+    """
+    if profile.graph_hash != graph.hash:
+        raise MismatchError(
+            f"the profile of {profile.device_class} was measured for another model (graph "
+            f"{profile.graph_hash}, "
+            f"this one is {graph.hash}); simulate this one, or profile it"
+        )
+    same = profile.shapes_hash == graph.shapes_hash
+    before = graph if same else measured_on
+    if before is None or before.shapes_hash != profile.shapes_hash:
+        raise MismatchError(
+            f"the profile of {profile.device_class} was measured for another batch shape; give the "
+            f"graph that it was "
+            "measured on as measured_on=, or profile this shape"
+        )
+    device = sheet or sheet_of(before, profile)
+    model = model or learned_from(before, profile, device)
+    filled = _Filled(profile, graph, dict(_calls(before)), value_call(before), model, device)
+    ops, added = filled.ops()
+    casts = {**profile.casts} if same else filled.casts()
+    grown = 1.0 if same else _size(graph) / max(_size(before), 1)
+    outside = Cost(profile.outside.forward_s * grown, profile.outside.backward_s * grown)
+    return replace(
+        profile, shapes_hash=graph.shapes_hash, batch=graph.batch_shapes, ops=ops, casts=casts,
+        outside=outside, step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
+        filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
+        loading_s=profile.loading_s * grown,
+    )  # fmt: skip
+
+
+def carry(
+    profile: Profile,
+    graph: OpGraph,
+    before: OpGraph,
+    sources: Mapping[str, str],
+    model: CostModel | None = None,
+) -> Profile:
+    """The profile of one model carried over to another that was made from it.
+
+    `sources` says of the operators and values of `graph` which of `before`, the graph that was profiled, each
+    comes from; several may come from one. Costs go by the ratio that `fill` goes by, with the stated error of
+    the model; what comes from nothing is the model's alone. All of it is marked.
+
+    >>> carry(profile, deeper, graph, {"blocks.1.fc": "blocks.0.fc", ...}).origin
+    'carried'
+    """
+    profile.check_graph(before)
+    device = sheet_of(before, profile)
+    model = model or learned_from(before, profile, device)
+    old, old_values = dict(_calls(before)), value_call(before)
+    by_value: dict[str, dict[tuple[str, str], Cost]] = {}
+    for (value, start, end), cost in profile.casts.items():
+        by_value.setdefault(value, {})[start, end] = cost
+    named = replace(
+        profile,
+        ops={name: profile.ops[source] for name, source in sources.items() if source in profile.ops},
+        refused={n: profile.refused[source] for n, source in sources.items() if source in profile.refused},
+        casts={
+            (name, *types): cost
+            for name, source in sources.items()
+            for types, cost in by_value.get(source, {}).items()
+        },
+    )
+    filled = _Filled(
+        named, graph,
+        {name: old[source] for name, source in sources.items() if source in old},
+        {name: old_values[source] for name, source in sources.items() if source in old_values},
+        model, device,
+    )  # fmt: skip
+    ops, added = filled.ops()
+    outside = _size(graph) / max(_size(before), 1)
+    return replace(
+        named, graph_hash=graph.hash, shapes_hash=graph.shapes_hash, model=graph.model,
+        batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
+        outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
+        step_s={}, origin=CARRIED, filled=added, error=_error(profile, model),
+    )  # fmt: skip
+
+
+def simulate(
+    profile: Profile, graph: OpGraph, sheet: DataSheet, device_class: str, model: CostModel | None = None
+) -> Profile:
+    """What a device that is not here would take for `graph`, at the shares of its peaks that this one
+    reaches.
+
+    The measured `profile` of any device gives those shares (or a `model`), and what is outside of the graph:
+    the loss and the optimizer go by bandwidth, the host's part and data loading stay. Whether another device
+    reaches the same shares of its own peaks nobody measured: the result is simulated, and says so.
+
+    >>> simulate(profile, graph, datasheet("T4"), "infer").origin
+    'simulated'
+    """
+    profile.check_graph(graph)
+    here = sheet_of(graph, profile)
+    model = model or CostModel(samples_of(graph, profile, here))
+    asked = [(op, call, mode) for op, call in calls(graph) for mode in modes(op, sheet.precisions)]
+    ops: dict[str, dict[str, Cost]] = {op.name: {} for op in graph.ops}
+    found = costs_of(model, [(call, mode) for _, call, mode in asked], sheet)
+    for (op, _, mode), cost in zip(asked, found, strict=True):
+        ops[op.name][mode] = cost
+    slower = here.bytes_per_s / sheet.bytes_per_s
+    share = profile.emulated_share or 1.0
+    pairs = sorted({(source, target) for _, source, target in possible_casts(graph, sheet.precisions)})
+    return Profile(
+        device_class, graph.hash, graph.shapes_hash, ops, {}, _lines(pairs, model, sheet),
+        Cost(profile.outside.forward_s * slower, profile.outside.backward_s * slower),
+        host_s=profile.host_s * share, optimizer_s=profile.optimizer_s * slower,
+        optimizer_bytes=profile.optimizer_bytes, step_s={},
+        machine={"data sheet": sheet.name, "source": sheet.source, "shares of": profile.device_class},
+        bucket_s_per_byte=profile.bucket_s_per_byte * slower, origin="simulated",
+        loading_s=profile.loading_s * share,
+    )  # fmt: skip
+
+
+def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet) -> Profile:
+    """A profile with every cost that was measured replaced by the one a model gives: to judge the model by.
+
+    >>> priced_as(graph, profile, Linear(samples), sheet)
+    """
+    known = {op.name: call for op, call in calls(graph)}
+    values = value_call(graph)
+    runs = [(name, mode) for name, costs in profile.ops.items() for mode in costs]
+    keys = list(profile.casts)
+    wanted = [(known[name], mode.partition(" ")[0]) for name, mode in runs]
+    wanted += [(values[value], f"{source.partition(' ')[0]} {target}") for value, source, target in keys]
+    found = costs_of(model, wanted, sheet)
+    ops: dict[str, dict[str, Cost]] = {}
+    for (name, mode), cost in zip(runs, found, strict=False):
+        ops.setdefault(name, {})[mode] = cost
+    return replace(profile, ops=ops, casts=dict(zip(keys, found[len(runs) :], strict=True)))
+
+
+def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
+    """A cost model of nothing but one profile: its own operators and casts."""
+    return CostModel.learn(samples_of(graph, profile, sheet))
+
+
+def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:
+    """(value, source, target) of every cast that some lowering of the graph may hold, each once."""
+    dtypes = {value.name: value.dtype for value in graph.inputs} | {op.name: op.dtype for op in graph.ops}
+    carried = [name for name in _CARRIED if name == "fp32" or Precision.BF16 in precisions]
+    seen = set()
+    for op in graph.ops:
+        for j, name in enumerate(op.inputs):
+            if dtypes[name] not in LARGEST:
+                continue
+            for target in _taken(op, j, precisions, carried):
+                for source in dict.fromkeys((dtypes[name], *carried)):
+                    key = (name, source, target)
+                    if source != target and key not in seen:
+                        seen.add(key)
+                        yield key
+
+
+def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[str]) -> list[str]:
+    """The types in which an operator may take its input."""
+    if op.role is Role.ADJUSTABLE:
+        chosen = [p for p in PRECISIONS_BY_KIND[op.kind] if p in precisions]
+        return list(dict.fromkeys(operand_type(op.kind, index, p) for p in chosen))
+    return carried if op.role is Role.FOLLOWING else [op.dtype]
+
+
+class _Filled:
+    """One profile carried over to another graph or filled up on its own. `old` are the calls that were
+    measured, by the names that they have in the graph."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        graph: OpGraph,
+        old: Mapping[str, Call],
+        old_values: Mapping[str, Call],
+        model: CostModel,
+        sheet: DataSheet,
+    ) -> None:
+        self.profile, self.graph, self.model, self.sheet = profile, graph, model, sheet
+        self.old, self.old_values = old, old_values
+
+    def ops(self) -> tuple[Mapping[str, Mapping[str, Cost]], dict[str, float]]:
+        """The costs of every operator, and which of them are the model's, with its stated error."""
+        known = self.profile.ops
+        asked = []
+        for op, call in calls(self.graph):
+            for mode in self._modes(op):
+                if not (call == self.old.get(op.name) and mode in known.get(op.name, {})):
+                    asked.append((op, call, mode))
+        plain = [(call, mode.partition(" ")[0]) for _, call, mode in asked]
+        new = costs_of(self.model, plain, self.sheet)
+        old = costs_of(
+            self.model,
+            [
+                (self.old.get(op.name, call), mode)
+                for (op, call, _), (_, mode) in zip(asked, plain, strict=True)
+            ],
+            self.sheet,
+        )
+        kept = {op.name for op in self.graph.ops}
+        ops = {name: dict(costs) for name, costs in known.items() if name in kept}
+        added = {}
+        for (op, _, mode), priced, then in zip(asked, new, old, strict=True):
+            measured = known.get(op.name, {}).get(mode)
+            cost = priced if measured is None or op.name not in self.old else scaled(measured, priced, then)
+            ops.setdefault(op.name, {})[mode] = cost
+            added[op.name] = self.model.error.of(op.kind) if self.model.error else 1.0
+        return ops, added
+
+    def casts(self) -> Casts:
+        """The measured casts at their new sizes."""
+        values = value_call(self.graph)
+        keys = [key for key in self.profile.casts if key[0] in values and key[0] in self.old_values]
+        new = costs_of(
+            self.model, [(values[v], f"{s.partition(' ')[0]} {t}") for v, s, t in keys], self.sheet
+        )
+        old = costs_of(
+            self.model, [(self.old_values[v], f"{s.partition(' ')[0]} {t}") for v, s, t in keys], self.sheet
+        )
+        return {
+            key: scaled(self.profile.casts[key], priced, then)
+            for key, priced, then in zip(keys, new, old, strict=True)
+        }
+
+    def _modes(self, op: Op) -> list[str]:
+        """The modes that the profile measured for operators of this role, and for this one."""
+        own = list(self.profile.ops.get(op.name, {}))
+        if op.role is not Role.ADJUSTABLE:
+            return own or list(modes(op, (Precision.FP32, Precision.BF16)))
+        names = [other.name for other in self.graph.adjustable]
+        seen = {mode.partition(" ")[0] for name in names for mode in self.profile.ops.get(name, {})}
+        lacking = (seen & {str(p) for p in PRECISIONS_BY_KIND[op.kind]}) - {m.partition(" ")[0] for m in own}
+        return own + sorted(lacking - set(self.profile.refused.get(op.name, {})))
+
+
+def _calls(graph: OpGraph) -> Iterator[tuple[str, Call]]:
+    return ((op.name, call) for op, call in calls(graph))
+
+
+def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
+    """A measured cost at another size: times the model's ratio between the sizes."""
+    return Cost(
+        measured.forward_s * (new.forward_s / old.forward_s if old.forward_s else 1.0),
+        measured.backward_s * (new.backward_s / old.backward_s if old.backward_s else 1.0),
+        measured.spread_s * (new.total_s / old.total_s if old.total_s else 1.0),
+    )
+
+
+def _lines(
+    pairs: list[tuple[str, str]], model: CostModel, sheet: DataSheet
+) -> dict[tuple[str, str], tuple[Cost, Cost]]:
+    """For each pair of types the line through a small and a large cast, as profiles hold it."""
+    fits = {}
+    for source, target in pairs:
+        gradient = not is_encoded(target)
+        few, many = costs_of(
+            model,
+            [(cast_call((size,), gradient, False), f"{source} {target}") for size in (_FEW, _MANY)],
+            sheet,
+        )
+        rise = [max(b - a, 0.0) / (_MANY - _FEW) for a, b in zip(_pair(few), _pair(many), strict=True)]
+        start = [max(a - _FEW * r, 0.0) for a, r in zip(_pair(few), rise, strict=True)]
+        fits[source, target] = (Cost(*start), Cost(*rise))
+    return fits
+
+
+def _pair(cost: Cost) -> tuple[float, float]:
+    return cost.forward_s, cost.backward_s
+
+
+def _error(profile: Profile, model: CostModel) -> float:
+    """The standard deviation to expect of a step: the profile's own, and the model's of whole profiles."""
+    if model.error is None:
+        return profile.error
+    return math.hypot(profile.error, model.error.overall[0] if model.error.step is None else model.error.step)
+
+
+def _size(graph: OpGraph) -> int:
+    """Elements of what the graph hands on: what a loss outside of it reads."""
+    sizes = {value.name: value.num_elements for value in graph.inputs}
+    sizes |= {op.name: op.num_elements for op in graph.ops}
+    last = graph.ops[-1:]
+    return sum(sizes[name] for op in last for name in (op.inputs if op.kind == "output" else (op.name,)))

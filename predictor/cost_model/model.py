@@ -1,0 +1,392 @@
+"""A learned model of what operators cost: for an operator, a shape or a device that was never profiled.
+
+    t = law(kind, mode, direction) x exp(strength x residual(features)),
+
+in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is
+a launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`): a linear fit.
+What it misses is a smooth function of the features (`gaussian`), which is nothing where there are no
+samples. Sums of gradients, which autograd adds whoever made them, stand beside it. All of it is relative to
+the roofline, so a model that was learned here prices another device as the same shares of that device's
+peaks: an assumption, not a measurement, and what it prices so is called simulated.
+
+A step is a sum of seconds, and what residuals get wrong alike for a whole model does not average out in it.
+So the residual is believed only as far (`strength`, from 0 to 1) as it discernibly brings nearer the sums of
+profiles that it had not seen.
+
+The model states its own error: of samples held out by shape, and of whole profiles held out.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync.errors import CalibrationError, FormatError
+from qsync.predictor.cost_model.features import family, features
+from qsync.predictor.cost_model.gaussian import Array, Gaussian
+from qsync.predictor.cost_model.op_calls import Argument, Call, Direction, has_direction, parts, sum_s
+from qsync.predictor.cost_model.roofline_law import Law
+from qsync.predictor.cost_model.samples import DIRECTIONS, LEAST_S, Sample, without_sums
+from qsync.records.datasheets import DataSheet
+from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.profiles import Cost
+
+VERSION = 2
+FOLDS = 5
+# A residual of so many samples or fewer is noise: the law alone is used.
+_FEWEST = 6
+# Of more than these a residual sees a part: its fit takes the cube of their number.
+_MOST = 200
+# No residual makes a cost more than so many times the law's, or less: e^1.5.
+_MOST_RESIDUAL = 1.5
+# Of fewer profiles nobody can tell how far residuals carry over to another: parts of their calls stand for
+# profiles then.
+_FEWEST_SOURCES = 3
+_STRENGTHS = tuple(i / 8 for i in range(9))
+
+# The mode that a mode nobody measured here is most like: its shares of the peak are used.
+_ALIKE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+
+Key = tuple[str, str, Direction]
+
+
+@dataclass(frozen=True, slots=True)
+class StatedError:
+    """Relative errors |predicted / measured - 1| of what the model had not seen: median and 95th percentile.
+
+    `by_kind` are of single operators, forward or backward, at shapes held out. `step` is of the operators and
+    casts of whole profiles held out, in each mode; None where there was only one profile.
+    """
+
+    by_kind: Mapping[str, tuple[float, float]]
+    overall: tuple[float, float]
+    step: float | None = None
+
+    def of(self, kind: str) -> float:
+        """The median error of one kind; of all kinds, where that kind was not held out."""
+        return self.by_kind.get(kind, self.overall)[0]
+
+
+class CostModel:
+    """What calls cost on any device, learned from samples.
+
+    >>> model = CostModel.learn(samples_of(graph, profile))
+    >>> model.seconds([(call, "int8", "forward", datasheet("T4"))])
+    """
+
+    def __init__(self, samples: Sequence[Sample], error: StatedError | None = None) -> None:
+        if not samples:
+            raise CalibrationError("there are no samples to learn costs from; profile a model first")
+        self.samples = tuple(samples)
+        self.error = error
+        self._laws = _Laws(samples)
+        self._residuals: dict[Key, Gaussian] = {}
+        self.strength = self._fit()
+
+    @classmethod
+    def learn(cls, samples: Sequence[Sample], seed: int = 0) -> CostModel:
+        """Fit a model, and state its error from fits that had not seen what they predict."""
+        return cls(samples, held_out_error(samples, cls, seed))
+
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
+        """Seconds (N,) of calls in a mode and direction on a device, all at once. KeyError for a product in a
+        type that the device does not multiply."""
+        known = [(call, self._laws.mode(call, mode, d), d) for call, mode, d, _ in asked]
+        points = np.array([parts(*each) for each in asked]).reshape(-1, 3)
+        found = self._laws.seconds(known, points)
+        by_key: dict[Key, list[int]] = defaultdict(list)
+        for i, (call, mode, direction) in enumerate(known):
+            by_key[family(call.kind), mode, direction].append(i)
+        for key, rows in by_key.items():
+            if key in self._residuals:
+                residual = self._residuals[key].at(np.array([features(*asked[i]) for i in rows]))
+                found[rows] *= np.exp(self.strength * _clipped(residual))
+        sums: Array = np.array([sum_s(call, direction, sheet) for call, _, direction, sheet in asked])
+        return found + sums
+
+    def _fit(self) -> float:
+        """Fit every residual, and find how far to believe them."""
+        group = _apart(self.samples)
+        names = dict.fromkeys(group(s) for s in self.samples)
+        others = {
+            name: self._laws.without(np.array([group(s) == name for s in self.samples])) for name in names
+        }
+        held: list[_HeldOut] = []
+        for key, places in _rows(self.samples, lambda sample: family(sample.call.kind)).items():
+            some = [self.samples[i] for i in _some(places.tolist())]
+            points, seconds = _points(some)
+            known = [(s.call, s.mode, s.direction) for s in some]
+            if len(some) > _FEWEST:
+                x = np.array([features(*asked(sample)) for sample in some])
+                missed = np.log(seconds / self._laws.seconds(known, points))
+                self._residuals[key] = Gaussian.fit(x, missed)
+            of = np.array([group(s) for s in some])
+            for name in dict.fromkeys(of.tolist()) if len(others) > 1 else ():
+                rows = np.flatnonzero(of == name)
+                by_law = others[name].seconds(known, points)
+                residual = np.zeros(len(rows))
+                if key in self._residuals:
+                    residual = self._residuals[key].without(rows, np.log(seconds / by_law))
+                step = (name, _precision(key[1]), key[2])
+                held.append(_HeldOut(step, by_law[rows], residual, seconds[rows]))
+        return _strength(held)
+
+    def to_json(self) -> dict[str, Any]:
+        sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())
+        places = {sheet.name: i for i, sheet in enumerate(sheets)}
+        rows = [
+            [asdict(s.call), s.mode, s.direction, s.seconds, places[s.sheet.name], s.source]
+            for s in self.samples
+        ]
+        error = asdict(self.error) if self.error else None
+        body = {"error": error, "sheets": [sheet.to_json() for sheet in sheets], "samples": rows}
+        return {"kind": "cost model", "version": VERSION, **body}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> CostModel:
+        """Read a model, and fit it again from its samples: the same samples give the same model."""
+        check_header(value, "cost model", VERSION)
+        sheets = [DataSheet.from_json(entry) for entry in field(value, "sheets", list, "cost model")]
+        try:
+            samples = [
+                Sample(_call(call), mode, direction, float(seconds), sheets[place], source)
+                for call, mode, direction, seconds, place, source in value["samples"]
+            ]
+            error = _stated(value["error"]) if value.get("error") else None
+        except (TypeError, ValueError, KeyError, IndexError) as failure:
+            raise FormatError(f"the cost model cannot be read ({failure}); learn it anew") from failure
+        return cls(samples, error)
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostModel:
+        return cls.from_json(read_json(path))
+
+
+class _Laws:
+    """The laws of all kinds of some samples, and of the families of those kinds."""
+
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        self._points, self._seconds = _points(samples)
+        self._of_family = _rows(samples, lambda sample: family(sample.call.kind))
+        self._of_kind = _rows(samples, lambda sample: sample.call.kind)
+        self._families = {key: self._fit(rows) for key, rows in self._of_family.items()}
+        self._kinds = {key: self._fit(rows, self._start(key)) for key, rows in self._of_kind.items()}
+
+    def without(self, left_out: npt.NDArray[np.bool_]) -> _Laws:
+        """The laws of the other samples. Only what had samples that are left out (N,) is fitted again."""
+        found = copy.copy(self)
+        found._families, found._kinds = dict(self._families), dict(self._kinds)
+        for laws, all_rows in ((found._families, self._of_family), (found._kinds, self._of_kind)):
+            for key, rows in all_rows.items():
+                if left_out[rows].all():
+                    del laws[key]
+                elif left_out[rows].any():
+                    start = found._start(key) if laws is found._kinds else None
+                    laws[key] = self._fit(rows[~left_out[rows]], start)
+        return found
+
+    def _fit(self, rows: npt.NDArray[np.intp], start: Law | None = None) -> Law:
+        return Law.fit(self._points[rows], self._seconds[rows], start)
+
+    def _start(self, key: Key) -> Law:
+        return self._families[family(key[0]), key[1], key[2]]
+
+    def seconds(self, known: Sequence[tuple[Call, str, Direction]], points: Array) -> Array:
+        """Seconds (N,) by law of calls whose parts at full speed take `points` (N, 3) seconds."""
+        laws = np.array([self._of(*each).parts for each in known]).reshape(-1, 3)
+        found: Array = np.maximum((points * laws).sum(1), LEAST_S)
+        return found
+
+    def mode(self, call: Call, mode: str, direction: Direction) -> str:
+        """The mode whose law is used: this one, or the one most like it that was measured."""
+        name = family(call.kind)
+        source, _, target = mode.partition(" ")
+        for candidate in (mode, _ALIKE.get(mode, mode), f"{source} {_ALIKE.get(target, target)}", "fp32"):
+            if (name, candidate, direction) in self._families:
+                return candidate
+        same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
+        return same[0] if same else mode
+
+    def _of(self, call: Call, mode: str, direction: Direction) -> Law:
+        known = self._kinds.get((call.kind, mode, direction))
+        return known or self._families.get((family(call.kind), mode, direction)) or Law()
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldOut:
+    """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds
+    by law, logarithm of what the law misses; and seconds measured. All (N,)."""
+
+    step: tuple[str, str, Direction]
+    by_law: Array
+    residual: Array
+    seconds: Array
+
+
+def _strength(held: Sequence[_HeldOut]) -> float:
+    """How far to believe residuals: the least strength whose |error| of the sums of groups held out is not
+    discernibly worse than the best one's, group by group.
+
+    Sums are of a group, a precision and a direction: what steps are made of. There are few of them, and the
+    best strength is often best by chance, so that the law gets the benefit of one standard error (the rule of
+    Breiman et al. 1984, section 3.4.3; that errors are compared group by group is ours). 0 if fewer than two
+    sums were held out.
+    """
+    steps: dict[tuple[str, str, Direction], list[_HeldOut]] = defaultdict(list)
+    for part in held:
+        steps[part.step].append(part)
+    if len(steps) < 2:
+        return 0.0
+    errors = np.array([[_sum_error(members, s) for s in _STRENGTHS] for members in steps.values()])
+    worse = errors - errors[:, [int(errors.mean(0).argmin())]]
+    allowed = worse.std(0, ddof=1) / len(errors) ** 0.5
+    return _STRENGTHS[int(np.argmax(worse.mean(0) <= allowed))]
+
+
+def _sum_error(members: Sequence[_HeldOut], strength: float) -> float:
+    guess = sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members)
+    return abs(guess / sum(float(p.seconds.sum()) for p in members) - 1)
+
+
+def _apart(samples: Sequence[Sample]) -> Callable[[Sample], str]:
+    """The group that a sample is held out with: its profile, or of few profiles a part of their calls."""
+    if len({sample.source for sample in samples}) >= _FEWEST_SOURCES:
+        return lambda sample: sample.source
+    fold = _folds(samples, 0)
+    return lambda sample: str(fold[sample.call])
+
+
+def _folds(samples: Sequence[Sample], seed: int) -> dict[Call, int]:
+    """Calls dealt to folds at random, the same way every time."""
+    distinct = list(dict.fromkeys(sample.call for sample in samples))
+    random.Random(seed).shuffle(distinct)
+    return {call: i % FOLDS for i, call in enumerate(distinct)}
+
+
+def _precision(mode: str) -> str:
+    """The precision that a mode belongs to; a cast's is that of its target."""
+    return mode.split()[-1].split("_")[0]
+
+
+def _clipped(residual: Array) -> Array:
+    return np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL)
+
+
+class Priced(Protocol):
+    """Anything that prices calls: a cost model, or a baseline."""
+
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array: ...
+
+
+def costs_of(model: Priced, asked: Sequence[tuple[Call, str]], sheet: DataSheet) -> list[Cost]:
+    """Forward and backward seconds of calls in a mode on one device; 0 where there is nothing to do.
+
+    >>> costs_of(model, [(call, "int8")], datasheet("T4"))
+    """
+    wanted = [
+        (i, d) for i, (call, mode) in enumerate(asked) for d in DIRECTIONS if has_direction(call, mode, d)
+    ]
+    found = {(i, d): 0.0 for i in range(len(asked)) for d in DIRECTIONS}
+    if wanted:
+        seconds = model.seconds([(*asked[i], d, sheet) for i, d in wanted])
+        found |= {key: float(value) for key, value in zip(wanted, seconds, strict=True)}
+    return [Cost(found[i, "forward"], found[i, "backward"]) for i in range(len(asked))]
+
+
+Fit = Callable[[Sequence[Sample]], Priced]
+
+
+def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> StatedError | None:
+    """The error of models that had not seen what they predict: shapes held out in turn, then whole profiles.
+
+    None if there are fewer than two shapes.
+    """
+    predicted = held_out_shapes(samples, fit, seed)
+    if predicted is None:
+        return None
+    errors = np.abs(predicted / np.array([sample.seconds for sample in samples]) - 1)
+    by_kind: dict[str, list[float]] = defaultdict(list)
+    for sample, error in zip(samples, errors, strict=True):
+        by_kind[sample.call.kind].append(float(error))
+    sources = list(dict.fromkeys(sample.source for sample in samples))
+    steps = [step_error(samples, source, fit) for source in sources] if len(sources) > 1 else []
+    return StatedError(
+        {kind: spread(found) for kind, found in by_kind.items()},
+        spread(errors),
+        float(np.median(steps)) if steps else None,
+    )
+
+
+def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array | None:
+    """Seconds (N,) of every sample, by a model learned without any sample of its call; None for one call."""
+    fold = _folds(samples, seed)
+    if len(fold) < 2:
+        return None
+    predicted = np.zeros(len(samples))
+    for held in range(min(FOLDS, len(fold))):
+        model = fit([sample for sample in samples if fold[sample.call] != held])
+        rows = [i for i, sample in enumerate(samples) if fold[sample.call] == held]
+        predicted[rows] = model.seconds([asked(samples[i]) for i in rows])
+    return predicted
+
+
+def step_error(samples: Sequence[Sample], source: str, fit: Fit) -> float:
+    """The error of the time of all samples of a source together, by a model learned from the others."""
+    model = fit([sample for sample in samples if sample.source != source])
+    mine = [sample for sample in samples if sample.source == source]
+    return abs(float(model.seconds([asked(s) for s in mine]).sum()) / sum(s.seconds for s in mine) - 1)
+
+
+def asked(sample: Sample) -> tuple[Call, str, Direction, DataSheet]:
+    """What a sample answers."""
+    return sample.call, sample.mode, sample.direction, sample.sheet
+
+
+def spread(errors: Iterable[float]) -> tuple[float, float]:
+    """Median and 95th percentile."""
+    found = np.array(list(errors))
+    return float(np.median(found)), float(np.quantile(found, 0.95))
+
+
+def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key, npt.NDArray[np.intp]]:
+    """The places of each kind's or family's samples, by mode and direction."""
+    groups: dict[Key, list[int]] = defaultdict(list)
+    for i, sample in enumerate(samples):
+        groups[name(sample), sample.mode, sample.direction].append(i)
+    return {key: np.array(rows) for key, rows in groups.items()}
+
+
+def _some(places: list[int]) -> list[int]:
+    """As many samples as an exact fit has time for, the same ones every time."""
+    return places if len(places) <= _MOST else random.Random(0).sample(places, _MOST)
+
+
+def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
+    """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,), both
+    without the sums of gradients."""
+    at_best = np.array([parts(*asked(sample)) for sample in samples])
+    return at_best, np.array([without_sums(sample) for sample in samples])
+
+
+def _stated(entry: Mapping[str, Any]) -> StatedError:
+    by_kind = {kind: (found[0], found[1]) for kind, found in entry["by_kind"].items()}
+    error = StatedError(by_kind, (entry["overall"][0], entry["overall"][1]), entry["step"])
+    check_fields(error, "cost model, error")
+    return error
+
+
+def _call(entry: Mapping[str, Any]) -> Call:
+    inputs = tuple(Argument(**{**a, "shape": tuple(a["shape"])}) for a in entry["inputs"])
+    kept = tuple(tuple(shape) for shape in entry["kept"])
+    return Call(entry["kind"], inputs, tuple(entry["output"]), entry["flops"], kept)

@@ -1,0 +1,161 @@
+"""Samples: calls with the seconds they took on a device; which of many calls are worth measuring.
+
+A few samples teach most when they lie where the calls to be predicted lie, each for many others: the centers
+of clusters of their features (KMeans; CDMPP, arXiv:2311.09690, section 5.4, chooses the tasks to profile on a
+new device so).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync.errors import MismatchError
+from qsync.lowering.rules import FUSED
+from qsync.predictor.cost_model.features import family, features
+from qsync.predictor.cost_model.op_calls import (
+    Call,
+    Direction,
+    calls,
+    has_direction,
+    moved_bytes,
+    operations,
+    sum_s,
+    value_call,
+)
+from qsync.records.datasheets import DataSheet
+from qsync.records.graph import OpGraph
+from qsync.records.profiles import Profile
+from qsync.records.save_less import FORMS
+
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
+_FORMS = {form for forms in FORMS.values() for form in forms} - {"plain"}
+# Shorter than this is the clock's own: no sample is worth less.
+LEAST_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One direction of a call in a mode, and the seconds it took on the device of `sheet`."""
+
+    call: Call
+    mode: str
+    direction: Direction
+    seconds: float
+    sheet: DataSheet
+    source: str = ""
+
+
+def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> list[Sample]:
+    """What a measured profile says of the operators and casts of its graph. Equal calls are one sample, their
+    median.
+
+    Without a `sheet` the device is taken to be as fast as its fastest operators were (`sheet_of`). What was
+    filled in, and what runs so that it saves less or in another's epilogue, is left out; an 8-bit product
+    stands with the activation in its own. Raises MismatchError for a profile of another
+    graph.
+
+    >>> samples_of(graph, profile)
+    """
+    profile.check_graph(graph)
+    if profile.origin == "simulated":
+        raise MismatchError(f"the profile of {profile.device_class} is simulated; learn from a measured one")
+    sheet = sheet or sheet_of(graph, profile)
+    seconds: dict[tuple[Call, str, Direction], list[float]] = defaultdict(list)
+    for op, call in calls(graph):
+        if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
+            continue  # products of parameters alone are the company of measured calls, not of models
+        for mode, cost in profile.ops.get(op.name, {}).items():
+            if saves_plainly(mode) and FUSED not in mode.split():
+                _note(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
+    values = value_call(graph)
+    for (value, source, target), cost in profile.casts.items():
+        if value in values:
+            taken = source.partition(" ")[0]
+            _note(seconds, values[value], f"{taken} {target}", cost.forward_s, cost.backward_s)
+    return [
+        Sample(call, mode, direction, max(statistics.median(times), LEAST_S), sheet, graph.hash)
+        for (call, mode, direction), times in seconds.items()
+    ]
+
+
+def without_sums(sample: Sample) -> float:
+    """The seconds of a sample less what adding its gradients to others takes (`sum_s`); half of them at the
+    least, as these bytes may still lie in a cache."""
+    return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
+
+
+def saves_plainly(timed_as: str) -> bool:
+    """Whether what a profile calls a way of running keeps for backward what torch keeps."""
+    return not set(timed_as.split()[1:]) & _FORMS
+
+
+def _note(
+    seconds: dict[tuple[Call, str, Direction], list[float]], call: Call, mode: str, *times: float
+) -> None:
+    for direction, time in zip(DIRECTIONS, times, strict=True):
+        if has_direction(call, mode, direction):
+            seconds[call, mode, direction].append(time)
+
+
+def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
+    """A device as fast as the fastest operators of a profile were: the peaks that were reached (ours).
+
+    `launch_s` is the median of what moves no bytes. Measured peaks are better
+    (`qsync.cost_learning.measure_sheet`).
+    """
+    rates: dict[str, float] = {}
+    bandwidth, idle = 0.0, []
+    for op, call in calls(graph):
+        for mode, cost in profile.ops.get(op.name, {}).items():
+            if not cost.forward_s > LEAST_S or FUSED in mode.split():
+                continue
+            mode = mode.partition(" ")[0]
+            done = operations(call, mode, "forward", "bf16")
+            for type_name, count in done.items():
+                rates[type_name] = max(rates.get(type_name, 0.0), count / cost.forward_s)
+            moved = moved_bytes(call, mode, "forward")
+            if not moved:
+                idle.append(cost.forward_s)
+            elif not done:
+                bandwidth = max(bandwidth, moved / cost.forward_s)
+    bandwidth = bandwidth or max(rates.values(), default=1e11) / 10
+    launch = statistics.median(idle) if idle else 1e-5
+    source = f"the profile of {profile.device_class}"
+    return DataSheet(profile.device_class, rates, bandwidth, 0, 2**25, launch, None, source)
+
+
+def choose(wanted: Iterable[Call], num: int, sheet: DataSheet, seed: int = 0) -> list[Call]:
+    """At most `num` of some calls, from every family as many as its share of them, at least one: those
+    nearest to the centers of KMeans clusters of their features.
+
+    >>> choose(pool(2000), 120, sheet)
+    """
+    by_family: dict[str, list[Call]] = defaultdict(list)
+    distinct = list(dict.fromkeys(wanted))
+    for call in distinct:
+        by_family[family(call.kind)].append(call)
+    chosen: list[Call] = []
+    for members in by_family.values():
+        share = min(max(round(num * len(members) / len(distinct)), 1), len(members))
+        chosen += _centers(members, share, sheet, seed)
+    return chosen
+
+
+def _centers(members: Sequence[Call], num: int, sheet: DataSheet, seed: int) -> list[Call]:
+    if num >= len(members):
+        return list(members)
+    from sklearn.cluster import KMeans
+
+    points = np.array([features(call, "fp32", "backward", sheet) for call in members])
+    spread = points.std(0)
+    points = (points - points.mean(0)) / np.where(spread < 1e-9, 1.0, spread)
+    found = KMeans(num, n_init=2, random_state=seed).fit(points)
+    nearest = [
+        int(np.argmin(((points - center) ** 2).sum(1))) for center in np.asarray(found.cluster_centers_)
+    ]
+    return [members[i] for i in dict.fromkeys(nearest)]

@@ -1,0 +1,1 @@
+"""Memory: when every tensor of a step lives, and the peak."""

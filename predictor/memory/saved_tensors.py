@@ -1,0 +1,174 @@
+"""What each operator keeps for its backward, by kind: as torch's derivatives.yaml and kernels have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from qsync.lowering.rules import EPILOGUES, FUSED
+from qsync.records.graph import Op, OpGraph, num_elements
+from qsync.records.precision import LARGEST, type_bytes
+
+# A kind that no table names keeps its inputs: too much rather than too little.
+SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
+SAVES_NOTHING = (
+    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
+    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+)  # fmt: skip
+# Kinds that keep what is no float among what they read: indices and masks.
+SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
+# The two factors of a product: each is kept if the other one has a gradient.
+FACTORS = {
+    "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
+}  # fmt: skip
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+FP32_BYTES = 4
+# Forms in which an operator and the one in its epilogue keep what they would apart: a product its operands,
+# gelu its input, relu its result.
+AS_TORCH_KEEPS = ("plain", FUSED, *EPILOGUES)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one operator keeps: inputs, by place, in the type it takes them; its result; indices, by name."""
+
+    inputs: tuple[int, ...] = ()
+    output: bool = False
+    indices: tuple[str, ...] = ()
+
+
+def kept_by(
+    op: Op,
+    requires_grad: Mapping[str, bool],
+    dtypes: Mapping[str, str],
+    form: str = "plain",
+    mode: str = "fp32",
+    device: str = "cpu",
+) -> Kept:
+    """What this operator keeps for backward; nothing if it has none.
+
+    `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are lowering's.
+
+    >>> kept_by(graph.ops[0], requires_grad, dtypes)
+    Kept(inputs=(0, 1), output=False, indices=())
+    """
+    if not op.requires_grad:
+        return Kept()
+    if form not in AS_TORCH_KEEPS:
+        return Kept(output=form == "output")
+    everything = tuple(range(len(op.inputs)))
+    indices: tuple[str, ...] = ()
+    if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
+        indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
+    if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
+        pair = FACTORS[op.kind]
+        return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+    if op.kind == "attention" and writes_scores(op, mode, device):
+        return Kept()
+    if op.kind == "attention":  # of a mask of bools its own copy in numbers, but for INT8's
+        bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
+        floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
+        return Kept(floats, indices=bools) if mode == "int8" else Kept(floats, output=True)
+    if op.kind in SAVES_OUTPUT:
+        return Kept(output=True)
+    if op.kind in SAVES_NOTHING or _is_mean(op):
+        return Kept(indices=indices)
+    return Kept(everything)
+
+
+def made_for_backward(
+    op: Op,
+    mode: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtypes: Mapping[str, str],
+    device: str,
+    form: str = "plain",
+) -> Iterator[int]:
+    """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics.
+
+    `shapes` and `dtypes` are those of every value, as traced.
+    """
+    if form not in AS_TORCH_KEEPS:
+        yield from _made_saving_less(op, form)
+    elif op.kind == "dropout":
+        # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
+        # element.
+        yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
+    elif op.kind == "max_pool2d":
+        yield type_bytes("int64", op.num_elements)
+    elif op.kind == "attention" and mode == "int8":  # backward computes all else again
+        yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
+    elif op.kind == "attention" and writes_scores(op, mode, device):
+        # Probabilities, the mask of the dropout, and what is left of them; copies of q, k and v, heads in
+        # front, which GQA's groups have each their own.
+        scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
+        yield 3 * FP32_BYTES * num_elements(scores)
+        rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
+        yield FP32_BYTES * (rows[0] + rows[1] + rows[1] * op.shape[-1] // width)
+    elif op.kind == "attention":
+        yield FP32_BYTES * num_elements(op.shape[:-1])  # log of the sum of exponentials, per row
+        yield num_elements(scores_shape(op, shapes)) if op.dropout and device == "cpu" else 0
+        masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
+        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
+    elif op.kind == "cross_entropy":
+        yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
+    elif op.kind in NORMS:
+        yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
+
+
+def writes_scores(op: Op, mode: str, device: str) -> bool:
+    """Whether attention is torch's plain one, which has all its scores in memory, and in FP32.
+
+    No fused kernel of torch's drops weights on a CPU; ours in BF16 and INT8 do.
+    """
+    return op.dropout > 0 and device == "cpu" and mode not in ("int8", "bf16")
+
+
+def scores_shape(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """(..., heads, queries, keys)"""
+    return (*op.shape[:-1], shapes[op.inputs[1]][-2])
+
+
+def _made_saving_less(op: Op, form: str) -> Iterator[int]:
+    """The same for an operator that saves less: see qsync.backend.compressed_saves.saved_ops."""
+    elements = op.num_elements
+    if form == "bits" or (form == "output" and op.kind == "gelu"):
+        yield (elements + 7) // 8
+    if form == "codes":
+        yield elements
+    if op.kind in NORMS:
+        yield FP32_BYTES * _rows(op)  # deviation
+    if form == "codes" and op.kind not in ("gelu", "silu"):
+        yield FP32_BYTES * (op.shape[0] if op.kind == "batch_norm" else num_elements(op.shape[:-1]))  # scales
+
+
+def _rows(op: Op) -> int:
+    """How many means and deviations a norm has."""
+    return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
+
+
+def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
+    """Whether the result of an operator is its input's storage."""
+    if op.kind in ("view", "input"):
+        return len(op.inputs) == 1
+    return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype
+
+
+def families(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """For every value the value whose storage it is: itself, or what it is a view of."""
+    root = {value.name: value.name for value in graph.inputs}
+    attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
+    for op in graph.ops:
+        same = is_alias(op, dtypes)
+        if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
+            # Fused attention (B, H, L, D) leaves its result in the order (B, L, H, D), which is what models
+            # ask for: heads and positions are swapped back without a copy.
+            batch, heads, length, width = attention[root[op.inputs[0]]]
+            same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
+        root[op.name] = root[op.inputs[0]] if same else op.name
+    return root
+
+
+def _is_mean(op: Op) -> bool:
+    """Pooling to one pixel, which torch computes as a mean and which so keeps nothing."""
+    return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)

@@ -1,0 +1,143 @@
+"""Measures the link between the real ranks: how long an all-reduce takes, and what it takes from compute.
+
+On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
+conserved: whatever CPU time an all-reduce needs, compute beside it loses (ours). On a GPU the loss is
+measured as compute not done meanwhile.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from qsync.records.cluster import Link
+
+_SIZES = (2**18, 2**20, 2**21, 2**22)  # elements: 1 to 16 MiB of FP32
+_OVERLAPPED = 2**22
+_MOST_CHUNKS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What a rank measured: the link, the same on every rank, and this rank's own toll in seconds of its
+    compute."""
+
+    link: Link
+    toll_s_per_call: float
+    toll_s_per_byte: float
+
+
+def measure_link(
+    device: torch.device,
+    emulated_share: float | None = None,
+    rounds: int = 6,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Exchanged:
+    """The link of the default process group, and what it costs this rank. Every rank must call this.
+
+    Seconds of an all-reduce are the mean over rounds (a paused rank makes them vary, and the mean is what a
+    step pays), fitted as latency + bytes / bandwidth.
+    """
+    buffers = {size: torch.ones(size, device=device) for size in _SIZES}
+    for buffer in buffers.values():
+        _timed_all_reduce(buffer, device)
+    walls: dict[int, list[float]] = {size: [] for size in _SIZES}
+    tolls: dict[int, list[float]] = {size: [] for size in _SIZES}
+    for turn in range(rounds):
+        progress(f"link between ranks, round {turn + 1} of {rounds}")
+        for size, buffer in buffers.items():
+            wall, cpu = _timed_all_reduce(buffer, device)
+            walls[size].append(wall)
+            tolls[size].append(cpu / (emulated_share or 1.0))
+    latency, slope = _line({size: statistics.fmean(values) for size, values in walls.items()})
+    per_call, per_byte = _line({size: statistics.median(values) for size, values in tolls.items()})
+    alone_s = latency + 4 * _OVERLAPPED * slope
+    overlap_rate, lost_s = _measure_overlap(device, alone_s, rounds, progress)
+    if device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+        per_call, per_byte = 0.0, lost_s / (4 * _OVERLAPPED)
+    measured = torch.tensor([latency, slope, overlap_rate], dtype=torch.float64, device=device)
+    dist.all_reduce(measured)
+    latency, slope, overlap_rate = (measured / dist.get_world_size()).tolist()
+    return Exchanged(Link(latency, 1 / slope, overlap_rate, dist.get_world_size()), per_call, per_byte)
+
+
+def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
+    """Latency and seconds per byte through points of (elements, seconds)."""
+    slope, intercept = statistics.linear_regression([4 * size for size in seconds], list(seconds.values()))
+    return max(intercept, 1e-7), max(slope, 1e-13)
+
+
+def median_exchange(found: Sequence[Exchanged]) -> Exchanged:
+    """The median of each number of several measurements of a link."""
+
+    def median(name: str, of: Callable[[Exchanged], object]) -> float:
+        return statistics.median(float(getattr(of(one), name)) for one in found)
+
+    numbers = [median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")]
+    link = Link(numbers[0], numbers[1], numbers[2], found[0].link.num_ranks)
+    return Exchanged(
+        link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
+    )
+
+
+def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
+    """Wall time of one all-reduce, and CPU time of all of this process's threads in it."""
+    dist.barrier()
+    start, cpu = time.perf_counter(), time.process_time()
+    dist.all_reduce(buffer)
+    _wait(device)
+    return time.perf_counter() - start, time.process_time() - cpu
+
+
+def _measure_overlap(
+    device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
+) -> tuple[float, float]:
+    """Speed of an all-reduce beside compute, as a share of its speed alone, and the seconds of compute lost
+    to it."""
+    operand = torch.ones(256, 256, device=device)
+    buffer = torch.ones(_OVERLAPPED, device=device)
+    chunk = _repeats_for(operand, device, 0.1 * alone_s)
+    rates, losses = [], []
+    for turn in range(rounds):
+        progress(f"overlap of compute and communication, round {turn + 1} of {rounds}")
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(10):
+            _compute(operand, chunk, device)
+        per_chunk = (time.perf_counter() - start) / 10
+        dist.barrier()
+        start = time.perf_counter()
+        work = dist.all_reduce(buffer, async_op=True)
+        assert work is not None
+        done = 0
+        while not work.is_completed() and done < _MOST_CHUNKS:
+            _compute(operand, chunk, device)
+            done += 1
+        work.wait()
+        _wait(device)
+        elapsed = time.perf_counter() - start
+        rates.append(min(alone_s / elapsed, 1.0))
+        losses.append(max(0.0, elapsed - done * per_chunk))
+    return statistics.fmean(rates), statistics.median(losses)
+
+
+def _repeats_for(operand: torch.Tensor, device: torch.device, seconds: float) -> int:
+    start = time.perf_counter()
+    _compute(operand, 8, device)
+    return max(1, int(seconds / max((time.perf_counter() - start) / 8, 1e-7)))
+
+
+def _compute(operand: torch.Tensor, repeats: int, device: torch.device) -> None:
+    for _ in range(repeats):
+        operand @ operand
+    _wait(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Sensitivity: the gradient variance that a precision adds, by several indicators."""

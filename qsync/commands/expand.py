@@ -1,0 +1,126 @@
+"""`qsync expand`: a saved model grows, and is verified before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from qsync.commands.options import Json, console, pairs_of, print_json
+from qsync.errors import QSyncError, UnsupportedError
+
+
+def expand(
+    folder: Annotated[
+        Path, typer.Argument(help="A saved model: config.json and model.safetensors.", show_default=False)
+    ],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What to grow to: width=768, layers=12, heads=, mlp= ... Repeatable.", show_default=False
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the grown model; without it, only its plan is shown.")
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            help="random, scalar or even: how weights are shared.",
+            show_default="scalar with optimizer.pt, else random",
+        ),
+    ] = None,
+    depth: Annotated[str, typer.Option(help="zero or cancel: how new blocks are silenced.")] = "zero",
+    seed: Annotated[int, typer.Option(help="Says what is drawn.")] = 0,
+    inputs: Annotated[
+        Path | None,
+        typer.Option(
+            help="A safetensors file of inputs to verify on, by argument.", show_default="random ones"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Grow a trained model without changing what it computes, and verify that."""
+    sizes = {name: _size(name, text) for name, text in pairs_of(to, "--to", "NAME=NUMBER").items()}
+    if not sizes:
+        raise QSyncError("--to says what to grow to: --to width=768 --to layers=12")
+    with Console(stderr=True).status("reading the model") as status:
+        from qsync.expansion.apply.verification import verify_expansion
+        from qsync.expansion.io import save
+        from qsync.expansion.io.load import load_expanded
+        from qsync.expansion.maps.format import as_json as told
+        from qsync.expansion.plan.planner import plan_expansion
+        from qsync.expansion.recipe.families import recipe_of
+
+        if out is not None:
+            save.check_free(out)
+        model = load_expanded(folder)
+        has_state = (folder / save.OPTIMIZER).is_file()
+        split = split or ("scalar" if has_state else "random")
+        plan = plan_expansion(model, recipe_of(model).to(**sizes), split=split, depth=depth, seed=seed)
+        found: dict[str, Any] = told(plan)
+        if out is not None:
+            status.update("growing")
+            big = plan.expand(model)
+            status.update("verifying")
+            batch = _inputs(model, inputs)
+            if batch is not None:
+                verified = verify_expansion(model, big, batch)
+                if not verified.passed:
+                    raise UnsupportedError(
+                        f"the grown model is {verified}; nothing was written: correct the recipe, or say "
+                        "what it grew wrong"
+                    )
+                found["verified"] = {**asdict(verified), "passed": True, "words": str(verified)}
+            status.update("writing")
+            save.expand_folder(folder, out, plan, model, big)
+    if as_json:
+        print_json(found)
+        return
+    console.print(str(plan), highlight=False, soft_wrap=True)
+    if out is None:
+        console.print("nothing written: --out FOLDER grows it", highlight=False)
+        return
+    if "verified" in found:
+        console.print(f"verified: {found['verified']['words']}", highlight=False, soft_wrap=True)
+    else:
+        console.print(
+            "not verified: what it takes is not known; give --inputs FILE.safetensors", highlight=False
+        )
+    console.print(f"written to {out}", highlight=False, soft_wrap=True)
+
+
+def _size(name: str, text: str) -> int | tuple[int, ...]:
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise QSyncError(
+            f"--to {name}= takes a whole number, or one per group of blocks (3,4,6), found {text!r}"
+        ) from None
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _inputs(model: Any, path: Path | None) -> Any:
+    """What to verify on: the tensors of a file, or random ones where the model's config says what it
+    takes."""
+    import torch
+
+    if path is not None:
+        from safetensors.torch import load_file
+
+        if not path.is_file():
+            raise QSyncError(f"there is no file {path}; give --inputs a safetensors file")
+        found = load_file(path)
+        return next(iter(found.values())) if len(found) == 1 else found
+    config = getattr(model, "config", None)
+    draw = torch.Generator().manual_seed(0)
+    if hasattr(config, "vocab_size"):
+        length = min(16, getattr(config, "max_position_embeddings", 16))
+        return {"input_ids": torch.randint(config.vocab_size, (2, length), generator=draw)}
+    if hasattr(config, "num_channels"):
+        side = getattr(config, "image_size", 64)
+        return {"pixel_values": torch.randn(2, config.num_channels, side, side, generator=draw)}
+    return None

@@ -1,0 +1,105 @@
+"""What if: a folder's model planned for devices that are not here, from their data sheets. Simulated; no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from qsync.errors import FormatError, MismatchError
+from qsync.records.basis import Basis
+from qsync.records.cluster import Cluster
+from qsync.records.datasheets import datasheet
+from qsync.records.graph import OpGraph
+from qsync.records.levers import Levers
+from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
+from qsync.replayer import Sized, under
+
+OTHER = "other"  # a folder in the folder: the model captured, and profiled, with another number of samples
+COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
+
+
+def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
+    """The basis in a folder, for its own cluster or the one described in a file (cluster.toml).
+
+    Classes with a data sheet get a simulated profile: the shares of their peaks that the folder's measured
+    profile reaches, or that its costs.json says. With `force`, profiles that were measured for another batch
+    shape, on another machine or with other versions are taken all the same, as what-if. Raises FormatError if
+    no profile in the folder was measured.
+
+    >>> basis = load_basis("demo-out", "cluster.toml")
+    """
+    folder = Path(folder)
+    basis = Basis.load(folder, Cluster.load(cluster) if cluster else None)
+    if force:
+        basis = replace(basis, profiles=_forced(basis))
+    wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
+    if not wanted:
+        return basis
+    from qsync.predictor.cost_model.fill_profile import (
+        simulate,  # scipy: half a second that other plans need not wait
+    )
+    from qsync.predictor.cost_model.model import CostModel
+
+    measured = _measured(folder)
+    here = (basis.graph.hash, basis.graph.shapes_hash)
+    forced = force and (measured.graph_hash, measured.shapes_hash) != here
+    if forced:
+        measured = measured.what_if(basis.graph)
+    model = CostModel.load(folder / COSTS) if (folder / COSTS).is_file() else None
+    simulated = {
+        name: simulate(measured, basis.graph, datasheet(sheet), name, model) for name, sheet in wanted.items()
+    }
+    if forced:  # neither the device nor the model was measured
+        origin = f"simulated device, {WHAT_IF}"
+        simulated = {name: replace(profile, origin=origin) for name, profile in simulated.items()}
+    return replace(basis, profiles={**basis.profiles, **simulated})
+
+
+def load_other(folder: str | Path) -> Sized | None:
+    """The model with another number of samples, from FOLDER/other: its graph.json, and profiles if there are
+    any; None without such a folder. Shares of the batch and passes are planned with it.
+
+    >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
+    >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
+    """
+    other = Path(folder) / OTHER
+    if not (other / "graph.json").is_file():
+        return None
+    found = [Profile.load(path) for path in sorted(other.glob("profile-*.json"))]
+    return Sized(OpGraph.load(other / "graph.json"), {profile.device_class: profile for profile in found})
+
+
+def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:
+    """The basis with its profiles carried over to the levers of a plan (`qsync.replayer.under`)."""
+    return replace(basis, profiles=under(basis.graph, basis.profiles, basis.cluster, levers, other))
+
+
+def _forced(basis: Basis) -> dict[str, Profile]:
+    """The profiles, those that do not belong to this graph, their class or each other as what-if."""
+    forced: dict[str, Profile] = {}
+    for name, profile in basis.profiles.items():
+        try:
+            profile.check_graph(basis.graph)
+            profile.check_class(basis.cluster[name])
+            check_versions({**forced, name: profile})
+            forced[name] = profile
+        except MismatchError:
+            forced[name] = profile.what_if(basis.graph)
+    return forced
+
+
+def _measured(folder: Path) -> Profile:
+    """The folder's measured profile; that of an emulated class only if there is no other."""
+    found: Mapping[Path, Profile] = {
+        path: Profile.load(path) for path in sorted(folder.glob("profile-*.json"))
+    }
+    real = [profile for profile in found.values() if profile.origin == MEASURED]
+    if not real:
+        raise FormatError(
+            f"{folder} has no measured profile to simulate a data sheet's device from; profile the "
+            f"model on any "
+            "device first"
+        )
+    return next((profile for profile in real if profile.emulated_share is None), real[0])

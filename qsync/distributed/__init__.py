@@ -1,0 +1,1 @@
+"""Real ranks: who they are, what they agree on, and how their steps are measured and watched."""

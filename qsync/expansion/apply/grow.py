@@ -1,0 +1,138 @@
+"""Grow a model by its map: a new one of the same class, larger, that computes what the small one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.expansion.maps.model_map import ModelMap
+from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.sizes import joined
+
+
+def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
+    """What `expand` does, by a plan that is there already: `plan_expansion` shows it, this makes it."""
+    if any(value.is_meta for value in model.parameters()):
+        raise UnsupportedError(
+            f"the weights of this {type(model).__name__} are on the meta device, where there is nothing to "
+            "grow; load them first"
+        )
+    new = built(model, plan)
+    _check_shared(model, plan, new)
+    with torch.no_grad():
+        state = plan.grown({**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))})
+    _fill(model, new, plan, state)
+    set_eps(model, new, plan)
+    modes = {path: module.training for path, module in model.named_modules()}
+    for path, module in new.named_modules():
+        module.training = modes.get(plan.depth.source_of(path), model.training)
+    return new
+
+
+def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
+    """What the recipe builds, with its own weights. Raises MismatchError where it cannot, or builds something
+    else or of other shapes."""
+    cards = {value.device.index for value in model.parameters() if value.is_cuda}
+    try:
+        with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
+            new = plan.recipe.build(model, plan.sizes)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise MismatchError(
+            f"`build` of the recipe {plan.recipe.name} fails with {_told(plan)} ({type(error).__name__}: "
+            f"{error}); correct it, or ask for sizes that its class can have"
+        ) from error
+    if type(new) is not type(model):
+        raise MismatchError(
+            f"the recipe {plan.recipe.name} builds a {type(new).__name__} for a {type(model).__name__}; let "
+            "`build` return one of the same class"
+        )
+    if {id(value) for value in new.parameters()} & {id(value) for value in model.parameters()}:
+        raise MismatchError(
+            f"`build` of the recipe {plan.recipe.name} returns parameters of the small model itself; let it "
+            "make new ones"
+        )
+    _check_shapes(plan, new)
+    return new
+
+
+def _told(plan: ModelMap) -> str:
+    return ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
+
+
+def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
+    """MismatchError unless parameters are shared in the larger model as they are in the small one."""
+    before = dict(model.named_parameters(remove_duplicate=False))
+    sources: dict[int, int] = {}  # by a parameter of either: which of the other it goes with
+    for name, value in new.named_parameters(remove_duplicate=False):
+        source = before[plan.tensors[name].source]
+        is_copied = plan.depth.block_of(plan.tensors[name].source) != ""
+        if sources.setdefault(id(value), id(source)) != id(source) or (
+            not is_copied and sources.setdefault(id(source), id(value)) != id(value)
+        ):
+            raise MismatchError(
+                f"{name} is tied to another weight in one of the models and not in the other; let `build` of "
+                f"the recipe {plan.recipe.name} tie what is tied in the small {type(model).__name__}"
+            )
+
+
+def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
+    """MismatchError unless what was built has the shapes that were planned."""
+    shapes = {name: tuple(value.shape) for name, value in new.named_parameters(remove_duplicate=False)}
+    missing = sorted(shapes.keys() - plan.tensors.keys())
+    if missing:
+        raise MismatchError(
+            f"the larger {type(new).__name__} has {joined(missing)}, which nothing of the small one becomes; "
+            f"let `build` of the recipe {plan.recipe.name} make a model with the blocks that were asked for"
+        )
+    buffers = {name: tuple(value.shape) for name, value in new.named_buffers(remove_duplicate=False)}
+    for name, m in plan.tensors.items():
+        found = shapes.get(name, buffers.get(name))
+        if found != m.shape:
+            has = f"has {name} of shape {found}" if found is not None else f"has no {name}"
+            raise MismatchError(
+                f"the larger {type(new).__name__} {has}, and the recipe {plan.recipe.name} grows it to "
+                f"{m.shape} with {_told(plan)}; give the sizes that its `build` takes, or correct the line "
+                f"`{plan.recipe.line_of(m.source)}`"
+            )
+
+
+def _fill(
+    model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap, state: dict[str, torch.Tensor]
+) -> None:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, value in new.named_parameters():
+        value.data = state[name]
+        value.requires_grad_(parameters[plan.tensors[name].source].requires_grad)
+    before, kept = dict(model.named_buffers()), model.state_dict().keys()
+    device = next((p.device for p in parameters.values()), torch.device("cpu"))
+    for name, buffer in new.named_buffers():
+        source = before.get(plan.depth.source_of(name))
+        if name in state:
+            buffer.data = state[name]
+        elif source is not None and source.shape == buffer.shape:
+            buffer.data = source.detach().clone()
+        elif plan.depth.source_of(name) in kept:
+            raise MismatchError(
+                f"{name} is kept with the model and would become larger, and the recipe {plan.recipe.name} "
+                "has no line for it; add what it reads and writes"
+            )
+        else:
+            buffer.data = buffer.data.to(device)
+
+
+def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
+    """The eps that norms now have: on the modules, and in the config where all are alike. One that growth
+    leaves as it is need not be what `build` gives: the small model may have been grown itself."""
+    before = dict(model.named_modules())
+    for path, module in new.named_modules():
+        source, name = before.get(plan.depth.source_of(path)), module_kinds.eps_name(module)
+        if name and type(source) is type(module):
+            setattr(module, name, getattr(source, name))
+    for path, eps in plan.eps.items():
+        module = new.get_submodule(path)
+        setattr(module, module_kinds.eps_name(module) or "eps", eps)
+    config: Any = getattr(new, "config", None)
+    if plan.recipe.eps and len(set(plan.eps.values())) == 1 and hasattr(config, plan.recipe.eps):
+        setattr(config, plan.recipe.eps, next(iter(plan.eps.values())))

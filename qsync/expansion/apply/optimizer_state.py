@@ -1,0 +1,178 @@
+"""An optimizer's state, grown with its model: moments go where the gradients that they average would go."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.expansion.maps.model_map import ModelMap
+from qsync.expansion.maps.tensor_maps import TensorMap, along
+
+# What optimizers of torch keep for each element: averages of gradients, and of their squares.
+_LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")
+_SQUARED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class GrownState:
+    """`state_dict` is for `load_state_dict` of an optimizer over the grown model, made as the small one's
+    was: its groups hold the same parameters, in the grown model's order.
+
+    `exact` are parameters whose gradient is a known multiple of the small model's, in every element that
+    copies; `approximate` those where norms mix it (what writes to their stream; embeddings that are a head
+    too): their moments sum to the small model's; `fresh` those of new blocks, which have no state and count
+    steps from 0.
+    """
+
+    state_dict: dict[str, Any]
+    exact: tuple[str, ...]
+    approximate: tuple[str, ...]
+    fresh: tuple[str, ...]
+
+
+def expand_optimizer(
+    plan: ModelMap,
+    optimizer: torch.optim.Optimizer | Mapping[str, Any],
+    model: torch.nn.Module,
+    big: torch.nn.Module,
+) -> GrownState:
+    """The state of `optimizer` (or its state dict), over `model`, for an optimizer over the grown model
+    `big`.
+
+    Where weights are split by one part a per copy, a copy's gradient is g* = a g, so that its moments are m*
+    = a m and v* = a^2 v (ours). Elements that copy nothing begin with m = 0 and the mean of v over their
+    tensor: with v = 0 at a late step Adam's first update of theirs would be over 3 times the learning rate.
+    Parameters of new blocks have no state, and so count their own steps.
+
+    Raises UnsupportedError for split="random", which mixes gradients, and for optimizers that keep what is
+    not known here; MismatchError for an optimizer of another model.
+
+    >>> plan = qsync.plan_expansion(small, recipe, split="scalar")
+    >>> big = plan.expand(small)
+    >>> grown = qsync.expand_optimizer(plan, optimizer, small, big)
+    >>> new = torch.optim.AdamW(big.parameters()); new.load_state_dict(grown.state_dict)
+    """
+    if plan.split == "random":
+        raise UnsupportedError(
+            'with split="random" gradients of copies are no multiples of the small model\'s; grow with '
+            'split="scalar" to carry the optimizer\'s state, or start a fresh optimizer'
+        )
+    groups, known = _by_name(optimizer, model)
+    state: dict[int, dict[str, Any]] = {}
+    grown: list[dict[str, Any]] = []
+    found: dict[str, list[str]] = {"exact": [], "approximate": [], "fresh": []}
+    number = 0
+    for options, names in groups:
+        first = number
+        for name, value in big.named_parameters():
+            m = plan.tensors.get(name)
+            if m is None or m.source not in names:
+                continue
+            if m.is_new or not known.get(m.source):
+                found["fresh"].append(name)
+            else:
+                state[number] = _grown(m, known[m.source], value)
+                found["exact" if is_exact(m) else "approximate"].append(name)
+            number += 1
+        grown.append({**options, "params": list(range(first, number))})
+    return GrownState({"state": state, "param_groups": grown}, *(tuple(found[k]) for k in found))
+
+
+def _by_name(
+    optimizer: torch.optim.Optimizer | Mapping[str, Any], model: torch.nn.Module
+) -> tuple[list[tuple[dict[str, Any], list[str]]], dict[str, dict[str, Any]]]:
+    """The groups of an optimizer, their options and the names of their parameters; and what is kept by
+    name."""
+    parameters = dict(model.named_parameters())
+    if isinstance(optimizer, torch.optim.Optimizer):
+        ids = {id(value): name for name, value in parameters.items()}
+        key_of = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        if strange := [p for key, p in key_of.items() if key not in ids]:
+            raise MismatchError(
+                f"the optimizer holds a parameter of shape {tuple(strange[0].shape)} that is not the "
+                "model's; give the model that it was made for"
+            )
+        listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
+        state = {ids[id(p)]: dict(kept) for p, kept in optimizer.state.items()}
+    else:
+        if not {"state", "param_groups"} <= optimizer.keys():
+            raise MismatchError(
+                "this is no optimizer's state dict: it lacks state or param_groups; give "
+                "optimizer.state_dict()"
+            )
+        num = sum(len(group["params"]) for group in optimizer["param_groups"])
+        order = [
+            name for group in optimizer["param_groups"] for name in group.get("param_names", ())
+        ] or list(parameters)
+        if len(order) != num or not set(order) <= parameters.keys():
+            raise MismatchError(
+                f"the optimizer's state is of {num} parameters, the model has {len(parameters)}; give the "
+                "model that it was made for, or the optimizer itself where it has not all of them"
+            )
+        name_of = dict(
+            zip((k for group in optimizer["param_groups"] for k in group["params"]), order, strict=True)
+        )
+        listed = [(group, [name_of[k] for k in group["params"]]) for group in optimizer["param_groups"]]
+        state = {name_of[k]: dict(kept) for k, kept in optimizer["state"].items()}
+    kept = ("params", "param_names")
+    return [({k: v for k, v in group.items() if k not in kept}, names) for group, names in listed], state
+
+
+def is_exact(m: TensorMap) -> bool:
+    """Whether the gradient of a grown tensor is a known multiple of the small one's, in every element that
+    copies."""
+    return all(axis is None or axis.is_exact for axis in m.axes)
+
+
+def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torch.Tensor:
+    """What a gradient of the small tensor becomes (its square with power 2), 0 where nothing is copied.
+
+    A written axis has the part that its readers give to each copy, divided by what the copy was multiplied
+    by; an axis that is read has the source's gradient, as it reads the source's values.
+    """
+    made = gradient
+    for dim, axis in enumerate(m.axes):
+        if axis is None:
+            continue
+        made = made.index_select(dim, axis.growth.index.clamp(min=0).to(made.device))
+        part = axis.growth.is_copy.double() if axis.is_read else axis.shares
+        if axis.growth.scale is not None and not axis.is_read:
+            part = part / axis.growth.scale
+        made = made * along(part**power, dim, made)
+    return made / m.factor**power
+
+
+def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
+    """All that an optimizer keeps of one parameter."""
+    found: dict[str, Any] = {}
+    for key, value in known.items():
+        if value is None or key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
+            found[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        elif key in _LINEAR or key in _SQUARED:
+            found[key] = _moment(m, key, value).to(dtype=value.dtype, device=like.device)
+        else:
+            raise UnsupportedError(
+                f"the optimizer keeps {key!r} for {m.source}, and how that grows is not known; start a fresh "
+                "optimizer"
+            )
+    return found
+
+
+def _moment(m: TensorMap, key: str, value: torch.Tensor) -> torch.Tensor:
+    if tuple(value.shape) != m.source_shape:
+        raise MismatchError(
+            f"the optimizer's {key} of {m.source} has shape {tuple(value.shape)}, the model's "
+            f"{m.source_shape}; give the optimizer of this model"
+        )
+    if key in _LINEAR:
+        return grown_gradient(m, value.double())
+    grown = grown_gradient(m, value.double(), power=2)
+    is_copy = torch.ones(m.shape, dtype=torch.bool, device=grown.device)
+    for dim, axis in enumerate(m.axes):
+        if axis is not None:
+            is_copy = is_copy & along(axis.growth.is_copy, dim, is_copy)
+    return torch.where(is_copy, grown, grown[is_copy].mean())

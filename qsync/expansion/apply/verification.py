@@ -1,0 +1,123 @@
+"""Whether a grown model computes what the small one does: both run, in FP64, on the same inputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten_with_path, tree_map
+
+from qsync.errors import CalibrationError, UnsupportedError
+from qsync.tracing.tracer import call_arguments, check_batch
+
+TOLERANCE = 1e-9  # weights in FP64: some hundred roundings of 1e-16, on values around 1
+# Relative, weights in a shorter type: parts of a sum are rounded as they are stored, to 2^-24 of them in
+# FP32, 2^-11 in FP16 and 2^-8 in BF16; some dozen such roundings, some thousand in FP32.
+TOLERANCE_ROUNDED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """`max_difference` is the largest between outputs, relative to the largest output where weights are
+    shorter than FP64 (`is_relative`). `not_compared` are outputs whose shapes grew."""
+
+    max_difference: float
+    tolerance: float
+    is_relative: bool
+    num_compared: int
+    not_compared: tuple[str, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        return self.max_difference <= self.tolerance
+
+    def __str__(self) -> str:
+        kind = "relative " if self.is_relative else ""
+        verdict = "the same function" if self.passed else "NOT the same function"
+        return f"{verdict}: {kind}difference {self.max_difference:.1e}, tolerance {self.tolerance:.0e}"
+
+
+def verify_expansion(
+    small: torch.nn.Module, big: torch.nn.Module, inputs: Any, tolerance: float | None = None
+) -> Verified:
+    """Run both models on `inputs`, as `model(*inputs)`, in FP64 and evaluation mode, and compare what they
+    return.
+
+    Copies of both are run; the models stay as they are. What their authors ask for in FP32 (norms of several
+    families do) is done in FP64 as well. `tolerance` is absolute, 1e-9, where both have their weights in
+    FP64; in shorter types the parts that a weight was split into are rounded, and it is 1e-4 of the largest
+    output in FP32, 1e-2 in FP16 and 5e-2 in BF16. Raises CalibrationError for an empty batch or outputs that
+    are not finite, UnsupportedError where nothing can be compared.
+
+    >>> print(qsync.verify_expansion(small, big, tokens))
+    the same function: difference 2.8e-14, tolerance 1e-09
+    """
+    args, kwargs = call_arguments(inputs)
+    check_batch(args, kwargs)
+    types = {p.dtype for model in (small, big) for p in model.parameters()} - {torch.float64}
+    is_relative = bool(types)
+    if tolerance is None:
+        tolerance = max((TOLERANCE_ROUNDED.get(kind, 1e-4) for kind in types), default=TOLERANCE)
+    before, after = (_outputs(model, args, kwargs) for model in (small, big))
+    alike = [name for name in before if name in after and before[name].shape == after[name].shape]
+    if not alike:
+        raise UnsupportedError(
+            "the models return nothing of the same shape, as models without a head do; compare them with the "
+            "head that they train with"
+        )
+    largest = max(float((before[name] - after[name]).abs().max()) for name in alike)
+    scale = max(float(before[name].abs().max()) for name in alike) if is_relative else 1.0
+    if not all(bool(torch.isfinite(found[name]).all()) for found in (before, after) for name in alike):
+        raise CalibrationError(
+            "the models return NaN or Inf on these inputs; verify on a batch on which they do not"
+        )
+    others = tuple(sorted((before.keys() | after.keys()) - set(alike)))
+    return Verified(largest / (scale or 1.0), tolerance, is_relative, len(alike), others)
+
+
+def _outputs(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """What a copy of a model returns in FP64, by the path in its output: all floating-point tensors."""
+    own = copy.deepcopy(model).double().eval()
+    with torch.no_grad(), in_double():
+        returned = own(*_double(args), **_double(kwargs))
+    returned = dict(returned) if hasattr(returned, "items") else returned
+    leaves, _ = tree_flatten_with_path(returned)
+    return {
+        "".join(map(str, path)) or "output": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel()
+    }
+
+
+def _double(values: Any) -> Any:
+    return tree_map(
+        lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, values
+    )
+
+
+class _AskedForInDouble(TorchFunctionMode):
+    """Every request for FP32 is one for FP64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args, kwargs = tree_map(lambda v: torch.float64 if v is torch.float32 else v, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _AskedForInDouble():
+            yield
+    finally:
+        torch.set_default_dtype(before)

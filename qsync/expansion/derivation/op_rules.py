@@ -1,0 +1,364 @@
+"""What each operator does to axes: which it hands on, which it ties together, which it sums over.
+
+A rule takes the recorder and a call and returns one Value per tensor that the call returned. Elementwise
+operators and reductions are known by torch's tags, so that few need a name here. An operator without a rule
+is not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+from qsync.expansion.derivation.axis_unification import (  # fmt: skip
+    Axis,
+    Hold,
+    Untied,
+    axis,
+    cut,
+    hold,
+    regroup,
+    row,
+    settled,
+    size_of,
+    unify,
+)
+from qsync.expansion.derivation.observations import Value, combined
+from qsync.expansion.derivation.recorder import Recorder
+
+Rule = Callable[[Recorder, "Call"], list[Value]]
+RULES: dict[str, Rule] = {}
+
+PIXELS = Hold("it counts positions", True)
+ROWS = Hold("it numbers the rows of an embedding", True)
+# Elementwise operators under which a mean of copies is the copies' mean.
+LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "masked_fill", "where")
+# Others that leave 0 as it is; so do linear ones, unless they add a number.
+AT_ZERO = (
+    "relu", "gelu", "silu", "tanh", "leaky_relu", "elu", "mish", "hardswish", "erf", "sin", "abs", "sqrt",
+    "pow", "sign", "clamp_min", "dropout",
+)  # fmt: skip
+
+
+class Call:
+    """One call of an operator: its arguments by name, the tensors among them, the tensors it returned."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
+        self.name: str = func.overloadpacket.__name__
+        self.outs = outs
+        self.out = outs[0]
+        self.tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self.arguments: dict[str, Any] = {}
+        for index, argument in enumerate(func._schema.arguments):
+            if index < len(args):
+                self.arguments[argument.name] = args[index]
+            elif argument.name in kwargs:
+                self.arguments[argument.name] = kwargs[argument.name]
+            elif argument.has_default_value():
+                self.arguments[argument.name] = argument.default_value
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self.arguments:
+            raise Untied(f"{self.name} has no argument {name}")  # another version of torch
+        return self.arguments[name]
+
+    def dim(self, name: str = "dim", of: torch.Tensor | None = None) -> int:
+        """A dimension counted from the front."""
+        tensor = self.tensors[0] if of is None else of
+        return int(self.arguments[name]) % max(tensor.dim(), 1)
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+# -- elementwise, constants, sums --
+
+
+def pointwise(seen: Recorder, call: Call) -> list[Value]:
+    """Axes that meet, counted from the last, are one; an axis of one element meets nothing."""
+    inputs = [seen.value(tensor) for tensor in call.tensors]
+    axes: list[Axis] = []
+    for index in range(call.out.dim()):
+        back = call.out.dim() - index
+        met = [value.axes[-back] for value in inputs if len(value.axes) >= back]
+        met = [one for one in met if size_of(one) > 1]
+        for one in met[1:]:
+            unify(met[0], one)
+        axes.append(met[0] if met else axis(call.out.shape[index]))
+        name = call.name.removesuffix("_")
+        if met and (name not in LINEAR or (len(met) > 1 and name in ("mul", "div"))):
+            seen.event("acts on", name, [met[0]])
+        if met and (name not in (*LINEAR, *AT_ZERO) or (name in ("add", "sub", "rsub") and len(met) == 1)):
+            seen.event("moves zero", name, [met[0]])
+    written, writer, met_written = combined(inputs)
+    if met_written and call.name.removesuffix("_") in ("add", "sub"):
+        seen.sums.append(seen.path)
+    scores = next((value.scores for value in inputs if value.scores), None)
+    return [Value(axes, None, written, writer, scores) for _ in call.outs]
+
+
+def constant(seen: Recorder, call: Call) -> list[Value]:
+    """A tensor made of nothing: one of equal elements may grow with what it meets, others may not."""
+    alike = call.name in ("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor")
+    why = [] if alike else [Hold(f"it meets a constant (aten.{call.name}){seen.place()}", False)]
+    return [Value([axis(size, why) for size in out.shape]) for out in call.outs]
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+def _new(seen: Recorder, call: Call) -> list[Value]:
+    return [Value([axis(size) for size in call.out.shape])]
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "bernoulli")
+def _like(seen: Recorder, call: Call) -> list[Value]:
+    return [Value(seen.value(call.tensors[0]).axes)]
+
+
+def reduction(seen: Recorder, call: Call) -> list[Value]:
+    """Sums, means, maxima ... along `dim`."""
+    value = seen.value(call.tensors[0])
+    dims = call.arguments.get("dim")
+    dims = range(len(value.axes)) if dims is None or dims == [] else dims
+    dims = {int(dim) % len(value.axes) for dim in (dims if isinstance(dims, Iterable) else [dims])}
+    seen.event("sums over", call.name, [value.axes[dim] for dim in dims])
+    if call.arguments.get("keepdim"):
+        axes = [[] if index in dims else one for index, one in enumerate(value.axes)]
+    else:
+        axes = [one for index, one in enumerate(value.axes) if index not in dims]
+    return [Value(axes, None, value.written, value.writer) for _ in call.outs]
+
+
+RULES |= dict.fromkeys(("linalg_vector_norm", "norm", "max", "min", "var_mean", "logsumexp"), reduction)
+
+
+# -- shapes --
+
+
+@rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "native_dropout")
+def _same(seen: Recorder, call: Call) -> list[Value]:
+    return [seen.value(call.tensors[0]) for _ in call.outs]
+
+
+@rule("copy")
+def _copy(seen: Recorder, call: Call) -> list[Value]:
+    target = seen.value(call["self"])
+    return [value.shaped(target.axes) for value in pointwise(seen, call)]
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias")
+def _view(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    return [value.shaped(regroup(value.axes, call.out.shape))]
+
+
+@rule("t")
+def _t(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    return [value.shaped(value.axes[::-1])]
+
+
+@rule("transpose")
+def _transpose(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    axes = list(value.axes)
+    i, j = call.dim("dim0"), call.dim("dim1")
+    axes[i], axes[j] = axes[j], axes[i]
+    return [value.shaped(axes)]
+
+
+@rule("permute")
+def _permute(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    return [value.shaped([value.axes[dim] for dim in call["dims"]])]
+
+
+@rule("unsqueeze")
+def _unsqueeze(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    axes = list(value.axes)
+    axes.insert(call.dim(of=call.out), [])
+    return [value.shaped(axes)]
+
+
+@rule("squeeze")
+def _squeeze(seen: Recorder, call: Call) -> list[Value]:
+    value, shape = seen.value(call.tensors[0]), call.tensors[0].shape
+    dims = call.arguments.get("dim")
+    dims = range(len(shape)) if dims is None else dims if isinstance(dims, Iterable) else [dims]
+    gone = {int(dim) % len(shape) for dim in dims}
+    return [value.shaped([one for i, one in enumerate(value.axes) if i not in gone or shape[i] != 1])]
+
+
+@rule("expand")
+def _expand(seen: Recorder, call: Call) -> list[Value]:
+    value, shape = seen.value(call.tensors[0]), call.out.shape
+    old: list[Axis] = [[] for _ in range(len(shape) - len(value.axes))] + value.axes
+    axes = [one if size_of(one) == size else axis(size) for one, size in zip(old, shape, strict=True)]
+    return [value.shaped(axes)]
+
+
+@rule("repeat")
+def _repeat(seen: Recorder, call: Call) -> list[Value]:
+    value, times = seen.value(call.tensors[0]), call["repeats"]
+    old: list[Axis] = [[] for _ in range(len(times) - len(value.axes))] + value.axes
+    axes = [axis(count) + one for one, count in zip(old, times, strict=True)]
+    return [value.shaped(axes)]
+
+
+def _cut(value: Value, dim: int, start: int, length: int) -> Value:
+    one = value.axes[dim]
+    axes = list(value.axes)
+    axes[dim] = cut(one, start, length)
+    writer = value.writer and value.writer.narrowed(one, start, length)
+    return Value(axes, value.param, value.written, writer, value.scores)
+
+
+@rule("slice", "narrow")
+def _slice(seen: Recorder, call: Call) -> list[Value]:
+    value, dim = seen.value(call.tensors[0]), call.dim()
+    size, step = call.tensors[0].shape[dim], call.arguments.get("step") or 1
+    start = min(max((call["start"] or 0) + (size if (call["start"] or 0) < 0 else 0), 0), size)
+    if step == 1:
+        return [_cut(value, dim, start, call.out.shape[dim])]
+    if settled(value.axes[dim]):
+        return [
+            value.shaped([*value.axes[:dim], axis(call.out.shape[dim], [PIXELS]), *value.axes[dim + 1 :]])
+        ]
+    # Every second element: the major factor of pairs.
+    major, minor = regroup([value.axes[dim]], (size // step, step))
+    if start >= step or size % step:
+        raise Untied
+    cut(minor, start, 1)
+    return [value.shaped([*value.axes[:dim], major, *value.axes[dim + 1 :]])]
+
+
+@rule("select")
+def _select(seen: Recorder, call: Call) -> list[Value]:
+    return [_chosen(seen, call, call["index"] % call.tensors[0].shape[call.dim()])]
+
+
+@rule("unbind")
+def _unbind(seen: Recorder, call: Call) -> list[Value]:
+    return [_chosen(seen, call, index) for index in range(len(call.outs))]
+
+
+def _chosen(seen: Recorder, call: Call, index: int) -> Value:
+    """One element of an axis. Many a model asks such a tensor for its shape alone: the axis becomes a row of
+    parts when the values are used."""
+    value, dim = seen.value(call.tensors[0]), call.dim()
+    axes = [*value.axes[:dim], *value.axes[dim + 1 :]]
+    if settled(value.axes[dim]):
+        return Value(axes, value.param, value.written, value.writer)
+
+    def cut_now() -> Value:
+        found = _cut(value, dim, index, 1)
+        return found.shaped([*found.axes[:dim], *found.axes[dim + 1 :]])
+
+    return Value(axes, used=cut_now)
+
+
+@rule("split", "split_with_sizes", "chunk", "unsafe_split")
+def _split(seen: Recorder, call: Call) -> list[Value]:
+    value, dim = seen.value(call.tensors[0]), call.dim()
+    found, start = [], 0
+    for out in call.outs:
+        found.append(_cut(value, dim, start, out.shape[dim]))
+        start += out.shape[dim]
+    return found
+
+
+@rule("cat")
+def _cat(seen: Recorder, call: Call) -> list[Value]:
+    tensors = [tensor for tensor in call.tensors if tensor.numel() or tensor.dim() > 1]
+    values, dim = [seen.value(tensor) for tensor in tensors], call.dim(of=call.out)
+    for value in values[1:]:
+        for index, (one, other) in enumerate(zip(values[0].axes, value.axes, strict=True)):
+            if index != dim:
+                unify(one, other)
+    axes = list(values[0].axes)
+    axes[dim] = row([value.axes[dim] for value in values])
+    written, writer, _ = combined(values)
+    return [Value(axes, None, written, writer)]
+
+
+@rule("stack")
+def _stack(seen: Recorder, call: Call) -> list[Value]:
+    values, dim = [seen.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
+    for value in values[1:]:
+        for one, other in zip(values[0].axes, value.axes, strict=True):
+            unify(one, other)
+    axes = [*values[0].axes[:dim], row([[] for _ in values]), *values[0].axes[dim:]]
+    written, writer, _ = combined(values)
+    return [Value(axes, None, written, writer)]
+
+
+@rule("glu")
+def _glu(seen: Recorder, call: Call) -> list[Value]:
+    value, dim, half = seen.value(call.tensors[0]), call.dim(), call.out.shape[call.dim()]
+    gate, up = _cut(value, dim, 0, half), _cut(value, dim, half, half)
+    unify(gate.axes[dim], up.axes[dim])
+    return [Value(gate.axes, None, value.written)]
+
+
+@rule("view_as_complex")
+def _pairs(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    return [value.shaped(value.axes[:-1])]
+
+
+@rule("view_as_real")
+def _unpaired(seen: Recorder, call: Call) -> list[Value]:
+    value = seen.value(call.tensors[0])
+    return [value.shaped([*value.axes, axis(2)])]
+
+
+@rule("index")
+def _index(seen: Recorder, call: Call) -> list[Value]:
+    """Elements chosen along some axes; the others are handed on."""
+    value, indices = seen.value(call["self"]), call["indices"]
+    at = [dim for dim, index in enumerate(indices) if index is not None]
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
+        raise Untied
+    if value.param is not None:
+        for dim in at:
+            hold(value.axes[dim], ROWS)
+    if len(at) == 1 and not settled(value.axes[at[0]]):
+        numbers = _numbers(indices[at[0]], call["self"].shape[at[0]])
+        if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
+            return [_cut(value, at[0], numbers[0], len(numbers))]
+    seen.event("chooses along", call.name, [value.axes[dim] for dim in at])
+    kept = [one for dim, one in enumerate(value.axes) if dim not in at]
+    first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
+    num_new = call.out.dim() - len(kept)
+    new = [axis(size, [PIXELS]) for size in call.out.shape[first : first + num_new]]
+    return [Value([*kept[:first], *new, *kept[first:]], None, value.written)]
+
+
+def _numbers(index: torch.Tensor, size: int) -> list[int]:
+    """What a vector of indices holds, counted from the front; nothing where it has no values."""
+    if index.dim() != 1 or index.is_meta or isinstance(index, FakeTensor):
+        return []
+    return [number % size for number in index.tolist()]
+
+
+@rule("constant_pad_nd")
+def _pad(seen: Recorder, call: Call) -> list[Value]:
+    """Positions may be padded; coordinates that grow may not."""
+    value, pad = seen.value(call["self"]), list(call["pad"])
+    axes = list(value.axes)
+    for index in range(len(pad) // 2):
+        dim = len(axes) - 1 - index
+        if pad[2 * index] or pad[2 * index + 1]:
+            if not settled(axes[dim]):
+                raise Untied
+            axes[dim] = axis(call.out.shape[dim], [PIXELS])
+    return [value.shaped(axes)]

@@ -1,0 +1,178 @@
+"""Reading a folder that holds a model, grown or not.
+
+Two kinds are read. Hugging Face's: config.json and model.safetensors, as `save_pretrained` writes them. One's
+own: a config.json of {"class": "package.module:Class", "arguments": {...}} beside model.safetensors. A grown
+model's folder has expansion.json as well: the eps of its norms, and for a class of one's own the sizes that
+its recipe builds it with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_model
+
+from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.families import recipe_of
+from qsync.expansion.recipe.sizes import joined
+from qsync.records.json_files import check_header, field, read_json
+
+CONFIG, WEIGHTS, EXPANSION = "config.json", "model.safetensors", "expansion.json"
+VERSION = 1
+
+
+def load_expanded(folder: str | Path) -> torch.nn.Module:
+    """The model in a folder (see this module), grown or not, with the eps that its norms are to have.
+
+    Raises FormatError for a folder that holds none, MismatchError where weights and config are of different
+    models.
+
+    >>> model = qsync.load_expanded("big")
+    """
+    folder = Path(folder)
+    config = read_json(folder / CONFIG)
+    growth = _growth(folder)
+    if "class" in config:
+        model = _own(folder, config, growth)
+    elif "model_type" in config:
+        model = _pretrained(folder, config)
+    else:
+        raise FormatError(
+            f"{folder / CONFIG} names no model: write "
+            f'{{"class": "package.module:Class", "arguments": {{}}}}, or save a Hugging Face model '
+            "there"
+        )
+    for path, eps in growth.get("eps", {}).items():
+        module = model.get_submodule(path)
+        setattr(module, module_kinds.eps_name(module) or "eps", eps)
+    return model
+
+
+def _growth(folder: Path) -> dict[str, Any]:
+    """What is written of how the model was grown; nothing for one that was not."""
+    if not (folder / EXPANSION).is_file():
+        return {}
+    found = read_json(folder / EXPANSION)
+    check_header(found, "expansion", VERSION)
+    for name in ("eps", "plan"):
+        field(found, name, dict, str(folder / EXPANSION))
+    return found
+
+
+def _own(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> torch.nn.Module:
+    """A model of a class of one's own."""
+    where = str(folder / CONFIG)
+    name, arguments = field(config, "class", str, where), config.get("arguments", {})
+    path, _, attribute = name.partition(":")
+    try:
+        made = getattr(import_module(path), attribute)(**arguments)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise FormatError(
+            f"{where} names the class {name!r}, which cannot be imported ({error}); correct it"
+        ) from error
+    except TypeError as error:
+        raise FormatError(f"{where}: {name} does not take these arguments ({error}); correct them") from error
+    sizes = growth.get("plan", {}).get("sizes")
+    if sizes:
+        sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
+        made = recipe_of(made).build(made, sizes)
+    made.to(_check_weights(folder, made))
+    load_model(made, str(folder / WEIGHTS))
+    return made  # type: ignore[no-any-return]
+
+
+def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
+    """MismatchError unless the weights in the folder are those of the model that its config makes; their
+    type."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FormatError(f"there is no {path}; save the weights there (safetensors.torch.save_model)")
+    try:
+        with safe_open(str(path), "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            types = {file.get_tensor(name).dtype for name in found}
+    except SafetensorError as error:
+        raise FormatError(f"{path} is no safetensors file ({error}); save the weights anew") from error
+    wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, shape in found.items():
+        if wanted.get(name) != shape:
+            raise MismatchError(
+                f"{path} has {name} of shape {shape}, and {CONFIG} makes it "
+                f"{wanted.get(name, 'not at all')}; give the config that it was saved with"
+            )
+    own = model.state_dict(keep_vars=True)
+    shared = {id(value) for name, value in own.items() if name in found}
+    missing = [name for name, value in own.items() if name not in found and id(value) not in shared]
+    if missing:
+        raise MismatchError(
+            f"{path} lacks {joined(missing)}, which {CONFIG} asks for; give the config that it was saved with"
+        )
+    floating: set[torch.dtype] = {kind for kind in types if kind.is_floating_point}
+    if len(floating) != 1:
+        named = ", ".join(sorted(map(str, floating))) or "none"
+        raise UnsupportedError(
+            f"{path} holds weights of several types or quantized ones ({named}); save it in one"
+        )
+    return floating.pop()
+
+
+def _pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
+    """A Hugging Face model, of the class that it was saved as."""
+    try:
+        import transformers
+    except ImportError:
+        raise UnsupportedError(
+            f"{folder} holds a Hugging Face model; install transformers to read it"
+        ) from None
+    names = config.get("architectures") or []
+    made = getattr(transformers, names[0], None) if names else None
+    if made is None:
+        raise FormatError(
+            f"{folder / CONFIG} names no class of transformers in `architectures`; save the model anew"
+        )
+    if "quantization_config" in config:
+        raise UnsupportedError(
+            f"{folder} holds quantized weights; grow the model in floating point, and lower its precision "
+            "afterwards"
+        )
+    options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    try:
+        with quiet():
+            model, told = made.from_pretrained(folder, local_files_only=True, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise FormatError(
+            f"{folder} cannot be read as a {names[0]}: {str(error).splitlines()[0]}; save it anew"
+        ) from error
+    wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told.get("mismatched_keys", ()))
+    wrong += sorted(told.get("missing_keys", ()))
+    if wrong:
+        raise MismatchError(
+            f"the weights in {folder} do not match its {CONFIG}: {joined(wrong)}; give the config that they "
+            "were saved with"
+        )
+    return model  # type: ignore[no-any-return]
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers, without its notes and progress bars."""
+    import transformers
+
+    logging: Any = transformers.logging
+
+    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,1 @@
+"""Maps: how every tensor of a model grows."""

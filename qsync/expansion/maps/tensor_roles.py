@@ -1,0 +1,198 @@
+"""The tensors of a small model, each with its line of the recipe and what its axes are; what cannot grow is
+refused here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.modules.conv import _ConvNd
+
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Line, Recipe, check_unwrapped
+from qsync.expansion.recipe.sizes import joined
+
+# What torch's reparametrisations leave where a weight was: weight_norm, spectral_norm, pruning.
+_REPARAMETRISED = ("_g", "_orig")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter or buffer of the small model: the line that it goes by, its module, its axes' roles."""
+
+    name: str
+    value: torch.Tensor
+    line: Line
+    module: torch.nn.Module
+    norm: str | None
+    roles: tuple[str, ...]  # by axis: "writes", "reads", or "" for one that does not grow
+
+    @property
+    def path(self) -> str:
+        """Its module's."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def kind(self) -> str:
+        """Which of its module's tensors it is: weight, bias, running_mean ..."""
+        return self.name.rpartition(".")[2]
+
+
+def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
+    """Every parameter with its line, and buffers that a line is about, by name.
+
+    Raises UnsupportedError for what no line names and for weights that are no plain floating-point tensors,
+    MismatchError for lines that do not fit together.
+    """
+    check_unwrapped(model)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    kept = model.state_dict(keep_vars=True)
+    unnamed: list[str] = []
+    found: dict[str, Tensor] = {}
+    for name, value in {**kept, **parameters}.items():
+        _check_plain(name, value, name in parameters, kept)
+    for name, value in {**parameters, **kept}.items():
+        line = recipe.line_of(name)
+        if line is None:
+            if name in parameters:
+                unnamed.append(name)
+            continue
+        module = model.get_submodule(name.rpartition(".")[0])
+        norm = module_kinds.norm_kind(module, name.rpartition(".")[0]) if _grows(line) else None
+        found[name] = Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
+    if unnamed:
+        raise UnsupportedError(
+            f"the recipe {recipe.name} has no line for {joined(unnamed)}; add what each reads and writes, or "
+            f"`{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
+        )
+    _check_norms(model, recipe, found)
+    _check_written(recipe, found.values())
+    return found
+
+
+def _grows(line: Line) -> bool:
+    return bool({*line.reads, *line.writes} - {FIXED})
+
+
+def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str]) -> None:
+    """UnsupportedError for what is no tensor of ordinary floating-point numbers, or only a part of a
+    weight."""
+    kind = name.rpartition(".")[2]
+    parametrised, is_new_style, _ = name.partition(".parametrizations.")
+    if is_new_style:
+        raise UnsupportedError(
+            f"{parametrised} has a parametrization, which need not grow as its weight does; remove it first: "
+            f'torch.nn.utils.parametrize.remove_parametrizations(module, "{name.split(".")[-2]}")'
+        )
+    stem = next((kind.removesuffix(end) for end in _REPARAMETRISED if kind.endswith(end)), "")
+    if stem and any(name.removesuffix(kind) + f"{stem}_{part}" in kept for part in ("v", "mask")):
+        raise UnsupportedError(
+            f"{name} is a part of a weight that is computed in every step (weight_norm, spectral_norm or "
+            "pruning); make the weight a parameter again with torch.nn.utils' remove function first"
+        )
+    if torch.nn.parameter.is_lazy(value):
+        raise UnsupportedError(f"{name} has no shape yet; run the model on a batch once, and grow it then")
+    is_plain = type(value) in (torch.Tensor, torch.nn.Parameter)
+    is_float = is_plain and value.is_floating_point() and value.itemsize > 1
+    if not is_plain or (is_parameter and not is_float):
+        type_of = value.dtype if is_plain else type(value).__name__
+        raise UnsupportedError(
+            f"{name} is quantized or sharded ({type_of}); grow the model in floating point and in one piece, "
+            "and lower its precision afterwards"
+        )
+
+
+def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tensor]) -> None:
+    """Refuse norms whose line is none of a norm, and those that no tensor shows."""
+    for t in tensors.values():
+        reads, writes = t.line.reads, t.line.writes
+        if (t.norm and (len(reads), len(writes)) != (1, 1)) or (t.norm and FIXED in (*reads, *writes)):
+            raise MismatchError(
+                f"{t.path} is a {t.norm}, and the recipe {recipe.name} has `{t.line}` for it; write the one "
+                "space that it reads and the one that it writes"
+            )
+    known = {t.path for t in tensors.values()}
+    for path, module in model.named_modules():
+        if path in known or not module_kinds.is_without_weight(module):
+            continue
+        line = recipe.line_of(f"{path}.weight")
+        if line is None or _grows(line):
+            raise UnsupportedError(
+                f"{path} ({type(module).__name__}) has no weight that could make up for another variance; "
+                "give it one (elementwise_affine=True, all ones), or the line "
+                f"`{path}  _ -> _` where what it reads does not grow"
+            )
+
+
+def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
+    """Refuse a space that is read and that nothing writes: most often a name misspelt."""
+    written = {space for t in tensors for space in t.line.writes}
+    for t in tensors:
+        for space in t.line.reads:
+            writer = "value" if space == "mixed" else space
+            if writer not in {*written, FIXED}:
+                names = ", ".join(sorted(written - {FIXED, *ATTENTION}))
+                raise MismatchError(
+                    f"{t.path or t.name} reads {space}, which no line of the recipe {recipe.name} writes"
+                    + (" a value for" if space == "mixed" else f" (they write {names})")
+                    + f"; correct `{t.line}`, or the line of what it reads"
+                )
+        if t.line.tied and not any(t.line.is_tied_to(other.name) for other in tensors):
+            raise MismatchError(
+                f"the recipe {recipe.name} ties {t.path or t.name} to {t.line.tied}, which the model does "
+                "not have; correct that name, or leave `tied` out"
+            )
+    if "query" in written and not any("mixed" in t.line.reads for t in tensors):
+        raise MismatchError(
+            f"the recipe {recipe.name} has queries, and no line that reads `mixed`; let that of attention's "
+            "output projection read it"
+        )
+
+
+def _roles(
+    name: str, value: torch.Tensor, line: Line, module: torch.nn.Module, norm: str | None
+) -> tuple[str, ...]:
+    """Which axis is written, and which read."""
+    last = name.rpartition(".")[2]
+    fixed = ("",) * value.ndim
+    if not _grows(line):
+        return fixed
+    if norm:
+        return ("writes",) if value.ndim == 1 else fixed
+    if isinstance(module, _ConvNd) and last in ("weight", "bias"):
+        if module.groups != 1 or module.transposed:
+            raise UnsupportedError(
+                f"{name} is a grouped or transposed convolution, which qsync does not grow; keep its spaces "
+                f"as they are, with the line `{line.pattern}  _ -> _`"
+            )
+        return ("writes", "reads", *fixed[2:]) if value.ndim > 1 else ("writes",)
+    if isinstance(module, torch.nn.Embedding):
+        if module.max_norm is not None:
+            raise UnsupportedError(
+                f"{name} is cut to max_norm, which its copies would exceed; set max_norm to None first"
+            )
+        return ("", "writes")
+    if type(module).__name__ == "Conv1D" and last == "weight":  # Hugging Face's, with inputs first
+        return ("reads", "writes")
+    if value.ndim == 2 and line.reads:
+        return ("writes", "reads")
+    if value.ndim == 1 and line.reads and not _is_bias(module):
+        raise UnsupportedError(
+            f"{name} of {type(module).__name__} reads {', '.join(line.reads)} and is no norm that qsync "
+            "knows, so that what it does to a rest is not known; let a norm keep its eps in an attribute "
+            f"`eps`, or keep the space as it is, with the line `{line.pattern}  _ -> _`"
+        )
+    if value.ndim and (value.ndim == 1 or not line.reads):
+        return (*fixed[:-1], "writes")
+    raise UnsupportedError(
+        f"{name} of {type(module).__name__} has {value.ndim} axes, and which is read and which written is "
+        "not known; name the parameter itself in the recipe, or grow another way"
+    )
+
+
+def _is_bias(module: torch.nn.Module) -> bool:
+    """Whether a vector of a module is added to a product: it has a matrix beside it."""
+    return any(p.ndim > 1 for p in module.parameters(recurse=False))

@@ -1,0 +1,95 @@
+"""New blocks that add nothing to their residual stream: which of their tensors are silenced, and how (LEMON,
+section 3.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.expansion.maps.depth import Depth
+from qsync.expansion.maps.tensor_maps import TensorMap
+from qsync.expansion.maps.tensor_roles import Tensor
+from qsync.expansion.recipe import module_kinds
+from qsync.expansion.recipe.recipes import FIXED, Recipe
+
+
+def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> None:
+    """Raise, where blocks are new, for blocks that do more than add to a residual stream that is said to be
+    one: MismatchError for a stream unsaid, UnsupportedError for a norm after the sum."""
+    if not any(place.is_new for places in depth.places.values() for place in places):
+        return
+    outside = {space for t in tensors if not depth.block_of(t.name) for space in t.line.reads}
+    for t in tensors:
+        written = {*t.line.writes} & outside - {*recipe.residual, FIXED}
+        if written and depth.block_of(t.name):
+            space = sorted(written)[0]
+            raise MismatchError(
+                f"{t.path} is in a block and writes {space}, which is read after the blocks, and the recipe "
+                f"{recipe.name} does not say that all blocks add to it: give residual=({space!r},)"
+            )
+        norms_stream = (
+            t.norm in (module_kinds.LAYER, module_kinds.RMS) and t.line.writes[0] in recipe.residual
+        )
+        if norms_stream and depth.block_of(t.name):
+            raise UnsupportedError(
+                f"{t.path} norms the residual stream itself, so that a new block of {recipe.name} cannot "
+                "leave it as it is; grow the width, and leave layers out"
+            )
+    for block, places in depth.places.items():
+        if any(place.is_new for place in places):
+            _check_block(recipe, block, [t for t in tensors if depth.block_of(t.name) == block])
+
+
+def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> None:
+    """A block that is copied must add to a residual stream, and to the one that it reads."""
+    written = {t.line.writes[0] for t in tensors if adds(recipe, t)}
+    read = {space for t in tensors if t.line.reads != t.line.writes for space in t.line.reads}
+    if not written:
+        raise MismatchError(
+            f"nothing in {block} writes {' or '.join(recipe.residual)}, the residual stream of the recipe "
+            f"{recipe.name}; name what blocks add to with residual="
+        )
+    if strange := sorted(written - read):
+        raise UnsupportedError(
+            f"{block} adds to {strange[0]} and reads another space, so that no copy of it can follow it; "
+            "leave layers there as they are"
+        )
+
+
+def adds(recipe: Recipe, t: Tensor) -> bool:
+    """Whether a tensor is of a module whose output is added to a residual stream."""
+    return t.line.writes[0] in recipe.residual and t.norm in (None, module_kinds.BATCH)
+
+
+def silenced(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collection[Tensor], how: str) -> str:
+    """ "zero", "cancel" or "", for a tensor of a new block; `beside` are the tensors of the block that it
+    copies.
+
+    A product is silenced itself, or by the batch norm behind it, whose weight then learns first. What cancels
+    needs two copies of everything that is read. Raises UnsupportedError where it cannot be done.
+    """
+    if not adds(recipe, t):
+        return ""
+    writing = [other for other in beside if other.line.writes == t.line.writes and adds(recipe, other)]
+    batch_norms = [other for other in writing if other.norm == module_kinds.BATCH]
+    if batch_norms and (writing[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
+        raise UnsupportedError(
+            f"{batch_norms[0].path} is to silence a new block, and has no weight or comes before what the "
+            f"block adds; let it write another space (`{batch_norms[0].line.pattern}  {t.line.writes[0]} -> "
+            "normed`), or leave layers out"
+        )
+    if batch_norms and how == "cancel":
+        raise UnsupportedError(
+            f'{batch_norms[0].path} is a batch norm, which blows up what cancels before it; use depth="zero"'
+        )
+    if batch_norms:
+        return "zero" if t.norm and t.kind in ("weight", "bias") else ""
+    if how == "zero" or "reads" not in t.roles:
+        return "zero"
+    axis = made.axes[t.roles.index("reads")]
+    if axis is None or int(axis.growth.num_copies.min()) < 2:
+        raise UnsupportedError(
+            f"{t.name} of a new block reads too few coordinates for two copies of each, so that nothing can "
+            'cancel; use depth="zero"'
+        )
+    return "cancel"

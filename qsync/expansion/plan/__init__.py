@@ -1,0 +1,1 @@
+"""Plan an expansion from a model and a recipe."""

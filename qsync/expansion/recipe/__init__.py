@@ -1,0 +1,1 @@
+"""Recipes: which module reads and writes which space."""

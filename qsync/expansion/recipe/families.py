@@ -1,0 +1,246 @@
+"""The recipes that qsync ships, for models of Hugging Face's transformers: data, and how a config says the
+same. Which recipe a model has."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qsync.errors import UnsupportedError
+from qsync.expansion.recipe.recipes import Recipe, Sizes, check_unwrapped
+
+
+def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
+    """Sizes from a config, where it gives them."""
+
+    def read(model: Any) -> dict[str, int]:
+        found = {name: getattr(model.config, key, None) for name, key in fields.items()}
+        return {name: size for name, size in found.items() if isinstance(size, int)}
+
+    return read
+
+
+def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]:
+    """A new model of a config with other sizes."""
+
+    def build(model: Any, sizes: Sizes) -> torch.nn.Module:
+        config = copy.deepcopy(model.config)
+        for name, key in fields.items():
+            if name in sizes and hasattr(config, key):
+                setattr(config, key, sizes[name])
+        types = set(getattr(config, "layer_types", None) or ())
+        if len(types) > 1 and sizes["layers"] != model.config.num_hidden_layers:
+            raise UnsupportedError(
+                f"the layers of {type(model).__name__} are of several kinds ({', '.join(sorted(types))}), "
+                "whose order another depth would change; grow the width alone"
+            )
+        if types:
+            config.layer_types = list(types) * sizes["layers"] if len(types) == 1 else config.layer_types
+        is_unscaled = not getattr(config, "scale_attn_weights", True)
+        if is_unscaled and sizes["head_dim"] != model.config.n_embd // model.config.n_head:
+            raise UnsupportedError(
+                f"attention of this {type(model).__name__} is not scaled by the width of its heads, so that "
+                "they cannot grow; give heads= in proportion to the width"
+            )
+        if (
+            getattr(config, "scale_attn_by_inverse_layer_idx", False)
+            and sizes["layers"] != model.config.n_layer
+        ):
+            raise UnsupportedError(
+                "attention is scaled by the number of its layer, which depth changes; grow the width alone"
+            )
+        return _made(model, config)
+
+    return build
+
+
+def _made(model: Any, config: Any) -> torch.nn.Module:
+    new: torch.nn.Module = type(model)(config)
+    if getattr(model, "generation_config", None) is not None:
+        new.generation_config = copy.deepcopy(model.generation_config)
+    return new
+
+
+_GPT2 = {"width": "n_embd", "heads": "n_head", "layers": "n_layer", "mlp": "n_inner"}
+GPT2 = Recipe(
+    "GPT-2",
+    """
+    *wte                             -> stream
+    *wpe                             -> stream
+    *.ln_1                    stream -> normed
+    *.attn.c_attn             normed -> query, key, value
+    *.attn.c_proj              mixed -> stream
+    *.ln_2                    stream -> normed
+    *.mlp.c_fc                normed -> mlp
+    *.mlp.c_proj                 mlp -> stream
+    *ln_f                     stream -> final
+    lm_head                    final -> _    tied *wte
+    score                      final -> _
+    classifier                 final -> _
+    qa_outputs                 final -> _
+    """,
+    build=_build(_GPT2), read=_read(_GPT2), sizes={"stream": "width"}, follows={"mlp": "width"}, blocks="h.*",
+    eps="layer_norm_epsilon",
+)  # fmt: skip
+
+_NAMES = {
+    "width": "hidden_size", "heads": "num_attention_heads", "layers": "num_hidden_layers",
+    "mlp": "intermediate_size",
+}  # fmt: skip
+VIT = Recipe(
+    "ViT",
+    """
+    *embeddings.cls_token            -> stream
+    *embeddings.mask_token           -> stream
+    *embeddings.position_embeddings  -> stream
+    *patch_embeddings.projection   _ -> stream
+    *.layernorm_before        stream -> normed
+    *.attention.q_proj        normed -> query
+    *.attention.k_proj        normed -> key
+    *.attention.v_proj        normed -> value
+    *.attention.o_proj         mixed -> stream
+    *.layernorm_after         stream -> normed
+    *.mlp.fc1                 normed -> mlp
+    *.mlp.fc2                    mlp -> stream
+    *layernorm                stream -> final
+    *pooler.dense              final -> pooled
+    classifier                 final -> _
+    decoder.0                  final -> _
+    """,
+    build=_build({**_NAMES, "pooled": "pooler_output_size"}), read=_read(_NAMES), sizes={"stream": "width"},
+    follows={"mlp": "width", "pooled": "width"}, blocks="layers.*", eps="layer_norm_eps",
+)  # fmt: skip
+
+_GROUPED = {**_NAMES, "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+LLAMA = Recipe(
+    "Llama",
+    """
+    *embed_tokens                    -> stream
+    *.input_layernorm         stream -> normed
+    *.self_attn.q_proj        normed -> query
+    *.self_attn.k_proj        normed -> key
+    *.self_attn.v_proj        normed -> value
+    *.self_attn.o_proj         mixed -> stream
+    *.post_attention_layernorm  stream -> normed
+    *.mlp.gate_proj           normed -> mlp
+    *.mlp.up_proj             normed -> mlp
+    *.mlp.down_proj              mlp -> stream
+    *norm                     stream -> final
+    lm_head                    final -> _    tied *embed_tokens
+    score                      final -> _
+    qa_outputs                 final -> _
+    """,
+    build=_build(_GROUPED), read=_read(_GROUPED), sizes={"stream": "width"}, follows={"mlp": "width"},
+    blocks="layers.*", rotary=True, eps="rms_norm_eps",
+)  # fmt: skip
+
+BERT = Recipe(
+    "BERT",
+    """
+    *embeddings.word_embeddings           -> embedded
+    *embeddings.position_embeddings       -> embedded
+    *embeddings.token_type_embeddings     -> embedded
+    *embeddings.LayerNorm        embedded -> stream
+    *.attention.self.query         stream -> query
+    *.attention.self.key           stream -> key
+    *.attention.self.value         stream -> value
+    *.attention.output.dense        mixed -> stream
+    *.attention.output.LayerNorm   stream -> stream
+    *.intermediate.dense           stream -> mlp
+    *.output.dense                    mlp -> stream
+    *.output.LayerNorm             stream -> stream
+    *pooler.dense                  stream -> pooled
+    *predictions.transform.dense   stream -> shaped
+    *predictions.transform.LayerNorm  shaped -> final
+    *predictions.decoder            final -> _    tied *word_embeddings
+    cls.predictions.bias                _ -> _
+    *seq_relationship              pooled -> _
+    classifier                     pooled -> _
+    qa_outputs                     stream -> _
+    """,
+    build=_build(_NAMES), read=_read(_NAMES),
+    sizes={"stream": "width", "embedded": "width", "pooled": "width", "shaped": "width"},
+    follows={"mlp": "width"}, blocks="layer.*",
+)  # fmt: skip
+
+
+def resnet(model: Any) -> Recipe:
+    """ResNet (BatchNorm): one space of channels per stage, c0, c1 ...; `stem` is what its first block
+    reads."""
+    config = model.config
+    num_stages, is_deep = len(config.hidden_sizes), config.layer_type == "bottleneck"
+    names = model.state_dict().keys()
+    # With no convolution on its shortcut the first stage adds to what the stem wrote.
+    stem = "stem" if any("stages.0.layers.0.shortcut.convolution" in name for name in names) else "c0"
+    rows = [
+        f"*embedder.embedder.convolution  _ -> {stem}",
+        f"*embedder.embedder.normalization  {stem} -> {stem}",
+    ]
+    for s in range(num_stages):
+        before, block = (f"c{s - 1}" if s else stem), f"*stages.{s}.layers"
+        inner = (f"inner{s}", f"middle{s}", f"c{s}") if is_deep else (f"inner{s}", f"c{s}")
+        rows.append(f"{block}.0.shortcut.convolution  {before} -> c{s}")
+        rows.append(f"{block}.0.shortcut.normalization  c{s} -> c{s}")
+        for k, writes in enumerate(inner):
+            reads = f"c{s}" if k == 0 else inner[k - 1]
+            if k == 0:
+                rows.append(f"{block}.0.layer.0.convolution  {before} -> {writes}")
+            rows.append(f"{block}.*.layer.{k}.convolution  {reads} -> {writes}")
+            rows.append(f"{block}.*.layer.{k}.normalization  {writes} -> {writes}")
+    rows.append(f"classifier.1  c{num_stages - 1} -> _")
+    stages = [f"c{s}" for s in range(num_stages)]
+
+    def build(small: Any, sizes: Sizes) -> torch.nn.Module:
+        new, layers = copy.deepcopy(small.config), sizes["layers"]
+        new.embedding_size = sizes[stem]
+        new.hidden_sizes = [sizes[name] for name in stages]
+        new.depths = list(layers) if isinstance(layers, tuple) else [layers] * num_stages
+        return _made(small, new)
+
+    inside = [f"{kind}{s}" for s in range(num_stages) for kind in ("inner", "middle")]
+    return Recipe(
+        "ResNet", "\n".join(rows), build=build, blocks="stages.*.layers.*",
+        residual=tuple(dict.fromkeys([stem, *stages])),
+        sizes={} if is_deep else {f"inner{s}": f"c{s}" for s in range(num_stages)},
+        follows={name: f"c{name[-1]}" for name in inside} if is_deep else {},
+    )  # fmt: skip
+
+
+def bert(model: Any) -> Recipe:
+    """BERT; with no pooler a classifier reads the stream, as that of single tokens does."""
+    if any(".pooler." in name for name, _ in model.named_parameters()):
+        return BERT
+    return replace(
+        BERT, table=BERT.table.replace("classifier                     pooled", "classifier  stream")
+    )
+
+
+FAMILIES: dict[str, Recipe | Callable[[Any], Recipe]] = {
+    "gpt2": GPT2, "vit": VIT, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "bert": bert,
+    "resnet": resnet,
+}  # fmt: skip
+
+
+def recipe_of(model: torch.nn.Module) -> Recipe:
+    """The recipe of a model's family: its class's attribute `recipe`, or one that qsync ships.
+
+    Raises UnsupportedError, with what is shipped, where there is none.
+
+    >>> qsync.recipe_of(gpt2).to(width=1024)
+    """
+    check_unwrapped(model)
+    own = getattr(type(model), "recipe", None)
+    if isinstance(own, Recipe):
+        return own
+    name = str(getattr(getattr(model, "config", None), "model_type", ""))
+    if name in FAMILIES:
+        family = FAMILIES[name]
+        return family if isinstance(family, Recipe) else family(model)
+    raise UnsupportedError(
+        f"qsync has no recipe for {type(model).__name__}; it has those of {', '.join(FAMILIES)}: write one "
+        "(qsync.Recipe), let qsync.derive_recipe propose one, or give the class an attribute `recipe`"
+    )

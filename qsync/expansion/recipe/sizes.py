@@ -1,0 +1,173 @@
+"""How large every space of a model is, and how large it is to become: known, read off the shapes, or by
+default."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from qsync.errors import MismatchError, UnsupportedError
+from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Recipe
+
+WIDTH_OF_HEADS = "head_dim"
+_COUNTS = {"query": "heads", "mixed": "heads", "key": "kv_heads", "value": "kv_heads"}
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One axis of a parameter, as the shapes are read: the spaces stacked in it, and its length."""
+
+    parameter: str
+    spaces: tuple[str, ...]
+    length: int
+    is_written: bool
+
+
+def size_name(recipe: Recipe, space: str, same: Mapping[str, str]) -> str:
+    """What the size of a space is called. `same` has the spaces as wide as another: what norms write."""
+    for _ in same:
+        if space in recipe.sizes:
+            break
+        space = same.get(space, space)
+    return recipe.sizes.get(space, space)
+
+
+def small_sizes(
+    recipe: Recipe, known: Mapping[str, int], extents: Iterable[Extent], same: Mapping[str, str]
+) -> dict[str, int]:
+    """Every size of the small model by name. Raises MismatchError where shapes and sizes cannot both be, and
+    UnsupportedError where heads are not known."""
+    found = {name: size for name, size in known.items() if isinstance(size, int)}
+    grown = [e for e in extents if FIXED not in e.spaces]
+    if any(set(e.spaces) & set(ATTENTION) for e in grown):
+        if "heads" not in found:
+            raise UnsupportedError(
+                f"the recipe {recipe.name} has attention, and does not say how many heads: let its `read` "
+                "return "
+                '{"heads": ...} (and "kv_heads", where they are fewer)'
+            )
+        found.setdefault("kv_heads", found["heads"])
+        if found["heads"] % found["kv_heads"]:
+            raise MismatchError(
+                f"{found['heads']} heads cannot share {found['kv_heads']} key/value heads evenly; correct "
+                "the recipe's `read`"
+            )
+    # What writes a space says how large it is; who reads it may see every coordinate many times over.
+    for extent in sorted(grown, key=lambda e: not e.is_written):
+        _read_off(recipe, extent, found, same)
+    return found
+
+
+def _read_off(recipe: Recipe, extent: Extent, found: dict[str, int], same: Mapping[str, str]) -> None:
+    """Take from one axis what it says of a size not known, or hold it against those that are."""
+    unit: dict[str, int] = {}  # by the name of a size: how often it is in this axis
+    for space in extent.spaces:
+        name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, same)
+        unit[name] = unit.get(name, 0) + (found[_COUNTS[space]] if space in ATTENTION else 1)
+    unknown = [name for name in unit if name not in found]
+    left = extent.length - sum(num * found[name] for name, num in unit.items() if name in found)
+    if len(unknown) == 1 and left > 0 and left % unit[unknown[0]] == 0:
+        found[unknown[0]] = left // unit[unknown[0]]
+        return
+    total = sum(num * found.get(name, 0) for name, num in unit.items())
+    repeated = not extent.is_written and len(extent.spaces) == 1 and total and extent.length % total == 0
+    if unknown or not (left == 0 or repeated):
+        sizes = ", ".join(
+            f"{name} {found.get(name, '?')}" + (f" x {num}" if num > 1 else "") for name, num in unit.items()
+        )
+        raise MismatchError(
+            f"{extent.parameter} has an axis of {extent.length}, which the recipe {recipe.name} says is "
+            f"{', '.join(extent.spaces)} ({sizes}); correct that line of the recipe, or the sizes it reads"
+        )
+
+
+def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str] = ()) -> dict[str, int]:
+    """Every size of the grown model; `known` are those that the model says of itself. Raises UnsupportedError
+    for what shrinks, is unknown, or does not divide."""
+    asked = {name: size for name, size in recipe.target.items() if name != "layers"}
+    for name, size in asked.items():
+        if name not in small:
+            known = ", ".join(sorted({*small, *(["layers"] if recipe.blocks else [])}))
+            raise UnsupportedError(f"{recipe.name} has no size {name!r} to grow; it has {known}")
+        if not isinstance(size, int):
+            raise UnsupportedError(f"{name} is one size, found {size!r}; give one whole number")
+        if size < small[name]:
+            raise UnsupportedError(
+                f"{name} would shrink from {small[name]} to {size}, and nothing that shrinks keeps its "
+                f"function; give {small[name]} or more"
+            )
+    target = {**small, **asked}
+    if "heads" in small:
+        is_free = WIDTH_OF_HEADS in known or WIDTH_OF_HEADS in asked
+        _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"), is_free)
+        if recipe.rotary and target[WIDTH_OF_HEADS] != small[WIDTH_OF_HEADS]:
+            raise UnsupportedError(
+                f"heads of {recipe.name} are rotated by position, so that they cannot grow from "
+                f"{small[WIDTH_OF_HEADS]} to {target[WIDTH_OF_HEADS]} without loss; grow heads= instead"
+            )
+    for name, lead in recipe.follows.items():
+        if name in small and lead in small and name not in asked:
+            if small[name] * target[lead] % small[lead]:
+                raise UnsupportedError(
+                    f"{name} {small[name]} cannot keep its ratio to {lead} at {target[lead]}; give {name}= "
+                    "of your own"
+                )
+            target[name] = small[name] * target[lead] // small[lead]
+    return target
+
+
+def _default_heads(
+    small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str, is_free: bool
+) -> None:
+    """Where the width grows and heads are not given: more heads as wide as they are. `is_free` is whether
+    heads may be together wider or narrower than the width."""
+    spans = small["heads"] * small["head_dim"] == small.get(width)
+    if width in asked and spans and "heads" not in asked:
+        each = target["head_dim"]
+        if target[width] % each:
+            raise UnsupportedError(
+                f"{width} {target[width]} is no whole number of heads of {each}; give heads= and head_dim=, "
+                f"or a multiple of {each}"
+            )
+        target["heads"] = target[width] // each
+    elif spans and not is_free:
+        if target[width] % target["heads"] or target[width] // target["heads"] < small["head_dim"]:
+            each = small["head_dim"]
+            raise UnsupportedError(
+                f"{target['heads']} heads, of {each} at least, do not make up {width} {target[width]}; give "
+                f"{width}={target['heads'] * each}, or other heads="
+            )
+        target["head_dim"] = target[width] // target["heads"]
+    if "kv_heads" not in asked:
+        per_group = small["heads"] // small["kv_heads"]
+        if target["heads"] % per_group == 0:
+            target["kv_heads"] = target["heads"] // per_group
+    if target["heads"] < small["heads"]:
+        raise UnsupportedError(
+            f"heads would shrink from {small['heads']} to {target['heads']}; give a smaller head_dim, or "
+            "heads="
+        )
+    if target["heads"] % target["kv_heads"]:
+        raise UnsupportedError(
+            f"{target['heads']} heads cannot share {target['kv_heads']} key/value heads evenly; give "
+            "kv_heads= a divisor"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How many query heads and key/value heads an attention has, and how wide each is."""
+
+    queries: int
+    groups: int
+    width: int
+
+
+def heads(sizes: Mapping[str, int]) -> Heads:
+    """The attention's part of the sizes."""
+    return Heads(sizes["heads"], sizes["kv_heads"], sizes[WIDTH_OF_HEADS])
+
+
+def joined(names: Sequence[str]) -> str:
+    """In words, for a message: the first few of many."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

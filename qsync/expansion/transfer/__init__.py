@@ -1,0 +1,1 @@
+"""Transfer costs and sensitivities of a small model to the grown one."""

@@ -1,0 +1,1 @@
+"""Lowering: the one place that decides where casts go. Pure; no torch."""

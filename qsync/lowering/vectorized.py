@@ -1,0 +1,482 @@
+"""A whole assignment lowered at once: the rule of `qsync.lowering.rules`, asked once per distinct neighbourhood.
+
+What an operator does depends on a small neighbourhood: what kind of operator it is and of which shapes, its
+precision, and the types in which its inputs are carried. Large models repeat themselves, so few of these are
+distinct. `Tables` number them, ask lowering's own functions about each number once, and keep the answers; an
+assignment is then lowered by looking numbers up in arrays. Only what runs along chains of operators goes
+through them one by one: types through following operators, and who wants 16 bits back through them.
+
+Tables hold nothing of an assignment but answers about neighbourhoods, and are forgotten with their graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync.lowering import rules as rule
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.identity_cache import Remembered
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+_PRECISIONS = tuple(Precision)
+_NUMBER = {precision: number for number, precision in enumerate(_PRECISIONS)}
+# Bits of a key: enough for a type. Operands that fit beside the number of a neighbourhood into 63 bits.
+_TYPE_BITS = 6
+_AT_ONCE = 6
+
+
+class Numbered:
+    """Distinct keys (whole numbers), numbered from 0 in the order in which they were first met."""
+
+    def __init__(self) -> None:
+        self._keys: Ints = np.zeros(0, dtype=np.int64)  # in ascending order, with their numbers
+        self._numbers: Ints = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __call__(self, keys: Ints) -> tuple[Ints, list[int]]:
+        """The number of each key; and for every number that is new, in order, a place where it stands."""
+        found = self._find(keys)
+        missing = np.flatnonzero(found < 0)
+        if not len(missing):
+            return found, []
+        new, first = np.unique(keys[missing], return_index=True)
+        numbers = np.arange(len(self), len(self) + len(new))
+        every = np.concatenate((self._keys, new))
+        order = np.argsort(every)
+        self._keys, self._numbers = every[order], np.concatenate((self._numbers, numbers))[order]
+        return self._find(keys), [int(place) for place in missing[first]]
+
+    def _find(self, keys: Ints) -> Ints:
+        if not len(self._keys):
+            return np.full(len(keys), -1)
+        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[place] == keys, self._numbers[place], -1)
+
+
+class _Growing:
+    """Rows of whole numbers that are added one by one and read as one array."""
+
+    def __init__(self, width: int, fill: int) -> None:
+        self._rows: Ints = np.full((16, width), fill)
+        self._fill, self._count = fill, 0
+
+    def add(self, row: list[int]) -> None:
+        if self._count == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.full_like(self._rows, self._fill)))
+        self._rows[self._count, : len(row)] = row
+        self._count += 1
+
+    @property
+    def rows(self) -> Ints:
+        return self._rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """What the rule says of every adjustable structure at every precision: rows are structure x precision."""
+
+    taken: Ints
+    narrow: Bools
+    computes: Bools
+    allowed: Bools
+
+
+class Tables:
+    """The tables of one graph. `structure[i]` numbers what operator `i` is and what shapes it reads."""
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.wiring = rule.wiring(graph)
+        ops, self.offset = graph.ops, len(graph.inputs)
+        entries: list[Input | Op] = [*graph.inputs, *graph.ops]
+        self.num_elements = np.array([entry.num_elements for entry in entries], dtype=np.int64)
+        self.type_names: list[str] = []
+        self._type_numbers: dict[str, int] = {}
+        self._carried = np.array([self.type(dtype) for dtype in self.wiring.traced], dtype=np.int64)
+        kinds: dict[Any, int] = {}
+        by_name = {entry.name: entry for entry in entries}
+        parameters = {value.name for value in graph.parameters}
+        self.structure = np.array(
+            [kinds.setdefault(self._structure(i, by_name, parameters), len(kinds)) for i in range(len(ops))],
+            dtype=np.int64,
+        )
+        self.num_structures = len(kinds)
+        self._example: dict[int, int] = {}
+        for i, structure in enumerate(self.structure.tolist()):
+            self._example.setdefault(structure, i)
+        self._adjustable = np.array(
+            [i for i, op in enumerate(ops) if op.role is Role.ADJUSTABLE], dtype=np.int64
+        )
+        self._named = {ops[i].name: i for i in self._adjustable.tolist()}
+        self._wire()
+        self._cells = self._fill_cells()
+        self._outputs: dict[str | None, Ints] = {}
+        self._fill_followers()
+        self._surroundings = Numbered()
+        self._neighbourhoods = [Numbered() for _ in range(-(-max(1, self._most_floats) // _AT_ONCE))]
+        self.runs: list[Run] = []  # by number of the neighbourhood; without the operator's name
+        self._taken = _Growing(self._most_operands, -1)
+        self._cast_sets = Numbered()
+        self.cast_sets: list[tuple[int, ...]] = []  # numbers in `cast_kinds`, by number of the set
+        self.cast_kinds: list[tuple[str, str, bool]] = []  # source, target, turned
+        self._cast_kind_numbers: dict[tuple[str, str, bool], int] = {}
+
+    def type(self, name: str) -> int:
+        """The number of a type."""
+        number = self._type_numbers.get(name)
+        if number is None:
+            number = self._type_numbers[name] = len(self.type_names)
+            assert number < 1 << _TYPE_BITS, "more types than a key has room for"
+            self.type_names.append(name)
+        return number
+
+    def _structure(self, i: int, entries: Mapping[str, Any], parameters: Collection[str]) -> Any:
+        """All of an operator that the rule or the memory model reads, but for its name and place."""
+        op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
+        inputs = tuple(
+            (
+                entries[v].dtype,
+                entries[v].shape,
+                entries[v].requires_grad,
+                v in parameters,
+                op.inputs.index(v),
+            )
+            for v in op.inputs
+        )
+        kept = tuple((entries[v].dtype, entries[v].shape, entries[v].requires_grad) for v in op.kept)
+        computed = None if follower is None else self.wiring.ops[follower].kind
+        own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated)
+        return own, op.exposed, computed, self.wiring.product[i] is None, inputs, kept
+
+    def _wire(self) -> None:
+        """Edges, sorted by the value that is read; and float operands, slot by slot."""
+        wiring, ops = self.wiring, self.wiring.ops
+        edges = sorted(
+            (v, i, j) for i, operands in enumerate(wiring.operands) for j, v in enumerate(operands)
+        )
+        table = np.array(edges, dtype=np.int64).reshape(-1, 3)
+        self._edge_value, self._edge_op, self._edge_slot = (np.ascontiguousarray(row) for row in table.T)
+        self._read, self._edge_start = np.unique(self._edge_value, return_index=True)
+        self._most_operands = max((len(operands) for operands in wiring.operands), default=0)
+        self._most_floats = max((len(floats) for floats in wiring.floats), default=0)
+        self._slots = []
+        for k in range(self._most_floats):
+            having = [i for i, floats in enumerate(wiring.floats) if len(floats) > k]
+            values = [wiring.floats[i][k] for i in having]
+            self._slots.append((np.array(having, dtype=np.int64), np.array(values, dtype=np.int64)))
+        of_adjustable = np.isin(self._edge_op, self._adjustable)
+        self._adjustable_edges = np.flatnonzero(of_adjustable)
+        # Who may want a value narrow at all, and along which edges the want is passed on, last reader first.
+        self._may_want = np.zeros(wiring.num_values, dtype=np.bool_)
+        self._may_want[self._read] = True
+        passing = np.array(wiring.passes_want, dtype=np.bool_).reshape(-1)
+        self._may_want[self._edge_value[~of_adjustable & ~passing[self._edge_op]]] = False
+        self._want_edges = [
+            (self.offset + i, value)
+            for i in reversed(range(len(ops)))
+            if wiring.passes_want[i]
+            for value in dict.fromkeys(wiring.operands[i])
+        ]
+        self._epilogues = np.array(
+            [(i, f) for i, f in enumerate(wiring.epilogue) if f is not None], dtype=np.int64
+        ).reshape(-1, 2)
+        anchors = [-1 if anchor is None else anchor for anchor in wiring.anchor]
+        self.owner = np.array([*anchors, *range(len(ops))], dtype=np.int64)
+
+    def _fill_cells(self) -> _Cells:
+        shape = (self.num_structures * len(_PRECISIONS), max(1, self._most_operands))
+        cells = _Cells(
+            np.full(shape, -1), np.zeros(shape, dtype=np.bool_),
+            np.zeros(shape[0], dtype=np.bool_), np.zeros(shape[0], dtype=np.bool_),
+        )  # fmt: skip
+        for structure, i in self._example.items():
+            op = self.wiring.ops[i]
+            if op.role is not Role.ADJUSTABLE:
+                continue
+            for precision in PRECISIONS_BY_KIND[op.kind]:
+                cell = structure * len(_PRECISIONS) + _NUMBER[precision]
+                cells.allowed[cell] = True
+                for j, value in enumerate(self.wiring.operands[i]):
+                    taken = rule.taken_type(op, j, self.wiring.traced[value], precision, str(precision))
+                    cells.taken[cell, j] = -1 if taken is None else self.type(taken)
+                    cells.narrow[cell, j] = rule.is_narrow(taken)
+                if self.wiring.epilogue[i] is not None:
+                    cells.computes[cell] = rule.computes(op, precision, False)
+        return cells
+
+    def _fill_followers(self) -> None:
+        """For every following operator its float inputs and a table from their types to that of its result.
+
+        One whose inputs' types never change is settled here.
+        """
+        wiring, tables = self.wiring, [dict[Any, int]() for _ in range(self.num_structures)]
+        varies = np.zeros(wiring.num_values, dtype=np.bool_)
+        varies[self.offset + self._adjustable] = True
+        carried = self._carried.tolist()
+        followers: list[tuple[int, Any, int, dict[Any, int]]] = []
+        for i, op in enumerate(wiring.ops):
+            if op.role is not Role.FOLLOWING:
+                continue
+            floats, result = wiring.floats[i], self.offset + i
+            varies[result] = any(varies[value] for value in floats)
+            table = tables[int(self.structure[i])]
+            if len(floats) > 2:
+                entry = (result, floats, -1, table)
+            else:  # the same value twice says no more than once; a value with no input is known by itself
+                entry = (result, *((*floats, *floats, result, result)[:2]), table)  # type: ignore[assignment]
+            if varies[result]:
+                followers.append(entry)
+            else:
+                self._follow([entry], carried)
+        self._followers = followers
+        self._carried = np.array(carried, dtype=np.int64)
+        # Where the order of images is passed on: result, and the first input.
+        self._turning = [
+            (self.offset + i, wiring.operands[i][0])
+            for i, op in enumerate(wiring.ops)
+            if wiring.operands[i] and rule.turns(op, Precision.FP32, True)
+        ]
+        self._turners = np.zeros((self.num_structures, len(_PRECISIONS)), dtype=np.bool_)
+        for structure, i in self._example.items():
+            for number, precision in enumerate(_PRECISIONS):
+                self._turners[structure, number] = rule.turns(wiring.ops[i], precision, False)
+
+    def _follow(self, followers: list[tuple[int, Any, int, dict[Any, int]]], carried: list[int]) -> None:
+        """Types through following operators, in order."""
+        for result, first, second, table in followers:
+            key: Any
+            if second < 0:
+                key = tuple([carried[value] for value in first])
+            else:
+                key = carried[first] << _TYPE_BITS | carried[second]
+            found = table.get(key)
+            if found is None:
+                found = table[key] = self._followed(result - self.offset, carried)
+            carried[result] = found
+
+    def _followed(self, i: int, carried: list[int]) -> int:
+        op = self.wiring.ops[i]
+        floats = [self.type_names[carried[value]] for value in self.wiring.floats[i]]
+        mode = rule.mode_of(op, Precision.FP32, floats)
+        return self.type(rule.output_of(op, Precision.FP32, mode, None, False))
+
+    def _output(self, narrow: str | None) -> Ints:
+        """The type of an adjustable operator's result, by cell and whether it is wanted narrow."""
+        found = self._outputs.get(narrow)
+        if found is None:
+            found = np.zeros((len(self._cells.allowed), 2), dtype=np.int64)
+            for structure, i in self._example.items():
+                op = self.wiring.ops[i]
+                for number, precision in enumerate(_PRECISIONS if op.role is Role.ADJUSTABLE else ()):
+                    for wanted in (False, True):
+                        output = rule.output_of(op, precision, str(precision), narrow, wanted)
+                        found[structure * len(_PRECISIONS) + number, int(wanted)] = self.type(output)
+            self._outputs[narrow] = found
+        return found
+
+    def lower(
+        self, assignment: Mapping[str, Precision], narrow: str | None, saving_less: Collection[str]
+    ) -> tuple[Ints, Ints, Ints, Bools]:
+        """Every operator's neighbourhood; every value's casts, its type, and whether it is turned."""
+        precision = self._numbers_of(assignment)
+        cell = self.structure * len(_PRECISIONS) + precision
+        wanted = self._wanted(cell)
+        carried = self._carried.copy()
+        own = self._adjustable
+        carried[self.offset + own] = self._output(narrow)[
+            cell[own], wanted[self.offset + own].astype(np.intp)
+        ]
+        types = carried.tolist()
+        self._follow(self._followers, types)
+        carried = np.array(types, dtype=np.int64)
+        turned = self._turned(precision)
+        flags = self._flags(cell, saving_less, carried)
+        key = (self.structure << 3 | precision) << _TYPE_BITS | carried[self.offset :]
+        if turned.any():
+            reads = np.zeros(len(key), dtype=np.int64)
+            np.bitwise_or.at(reads, self._edge_op, turned[self._edge_value].astype(np.int64))
+            flags = flags | reads << 4 | turned[self.offset :].astype(np.int64) << 5
+        number, _ = self._surroundings(key << 6 | flags)
+        fresh: list[int] = []
+        for turn, numbered in enumerate(self._neighbourhoods):
+            for having, values in self._slots[turn * _AT_ONCE : (turn + 1) * _AT_ONCE]:
+                number <<= _TYPE_BITS
+                number[having] |= carried[values]
+            number, fresh = numbered(number)
+        for i in fresh:
+            self._ask(i, _PRECISIONS[int(precision[i])], types, int(flags[i]))
+        taken = self._taken.rows[number[self._edge_op], self._edge_slot]
+        bits = np.where(taken < 0, 0, 1 << np.maximum(taken, 0))
+        mask = np.zeros(len(carried), dtype=np.int64)
+        if len(bits):
+            mask[self._read] = np.bitwise_or.reduceat(bits, self._edge_start)
+        casts, fresh = self._cast_sets((mask << _TYPE_BITS | carried) << 1 | turned)
+        for value in fresh:
+            self._ask_casts(int(mask[value]), types[value], bool(turned[value]))
+        return number, casts, carried, turned
+
+    def _numbers_of(self, assignment: Mapping[str, Precision]) -> Ints:
+        """The precision of every operator, as a number; FP32 for those that are left out."""
+        precision = np.zeros(len(self.wiring.ops), dtype=np.int64)
+        try:
+            at = [self._named[name] for name in assignment]
+            precision[at] = [_NUMBER[p] for p in assignment.values()]
+            allowed = self._cells.allowed[self.structure[at] * len(_PRECISIONS) + precision[at]].all()
+        except KeyError:
+            allowed = np.bool_(False)
+        if not allowed:
+            for name, chosen in assignment.items():
+                self.wiring.check(name, chosen)
+            return self._numbers_of({name: Precision.parse(str(p)) for name, p in assignment.items()})
+        return precision
+
+    def _wanted(self, cell: Ints) -> Bools:
+        """Of every value whether all who read it would narrow it anyway."""
+        edges = self._adjustable_edges
+        narrow = self._cells.narrow[cell[self._edge_op[edges]], self._edge_slot[edges]]
+        start = self._may_want.copy()
+        start[self._edge_value[edges[~narrow]]] = False
+        wanted = start.tolist()
+        for result, value in self._want_edges:
+            if not wanted[result]:
+                wanted[value] = False
+        return np.array(wanted, dtype=np.bool_)
+
+    def _turned(self, precision: Ints) -> Bools:
+        turned = np.zeros(self.wiring.num_values, dtype=np.bool_)
+        turned[self.offset :] = self._turners[self.structure, precision]
+        if turned.any():
+            found = turned.tolist()
+            for result, first in self._turning:
+                if found[first]:
+                    found[result] = True
+            turned = np.array(found, dtype=np.bool_)
+        return turned
+
+    def _flags(self, cell: Ints, saving_less: Collection[str], carried: Ints) -> Ints:
+        """Bits: computes its follower, is computed itself, saves less, its result is kept anyway."""
+        flags = np.zeros(len(cell), dtype=np.int64)
+        less = np.zeros(len(cell), dtype=np.bool_)
+        for name in saving_less:
+            self.wiring.check_saving(name)
+            less[self.wiring.position[name]] = True
+        products, followers = self._epilogues.T
+        computes = self._cells.computes[cell[products]] & ~less[followers]
+        flags[products] |= computes
+        flags[followers] |= computes.astype(np.int64) << 1
+        flags |= less.astype(np.int64) << 2
+        if saving_less:
+            types = [self.type_names[number] for number in carried.tolist()]
+
+            def taken(i: int, j: int) -> str | None:
+                number = int(self._cells.taken[cell[i], j])
+                return None if number < 0 else self.type_names[number]
+
+            for i in np.flatnonzero(less).tolist():
+                flags[i] |= int(self.wiring.is_kept(self.offset + i, taken, types.__getitem__)) << 3
+        return flags
+
+    def _ask(self, i: int, precision: Precision, carried: list[int], flags: int) -> None:
+        """Ask the rule about the neighbourhood in which operator `i` is."""
+        op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
+        mode = rule.mode_of(op, precision, [self.type_names[carried[v]] for v in self.wiring.floats[i]])
+        values = self.wiring.operands[i]
+        taken = [rule.taken_type(op, j, self.wiring.traced[v], precision, mode) for j, v in enumerate(values)]
+        operands = tuple(
+            self.type_names[carried[v]] if t is None else t for v, t in zip(values, taken, strict=True)
+        )
+        computed = self.wiring.ops[follower].kind if follower is not None and flags & 1 else None
+        form = rule.form_of(op, computed, bool(flags & 2), bool(flags & 4), lambda: bool(flags & 8))
+        output = self.type_names[carried[self.offset + i]]
+        self.runs.append(Run("", mode, operands, output, form, bool(flags & 16)))
+        self._taken.add([-1 if t is None else self.type(t) for t in taken])
+
+    def _ask_casts(self, mask: int, carried: int, turned: bool) -> None:
+        taken = [name for number, name in enumerate(self.type_names) if mask >> number & 1]
+        source = self.type_names[carried]
+        found = []
+        for target in rule.needed_casts(taken, source):
+            kind = (source, target, turned)
+            if kind not in self._cast_kind_numbers:
+                self._cast_kind_numbers[kind] = len(self.cast_kinds)
+                self.cast_kinds.append(kind)
+            found.append(self._cast_kind_numbers[kind])
+        self.cast_sets.append(tuple(found))
+
+
+_TABLES: Remembered[Tables] = Remembered()
+
+
+def tables(graph: OpGraph) -> Tables:
+    """The tables of a graph, made once."""
+    return _TABLES.of(graph, lambda: Tables(graph))
+
+
+class Tabulated:
+    """One assignment lowered by tables: the same graph as `Lowering` makes of it.
+
+    `neighbourhood[i]` numbers how operator `i` runs and what it finds around itself (`Tables.runs`), and
+    `cast_set[value]` which casts are made of a value (`Tables.cast_sets`).
+
+    >>> Tabulated(graph, assignment).lowered().nodes == lower(graph, assignment).nodes
+    """
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        assignment: Mapping[str, Precision],
+        narrow: str | None = "bf16",
+        saving_less: Collection[str] = (),
+    ) -> None:
+        self.graph = graph
+        self.tables = tables(graph)
+        self.neighbourhood, self.cast_set, self._carried, self._turned = self.tables.lower(
+            assignment, narrow, saving_less
+        )
+
+    def run(self, i: int) -> Run:
+        """Operator `i` as it runs."""
+        op: Op = self.graph.ops[i]
+        found = self.tables.runs[int(self.neighbourhood[i])]
+        return Run(op.name, found.mode, found.operands, found.output, found.form, found.turned)
+
+    def casts(self, value: int) -> Iterator[Cast]:
+        """The casts of a value, by its number."""
+        wiring = self.tables.wiring
+        entry = (
+            wiring.inputs[value] if value < wiring.offset else wiring.ops[value - wiring.offset]
+        )  # one per value
+        for kind in self.tables.cast_sets[int(self.cast_set[value])]:
+            source, target, turned = self.tables.cast_kinds[kind]
+            yield Cast(entry.name, source, target, entry.num_elements, entry.kind == "parameter", turned)
+
+    def casts_made(self) -> tuple[Ints, Ints]:
+        """Every cast: the number of its value, and of its kind (`Tables.cast_kinds`)."""
+        width = max((len(kinds) for kinds in self.tables.cast_sets), default=0)
+        kinds = np.full((len(self.tables.cast_sets), width), -1)
+        for row, cast_set in enumerate(self.tables.cast_sets):
+            kinds[row, : len(cast_set)] = cast_set
+        found = kinds[self.cast_set]
+        values, places = np.nonzero(found >= 0)
+        return values, found[values, places]
+
+    def lowered(self) -> LoweredGraph:
+        """The lowered graph."""
+        wiring = self.tables.wiring
+        nodes: list[Cast | Run] = []
+        for i in range(len(wiring.ops)):
+            for value in wiring.anchored[i]:
+                nodes += self.casts(value)
+            nodes.append(self.run(i))
+            nodes += self.casts(wiring.offset + i)
+        return LoweredGraph(self.graph, tuple(nodes))

@@ -1,0 +1,66 @@
+"""A folder that holds a plan with all it was made from, to be replayed, explained and checked later.
+
+plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from qsync.errors import FormatError
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.json_files import read_json, write_json
+from qsync.records.plans import Plan
+from qsync.records.profiles import Profile, Sensitivity
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """What a plan is made from: the graph, the cluster, a profile per class, and the sensitivity."""
+
+    graph: OpGraph
+    cluster: Cluster
+    profiles: Mapping[str, Profile]
+    sensitivity: Sensitivity
+
+    def save(self, folder: str | Path) -> None:
+        """Write the basis; each file whole or not at all."""
+        folder = Path(folder)
+        self.graph.save(folder / "graph.json")
+        write_json(folder / "cluster.json", self.cluster.to_json())
+        self.sensitivity.save(folder / "sensitivity.json")
+        for name, profile in self.profiles.items():
+            profile.save(folder / f"profile-{name}.json")
+
+    @classmethod
+    def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
+        """Read a basis, for its own cluster or the one given. Classes of data sheets are left without a
+        profile.
+
+        FormatError names the file that is missing or malformed.
+        """
+        folder = Path(folder)
+        if not (folder / "graph.json").is_file():
+            raise FormatError(
+                f"{folder} has no graph.json: give a folder that qsync demo or qsync.hybrid wrote"
+            )
+        if cluster is None:
+            cluster = Cluster.from_json(
+                read_json(folder / "cluster.json"), where=str(folder / "cluster.json")
+            )
+        profiles = {
+            c.name: Profile.load(folder / f"profile-{c.name}.json")
+            for c in cluster.classes
+            if c.datasheet is None  # what is simulated is not on disk: see qsync.commands.what_if
+        }
+        graph = OpGraph.load(folder / "graph.json")
+        return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
+
+
+def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:
+    """Write a plan beside what it was made from."""
+    basis.save(folder)
+    plan.save(Path(folder) / "plan.json")

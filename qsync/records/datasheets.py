@@ -1,0 +1,133 @@
+"""What a device could do at best: peak rates, bandwidth and memory. A table of GPUs that need not be here.
+
+A data sheet bounds what an operator takes (roofline); it does not say how near an operator comes. What is
+planned from one is simulated, and labelled so.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.records.json_files import check_fields
+from qsync.records.precision import Precision
+
+# What every kernel of a GPU takes at least. No data sheet says it: launches of small kernels, back to back,
+# on data-centre GPUs of the last years take 2 to 10 microseconds (an assumption, ours).
+LAUNCH_S = 5e-6
+
+
+@dataclass(frozen=True, slots=True)
+class DataSheet:
+    """One device: dense peak rates by type (operations per second, a multiply-add counted as two), memory.
+
+    `flops_per_s` names the types it multiplies in hardware, so it says which precisions it has. `launch_s` is
+    what the smallest operator takes. `capability` is CUDA's compute capability, None for a CPU. `source` says
+    where the numbers come from.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float]
+    bytes_per_s: float
+    memory_bytes: int
+    cache_bytes: int
+    launch_s: float
+    capability: tuple[int, int] | None
+    source: str
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions that a plan may give this device, INT8 in all three products among them."""
+        has = set(self.flops_per_s) | ({str(Precision.INT8_ALL)} if "int8" in self.flops_per_s else set())
+        return tuple(precision for precision in Precision if str(precision) in has)
+
+    @property
+    def narrow(self) -> str:
+        """The type in which 8-bit operators multiply backward: the 16-bit float, FP32 if there is none."""
+        return next((name for name in ("bf16", "fp16") if name in self.flops_per_s), "fp32")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any], where: str = "data sheet") -> DataSheet:
+        """Read a data sheet; FormatError names the field that is missing or wrong."""
+        capability = value.get("capability")
+        try:
+            sheet = cls(**{**value, "capability": tuple(capability) if capability is not None else None})
+        except TypeError as error:
+            raise FormatError(f"{where} cannot be read ({error}); write the file anew") from error
+        check_fields(sheet, where)
+        return sheet
+
+
+def _nvidia(
+    name: str,
+    capability: tuple[int, int],
+    gigabytes: int,
+    gigabytes_per_s: float,
+    cache_megabytes: int,
+    source: str,
+    **teraflops: float,
+) -> DataSheet:
+    """A row of the table, in the units of NVIDIA's data sheets; `source` is the title of its own."""
+    rates = {type_name: rate * 1e12 for type_name, rate in teraflops.items()}
+    return DataSheet(
+        name, rates, gigabytes_per_s * 1e9, gigabytes * 10**9, cache_megabytes * 2**20, LAUNCH_S, capability,
+        f"NVIDIA: {source}",
+    )  # fmt: skip
+
+
+# Dense rates: where a data sheet counts sparsity, half of what it says. FP32 is that of the ordinary cores. A
+# precision is left out where the tensor cores lack it (V100's INT8, BF16 and TF32; T4's BF16 and TF32). V100,
+# A100, H100 and H200 are the SXM boards, V100 the 32 GB and A100 the 80 GB one, B200 one of eight in an HGX
+# (180 GB as it ships; the brief says up to 192). T4's 320 GB/s are the product brief's (PB-09256), its data
+# sheet says 300. Cache sizes, and compute capabilities, are no data sheet's: they are those of the
+# architectures' white papers and of the CUDA C++ Programming Guide; B200's cache is what its driver reports.
+_HOPPER = {"fp32": 67, "tf32": 494.5, "bf16": 989.5, "fp16": 989.5, "fp8": 1979, "int8": 1979}
+DATASHEETS: dict[str, DataSheet] = {
+    sheet.name: sheet
+    for sheet in (
+        _nvidia(
+            "T4", (7, 5), 16, 320, 4, "T4 Tensor Core GPU data sheet (951643)", fp32=8.1, fp16=65, int8=130
+        ),
+        _nvidia("V100", (7, 0), 32, 900, 6, "V100 data sheet (1165301 r5)", fp32=15.7, fp16=125),
+        _nvidia(
+            "L4", (8, 9), 24, 300, 48, "L4 Tensor Core GPU data sheet", fp32=30.3, tf32=60, bf16=121,
+            fp16=121, fp8=242.5, int8=242.5,
+        ),
+        _nvidia(
+            "A10", (8, 6), 24, 600, 6, "A10 Tensor Core GPU data sheet", fp32=31.2, tf32=62.5, bf16=125,
+            fp16=125, int8=250,
+        ),
+        _nvidia(
+            "A100", (8, 0), 80, 2039, 40, "A100 Tensor Core GPU data sheet (1758950 r4)", fp32=19.5, tf32=156,
+            bf16=312, fp16=312, int8=624,
+        ),
+        _nvidia("H100", (9, 0), 80, 3350, 50, "H100 Tensor Core GPU data sheet", **_HOPPER),
+        _nvidia("H200", (9, 0), 141, 4800, 50, "H200 Tensor Core GPU data sheet", **_HOPPER),
+        _nvidia(
+            "B200", (10, 0), 180, 7700, 126, "Blackwell Architecture Technical Brief v2.1, table 3", fp32=75,
+            tf32=1100, bf16=2250, fp16=2250, fp8=4500, int8=4500,
+        ),
+    )
+}  # fmt: skip
+
+
+def datasheet(name: str) -> DataSheet:
+    """The data sheet of the device called `name`, in any case; FormatError with the nearest if there is none.
+
+    >>> datasheet("T4").flops_per_s["int8"]
+    130000000000000.0
+    """
+    known = {entry.lower(): entry for entry in DATASHEETS}
+    if name.lower() not in known:
+        nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
+        names = ", ".join(DATASHEETS)
+        raise FormatError(
+            f"there is no data sheet {name!r} (nearest: {known[nearest]!r}); choose one of {names}"
+        )
+    return DATASHEETS[known[name.lower()]]

@@ -1,0 +1,204 @@
+"""OpGraph: the operators of a captured model, in the order they run. A record: no torch, JSON in and out.
+
+An operator's *inputs* are the values it computes on, which lowering brings to the operator's type. What it
+reads as it is (parameters of a norm, running statistics, indices, boolean masks) stands in *kept*. Values are
+named by what makes them: an operator's name, or a graph input's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.records.identity_cache import Remembered
+from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.precision import PRECISIONS_BY_KIND
+
+VERSION = 1
+
+
+class Role(StrEnum):
+    """Who chooses an operator's precision."""
+
+    ADJUSTABLE = "adjustable"  # the plan
+    FOLLOWING = "following"  # its inputs: it runs in the widest type among them
+    FIXED = "fixed"  # nobody: it runs in the type it was traced in
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A tensor that enters the graph: a parameter, a buffer, or part of the batch."""
+
+    name: str
+    kind: (
+        str  # "parameter", "buffer", "batch", or "alias": a parameter once more, inside a checkpointed graph
+    )
+    dtype: str
+    shape: tuple[int, ...]
+    requires_grad: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return num_elements(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operator.
+
+    `flops` counts a multiply-add as two, forward only. `magnitude` is the largest constant that its result
+    may hold by construction (masks); a type whose range ends below it is not used. `depth` counts the
+    products on the longest path up to and including this one, of those that are adjustable (an embedding
+    multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
+    fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
+    `exposed`: something that is no operator reads the result too, so that it must be made whatever its
+    consumers need.
+    """
+
+    name: str
+    kind: str
+    role: Role
+    inputs: tuple[str, ...]
+    kept: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    flops: int = 0
+    requires_grad: bool = True
+    magnitude: float = 0.0
+    depth: int = 0
+    dropout: float = 0.0
+    dilated: bool = False
+    fixed_because: str = ""
+    exposed: bool = False
+
+    @property
+    def num_elements(self) -> int:
+        return num_elements(self.shape)
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class OpGraph:
+    """A model's operators in execution order, with what enters the graph.
+
+    Graph breaks are joined in order. `recomputed` are blocks that compute forward once more in backward, each
+    as the positions of its first and last operator, where a plan wants that (`qsync.records.levers`); it is in no
+    file.
+    """
+
+    model: str
+    inputs: tuple[Input, ...]
+    ops: tuple[Op, ...]
+    num_segments: int = 1
+    recomputed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def adjustable(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.role is Role.ADJUSTABLE)
+
+    @property
+    def parameters(self) -> tuple[Input, ...]:
+        return tuple(value for value in self.inputs if value.kind == "parameter")
+
+    @property
+    def hash(self) -> str:
+        """Identity of the model as a plan sees it: adjustable operators and parameter shapes."""
+        return _HASHES.of(self, self._hash)
+
+    def _hash(self) -> str:
+        shapes = {value.name: value.shape for value in self.inputs if value.kind in ("parameter", "alias")}
+        ops = sorted(
+            [op.name, op.kind, [shapes[name] for name in op.inputs if name in shapes]]
+            for op in self.adjustable
+        )
+        return digest(ops)
+
+    @property
+    def batch_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what a step is given beside the model."""
+        return tuple(value.shape for value in self.inputs if value.kind == "batch")
+
+    @property
+    def shapes_hash(self) -> str:
+        """Identity of one batch shape of that model: what a profile was measured for."""
+        return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))
+
+    def to_json(self) -> dict[str, Any]:
+        body = {"model": self.model, "num_segments": self.num_segments}
+        inputs = [asdict(value) for value in self.inputs]
+        return {
+            "kind": "graph",
+            "version": VERSION,
+            **body,
+            "inputs": inputs,
+            "ops": [asdict(op) for op in self.ops],
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
+        check_header(value, "graph", VERSION)
+        try:
+            inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
+            ops = tuple(
+                Op(**{**_tuples(entry), "role": Role(entry["role"])})
+                for entry in field(value, "ops", list, "graph")
+            )
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise FormatError(
+                f"the graph file has an operator or input that cannot be read ({error})"
+            ) from error
+        graph = cls(
+            field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph")
+        )
+        check_fields(graph, "graph")
+        graph._check_names()
+        return graph
+
+    def _check_names(self) -> None:
+        """FormatError unless every operator reads what exists by then, and qsync has kernels for what may be
+        adjusted."""
+        known = {value.name for value in self.inputs}
+        for op in self.ops:
+            missing = [name for name in (*op.inputs, *op.kept) if name not in known]
+            if missing:
+                raise FormatError(
+                    f"graph: operator {op.name!r} reads {missing[0]!r}, which nothing before it makes; "
+                    "capture the model again"
+                )
+            if op.role is Role.ADJUSTABLE and op.kind not in PRECISIONS_BY_KIND:
+                raise FormatError(
+                    f"graph: operator {op.name!r} is adjustable, but there is no kernel of kind {op.kind!r}; "
+                    "capture the model again"
+                )
+            known.add(op.name)
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> OpGraph:
+        return cls.from_json(read_json(path))
+
+
+_HASHES: Remembered[str] = Remembered()
+_SHAPES_HASHES: Remembered[str] = Remembered()
+
+
+def num_elements(shape: Iterable[int]) -> int:
+    """Product of the sizes; 1 for a scalar."""
+    return reduce(lambda total, size: total * size, shape, 1)
+
+
+def digest(value: Any) -> str:
+    """A short, stable hash of a JSON-able value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _tuples(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(item) if isinstance(item, list) else item for key, item in entry.items()}

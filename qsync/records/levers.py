@@ -1,0 +1,137 @@
+"""Levers: what a plan may change beside precisions, for each device class. A record: no torch.
+
+Shares of the batch and passes (micro-batches) are taken by `qsync.weigh_gradients` and `qsync.micro_batches`,
+blocks are recomputed by `qsync.wrap`; the size of DDP's buckets, and which operators save less for backward,
+stand in the plan itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.records.graph import OpGraph
+
+SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
+    "share", "accumulate", "buckets", "recompute", "save_less",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLevers:
+    """One class: the samples that each of its ranks takes per optimizer step (None: as many as the graph was
+    captured with), in how many passes, and which blocks (paths of modules) compute forward once more in
+    backward."""
+
+    samples: int | None = None
+    passes: int = 1
+    recomputed: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """In words: "4 samples in 2 passes, layer.0 recomputed"."""
+        parts = [f"{self.samples} samples" if self.samples is not None else "samples as captured"]
+        parts[0] += f" in {self.passes} passes" if self.passes > 1 else ""
+        if self.recomputed:
+            parts.append(f"{', '.join(self.recomputed)} recomputed")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Without:
+    """The plan with one lever off, the others as they are and precisions chosen anew: what the lever bought
+    is the difference.
+
+    None where there is no such plan; `reason` says why, or that the target is then missed.
+    """
+
+    step_s: float | None = None
+    added_variance: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Levers:
+    """The levers that a plan uses; a class not named uses none. In a plan each is named, with its samples.
+
+    `without` has what the plan would be with each lever turned off. How costs at other numbers of samples
+    were come by, the class's part of the plan says (`ClassPlan.origin`): "interpolated" or "proportional".
+    `untried` has levers that a search would have used, and why it could not.
+
+    >>> Levers({"infer": ClassLevers(samples=4, passes=2)})
+    """
+
+    classes: Mapping[str, ClassLevers]
+    without: Mapping[str, Without] = field(default_factory=dict)
+    untried: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, device_class: str) -> ClassLevers:
+        return self.classes.get(device_class, ClassLevers())
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The levers that some class of a plan uses."""
+        entries = self.classes.values()
+        found = {
+            SHARE: len({entry.samples for entry in entries}) > 1,
+            ACCUMULATE: any(entry.passes > 1 for entry in entries),
+            RECOMPUTE: any(entry.recomputed for entry in entries),
+        }
+        return tuple(name for name, is_used in found.items() if is_used)
+
+    def to_json(self) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "classes": {name: asdict(entry) for name, entry in sorted(self.classes.items())}
+        }
+        if self.without:
+            body["without"] = {name: asdict(entry) for name, entry in self.without.items()}
+        if self.untried:
+            body["untried"] = dict(self.untried)
+        return body
+
+    @classmethod
+    def from_json(cls, value: Any, where: str = "levers") -> Levers:
+        """Read levers; FormatError names what cannot be read."""
+        try:
+            classes = {
+                name: ClassLevers(**{**entry, "recomputed": tuple(entry.get("recomputed", ()))})
+                for name, entry in value["classes"].items()
+            }
+            without = {name: Without(**entry) for name, entry in value.get("without", {}).items()}
+            untried = {name: str(reason) for name, reason in value.get("untried", {}).items()}
+        except (TypeError, KeyError, AttributeError) as error:
+            raise FormatError(f"{where} cannot be read ({error}); plan again") from error
+        for name, entry in classes.items():
+            for what, number in (("samples", entry.samples), ("passes", entry.passes)):
+                if number is not None and (type(number) is not int or number < 1):
+                    raise FormatError(f"{where}, class {name!r}: {what} must be at least 1, found {number!r}")
+        return cls(classes, without, untried)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a profile was carried over to: the graph of one pass, the samples of a step, and the levers.
+
+    `captured` is the hash of the shapes, and `captured_samples` the number of samples, that graph and profile
+    were made with.
+    """
+
+    graph: OpGraph
+    samples: int
+    captured: str
+    captured_samples: int
+    levers: ClassLevers
+
+
+def samples_of(graph: OpGraph) -> int:
+    """How many samples a graph was captured with: the first dimension of the first tensor of the batch.
+
+    Raises FormatError for a graph whose batch has none.
+
+    >>> samples_of(graph)
+    """
+    shape = next((value.shape for value in graph.inputs if value.kind == "batch" and value.shape), None)
+    if shape is None:
+        raise FormatError(f"no tensor of a batch enters {graph.model}, so it has no samples to share out")
+    return shape[0]

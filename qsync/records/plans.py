@@ -1,0 +1,308 @@
+"""Plan: for each device class an assignment of precisions, and what was predicted for it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError
+from qsync.records.graph import OpGraph
+from qsync.records.json_files import check_fields, check_header, read_json, write_json
+from qsync.records.json_files import field as field_of
+from qsync.records.levers import Levers
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.save_less import can_save_less, ops_that_save_less
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """What replay predicted for one class under the plan.
+
+    Variance is in squared gradient norm, weighted n_c / N^2.
+    """
+
+    compute_s: float
+    wait_s: float
+    memory_bytes: int
+    added_variance: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPlan:
+    """The assignment of one device class: every adjustable operator, in model order, with its precision.
+
+    `saving_less` are patterns of the names of following operators that save less for backward.
+    """
+
+    assignment: Mapping[str, Precision]
+    predicted: Predicted | None = None
+    profile_hash: str | None = None
+    saving_less: tuple[str, ...] = ()
+    origin: str = "measured"  # of the costs it was chosen by: Profile.origin
+
+    @property
+    def lowered(self) -> tuple[str, ...]:
+        """The operators that do not run in FP32."""
+        return tuple(op for op, precision in self.assignment.items() if precision is not Precision.FP32)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Precisions per device class. Keyed by class, never by rank.
+
+    >>> plan = qsync.Plan.load("plan.json").pin("encoder.layer.0.*", "fp32")
+    >>> plan.save("pinned.json")
+    """
+
+    model: str
+    graph_hash: str
+    classes: Mapping[str, ClassPlan]
+    step_s: float | None = None
+    target_s: float | None = None
+    bucket_cap_bytes: int | None = None  # DDP's cap that the prediction assumes; None: its default
+    margin: float | None = None  # the part by which lowered classes may be late and still reach the target
+    solver: str | None = None  # that chose the assignments: "milp" or "greedy"
+    bound: float | None = None  # below which the added variance of no plan for this problem can fall
+    status: str | None = None  # of the solver: "optimal", "time-limited", "unproved" or "unsolved"
+    levers: Levers | None = None  # what it changes beside precisions
+    pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
+    budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
+    together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
+
+    def __getitem__(self, device_class: str) -> ClassPlan:
+        if device_class not in self.classes:
+            known = ", ".join(self.classes)
+            raise MismatchError(
+                f"the plan has no device class {device_class!r}, it was made for {known}; name one of these, "
+                "or plan again"
+            )
+        return self.classes[device_class]
+
+    @property
+    def added_variance(self) -> float | None:
+        """Of all classes together; None if nothing was predicted."""
+        found = [entry.predicted.added_variance for entry in self.classes.values() if entry.predicted]
+        return sum(found) if len(found) == len(self.classes) else None
+
+    @property
+    def gap(self) -> float | None:
+        """The part of the added variance that a better plan might not add; None if that is not known."""
+        added = self.added_variance
+        if self.bound is None or added is None:
+            return None
+        return max(0.0, 1.0 - self.bound / added) if added > 0.0 else 0.0
+
+    def pinned_by(self, op: str, precision: Precision) -> str | None:
+        """The pattern that pinned an operator to this precision when the plan was made, if one did."""
+        matching = (p for p, to in self.pins.items() if to is precision and fnmatch.fnmatchcase(op, p))
+        return next(matching, None)
+
+    def check_graph(self, graph: OpGraph) -> None:
+        """MismatchError unless this plan was made for `graph`; both sides are named."""
+        names = {op.name: op.kind for op in graph.adjustable}
+        for class_name, class_plan in self.classes.items():
+            for op, precision in class_plan.assignment.items():
+                if op not in names:
+                    raise MismatchError(
+                        f"the plan for {class_name} assigns {op!r}, which {graph.model} does not have"
+                        f"{_nearest(op, names)}; plan again for this model"
+                    )
+                if precision not in PRECISIONS_BY_KIND[names[op]]:
+                    raise FormatError(
+                        f"the plan gives {op} ({names[op]}) {precision}, which has no kernel; choose another"
+                    )
+            missing = [op for op in names if op not in class_plan.assignment]
+            if missing:
+                raise MismatchError(
+                    f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more "
+                    f"operators of {graph.model}; plan again for this model"
+                )
+            check_saving(graph, class_name, class_plan.saving_less)
+        if self.graph_hash != graph.hash:
+            raise MismatchError(
+                f"the plan was made for {self.model} with graph {self.graph_hash}, this model is "
+                f"{graph.model} with graph {graph.hash}; plan again for this model"
+            )
+
+    def pin(self, pattern: str, precision: str | Precision) -> Plan:
+        """A plan in which every operator that matches `pattern` has this precision in every class.
+
+        Predictions are dropped: they were made for another assignment. Replay the result to have them again.
+        """
+        chosen = Precision.parse(precision)
+        known = next(iter(self.classes.values())).assignment
+        if not fnmatch.filter(known, pattern):
+            raise MismatchError(f"no operator matches {pattern!r}{_nearest(pattern, known)}")
+        classes = {
+            name: replace(
+                class_plan,
+                assignment={
+                    op: chosen if fnmatch.fnmatchcase(op, pattern) else p
+                    for op, p in class_plan.assignment.items()
+                },
+                predicted=None,
+            )
+            for name, class_plan in self.classes.items()
+        }
+        return replace(self, classes=classes, step_s=None, bound=None)
+
+    def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
+        """A plan in which following operators (gelu, layer_norm, dropout ...) that match save less for
+        backward.
+
+        In every class, or in one. What they keep then is lowering's to say: their result if the next product
+        keeps it anyway, else one bit or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are
+        dropped, as by `pin`.
+
+        >>> plan.save_less("encoder.layer.*", device_class="infer")
+        """
+        chosen = [device_class] if device_class is not None else list(self.classes)
+        changed = {
+            name: replace(
+                self[name],
+                predicted=None,
+                saving_less=tuple(dict.fromkeys((*self[name].saving_less, pattern))),
+            )
+            for name in chosen
+        }
+        return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None)
+
+    def diff(self, other: Plan) -> str:
+        """One line per operator and class whose precision differs, and per class in which others save less;
+        first, one for the buckets.
+
+        Empty if the plans run alike.
+        """
+        caps = [
+            "DDP's own" if plan.bucket_cap_bytes is None else f"{plan.bucket_cap_bytes} bytes"
+            for plan in (self, other)
+        ]
+        lines = [f"every class  buckets: {caps[0]} -> {caps[1]}"] if caps[0] != caps[1] else []
+        for name in dict.fromkeys([*self.classes, *other.classes]):
+            mine = self.classes[name].assignment if name in self.classes else {}
+            theirs = other.classes[name].assignment if name in other.classes else {}
+            for op in dict.fromkeys([*mine, *theirs]):
+                if mine.get(op) != theirs.get(op):
+                    lines.append(f"{name}  {op}: {mine.get(op, 'absent')} -> {theirs.get(op, 'absent')}")
+            less, also = (
+                ", ".join(plan.classes[name].saving_less) if name in plan.classes else ""
+                for plan in (self, other)
+            )
+            if less != also:
+                lines.append(f"{name}  saving less: {less or 'none'} -> {also or 'none'}")
+            lever, other_lever = (plan.levers[name] if plan.levers else None for plan in (self, other))
+            if lever != other_lever:
+                lines.append(f"{name}  levers: {lever or 'none'} -> {other_lever or 'none'}")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """Classes by name, operators in the order of the model: what is equal is written alike."""
+        classes = {
+            name: {
+                "profile_hash": class_plan.profile_hash,
+                **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
+                "predicted": asdict(class_plan.predicted) if class_plan.predicted else None,
+                "saving_less": list(class_plan.saving_less),
+                "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
+            }
+            for name, class_plan in sorted(self.classes.items())
+        }
+        body: dict[str, Any] = {
+            "model": self.model,
+            "graph_hash": self.graph_hash,
+            "step_s": self.step_s,
+            "target_s": self.target_s,
+        }
+        body["bucket_cap_bytes"] = self.bucket_cap_bytes
+        if self.margin is not None:
+            body["margin"] = self.margin
+        if self.solver is not None:
+            body["solver"] = self.solver
+        if self.bound is not None:
+            body["bound"] = self.bound
+        if self.status is not None:
+            body["status"] = self.status
+        if self.levers is not None:
+            body["levers"] = self.levers.to_json()
+        if self.pins:
+            body["pins"] = {pattern: str(precision) for pattern, precision in sorted(self.pins.items())}
+        if self.budgets:
+            body["budgets"] = dict(sorted(self.budgets.items()))
+        if self.together:
+            body["together"] = [list(patterns) for patterns in self.together]
+        return {"kind": "plan", "version": VERSION, **body, "classes": classes}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        check_header(value, "plan", VERSION)
+        classes = {}
+        for name, entry in field_of(value, "classes", dict, "plan").items():
+            where = f"plan, class {name!r}"
+            if not isinstance(entry, dict):
+                raise FormatError(f"{where} must be an object with an assignment")
+            assignment = {}
+            for op, text in field_of(entry, "assignment", dict, where).items():
+                try:
+                    assignment[op] = Precision.parse(str(text))
+                except FormatError as error:
+                    raise FormatError(f"{where}, operator {op!r}: {error}") from error
+            try:
+                predicted = Predicted(**entry["predicted"]) if entry.get("predicted") else None
+            except TypeError as error:
+                raise FormatError(
+                    f"{where}: the prediction cannot be read ({error}); replay the plan again"
+                ) from error
+            less = tuple(entry.get("saving_less", ()))
+            classes[name] = ClassPlan(
+                assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured")
+            )  # fmt: skip
+        if not classes:
+            raise FormatError("the plan has no device class; plan again")
+        header = (field_of(value, "model", str, "plan"), field_of(value, "graph_hash", str, "plan"))
+        plan = cls(
+            *header, classes, value.get("step_s"), value.get("target_s"), value.get("bucket_cap_bytes"),
+            value.get("margin"), value.get("solver"), value.get("bound"), value.get("status"),
+            Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
+            {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
+            _mapping(value, "budgets"),
+            tuple(tuple(str(pattern) for pattern in patterns) for patterns in value.get("together") or ()),
+        )  # fmt: skip
+        check_fields(plan, "plan")
+        return plan
+
+    def save(self, path: str | Path) -> Path:
+        """Write plan.json, whole or not at all."""
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
+        return cls.from_json(read_json(path))
+
+
+def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
+    """MismatchError for a pattern of a class's plan that matches no operator that can save less; "*" may."""
+    for pattern in patterns:
+        if pattern != "*" and not ops_that_save_less(graph, [pattern]):
+            known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
+            raise MismatchError(
+                f"the plan for {device_class} lets {pattern!r} save less, but no operator of "
+                f"{graph.model} that can matches{_nearest(pattern, known)}"
+            )
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A field that plans have only where it says something."""
+    found: dict[str, Any] = field_of({name: {}, **value}, name, dict, "plan")
+    return found
+
+
+def _nearest(name: str, known: Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f" (nearest: {close[0]!r})" if close else ""

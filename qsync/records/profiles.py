@@ -1,0 +1,358 @@
+"""Profile: what a device class was measured to take for a graph. Sensitivity: what a precision costs.
+
+Both are records: measured once, saved, and read by replay and allocation without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from dataclasses import field as record_field
+from pathlib import Path
+from typing import Any
+
+import qsync
+from qsync.errors import FormatError, MismatchError
+from qsync.records.cluster import DeviceClass
+from qsync.records.graph import OpGraph, digest
+from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
+from qsync.records.levers import Setting
+from qsync.records.precision import Precision
+
+PROFILE_VERSION = 1
+SENSITIVITY_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds that a node of the lowered graph takes, forward and backward, measured in a running step.
+
+    `spread_s` is how much both together vary from step to step (a robust standard deviation).
+    """
+
+    forward_s: float
+    backward_s: float = 0.0
+    spread_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+
+MEASURED, LEARNED, SIMULATED, WHAT_IF = "measured", "learned", "simulated", "what if"
+CARRIED = "carried"
+_SHOWN = {
+    MEASURED: "", LEARNED: " (learned costs)", SIMULATED: " (simulated device)",
+    CARRIED: " (carried over from a smaller model)",
+}  # fmt: skip
+# The device itself was measured, whatever the model was.
+_DEVICE_MEASURED = (MEASURED, LEARNED, CARRIED)
+
+
+MEASURE_AGAIN = "measure it again with qsync.profile, or take it as what-if with --force"
+# A throttled rank gets the share of its core that was asked for but for some parts in a thousand.
+_SAME_SHARE = 0.02
+
+
+def shown(device_class: str, origin: str) -> str:
+    """The name of a class as tables and texts show it: with where its costs come from, unless measured."""
+    return device_class + _SHOWN.get(origin, f" ({origin})")
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Profile:
+    """Measured costs of one device class for one graph and batch shape.
+
+    `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
+    it runs in for the others, with what `Run.timed_as` adds. `casts` maps (value, source type, target type)
+    -> cost, as measured. `cast_fit` maps (source, target) -> (latency, seconds per element) forward and
+    backward, for casts no measured step contained. `outside` is what runs before and after the graph (the
+    loss). `host_s` is the rest of a step: Python. `loading_s` is how long a step waits for its next batch,
+    0 where no loader was given to be timed. `optimizer_s` is one optimizer step with zero_grad;
+    `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
+    all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
+
+    How far to trust it, as parts of a step's time (standard deviations): `noise` is how much one step differs
+    from its like, `drift` how much the machine changed between rounds, and `error` by how much the profile
+    missed steps of mixed precision that it had not seen. It took `num_steps` steps and `seconds`.
+
+    `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
+    the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device; CARRIED
+    where they come from a model that this one grew from (`predictor.filling`); WHAT_IF where they were
+    measured for something else (`what_if`).
+
+    `model` and `batch` (shapes) say in words what it was measured for, `machine` on what and with which
+    versions; empty in files from before.
+
+    `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
+
+    `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
+    """
+
+    device_class: str
+    graph_hash: str
+    shapes_hash: str
+    ops: Mapping[str, Mapping[str, Cost]]
+    casts: Mapping[tuple[str, str, str], Cost]
+    cast_fit: Mapping[tuple[str, str], tuple[Cost, Cost]]
+    outside: Cost
+    host_s: float
+    optimizer_s: float
+    optimizer_bytes: int
+    step_s: Mapping[str, float]
+    machine: Mapping[str, Any]
+    emulated_share: float | None = None
+    bucket_s_per_byte: float = 0.0
+    reduce_s_per_call: float = 0.0
+    reduce_s_per_byte: float = 0.0
+    noise: float = 0.0
+    drift: float = 0.0
+    error: float = 0.0
+    num_steps: int = 0
+    seconds: float = 0.0
+    origin: str = MEASURED
+    filled: Mapping[str, float] = record_field(default_factory=dict)
+    refused: Mapping[str, Mapping[str, str]] = record_field(default_factory=dict)
+    loading_s: float = 0.0
+    model: str = ""
+    batch: tuple[tuple[int, ...], ...] = ()
+    setting: Setting | None = None
+
+    @property
+    def device(self) -> str | None:
+        """What it was measured on: "cpu" or "cuda"; None where the profile does not tell."""
+        told = self.machine.get("device")  # older profiles do not say; they list the machine's GPUs
+        return told or ("cpu" if self.machine.get("gpus") == [] else None)
+
+    @property
+    def hardware(self) -> str | None:
+        """The GPU it was measured on, or the processor with the rank's threads; None if it does not tell."""
+        told = self.machine.get("hardware")
+        if told is None and self.device == "cpu" and {"processor", "threads"} <= self.machine.keys():
+            return processor_with(self.machine["processor"], self.machine["threads"])
+        return told
+
+    @property
+    def uncertainty(self) -> float:
+        """Standard deviation of (measured - predicted) / predicted to expect of a run's median step."""
+        return math.hypot(self.error, self.drift)
+
+    @property
+    def hash(self) -> str:
+        return digest(self.to_json())
+
+    def precisions_of(self, op: str) -> tuple[Precision, ...]:
+        """The precisions that were measured for an adjustable operator."""
+        try:
+            modes = (mode.partition(" ")[0] for mode in self.ops.get(op, {}))
+            return tuple(dict.fromkeys(Precision.parse(mode) for mode in modes))
+        except FormatError as error:
+            raise FormatError(f"profile of {self.device_class}, operator {op!r}: {error}") from error
+
+    def check_graph(self, graph: OpGraph) -> None:
+        """MismatchError unless this profile was measured for `graph` at its batch shape."""
+        if self.graph_hash != graph.hash:
+            mine, other = (
+                f"{name}, graph {h}" if name else f"graph {h}"
+                for name, h in ((self.model, self.graph_hash), (graph.model, graph.hash))
+            )
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured for another model ({mine}; this one is "
+                f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
+            )
+        if (self.setting.captured if self.setting else self.shapes_hash) != graph.shapes_hash:
+            sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured for another batch shape"
+                f"{sides if self.batch else ''}; capture and profile with the same example batch, or "
+                "take it as what-if with --force"
+            )
+
+    def _other_operators(self, graph: OpGraph) -> str:
+        """Which operators tell `graph` from the one that was measured, if their names do."""
+        here = {op.name for op in graph.ops}
+        lacking = [op.name for op in graph.adjustable if op.name not in self.ops]
+        surplus = [name for name in self.ops if name not in here]
+        if lacking:
+            return f", which also has {_some(lacking)}"
+        return f", which has no {_some(surplus)}" if surplus else ", whose parameters have other shapes"
+
+    def graph_of(self, graph: OpGraph) -> OpGraph:
+        """The graph as this profile prices it: under its class's levers, where it was carried over to any."""
+        return self.setting.graph if self.setting else graph
+
+    def check_class(self, device_class: DeviceClass) -> None:
+        """MismatchError unless this profile was measured on what the class is, as far as both say."""
+        if self.origin not in _DEVICE_MEASURED:
+            return
+        mine, its = self.hardware, device_class.hardware
+        if mine and its and mine != its:
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured on another machine ({mine}, the class is "
+                f"{its}); {MEASURE_AGAIN}"
+            )
+        if self.device not in (None, device_class.device):
+            how = "without a GPU" if self.device == "cpu" else "on a GPU"
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured {how} ({mine}), but the class is "
+                f"{device_class.device}; {MEASURE_AGAIN}"
+            )
+        shares = [share or 1.0 for share in (self.emulated_share, device_class.emulated_share)]
+        if abs(shares[0] - shares[1]) > _SAME_SHARE:
+            found, wanted = (
+                f"an emulated device (emulated_share = {share:.4g})" if share < 1 else "a whole one"
+                for share in shares
+            )
+            raise MismatchError(
+                f"the profile of {self.device_class} was measured on {found}, the class is {wanted}; "
+                "give the class the same, or measure it again with qsync.profile"
+            )
+
+    def what_if(self, graph: OpGraph) -> Profile:
+        """This profile as if it had been measured for `graph`, wherever it was; everything shown says so."""
+        return replace(
+            self, origin=WHAT_IF, graph_hash=graph.hash, shapes_hash=graph.shapes_hash,
+            model=graph.model, batch=graph.batch_shapes,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        # Without what is written in another way below: of a large graph that is nearly everything.
+        body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}))
+        del body["setting"]
+        if self.setting:
+            body["levers"] = asdict(self.setting.levers)
+        body["casts"] = [[*key, *_numbers(cost)] for key, cost in self.casts.items()]
+        body["cast_fit"] = [
+            [*key, base.forward_s, base.backward_s, slope.forward_s, slope.backward_s]
+            for key, (base, slope) in self.cast_fit.items()
+        ]
+        body["ops"] = {
+            op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
+        }
+        body["outside"] = _numbers(self.outside)
+        for late in (
+            "refused",
+            "loading_s",
+            "model",
+            "batch",
+        ):  # as in files from before such a field, whose hash plans bear
+            if not body[late]:
+                del body[late]
+        return {"kind": "profile", "version": PROFILE_VERSION, **body}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        check_header(value, "profile", PROFILE_VERSION)
+        body = {key: item for key, item in value.items() if key not in ("kind", "version")}
+        try:
+            body["ops"] = {
+                op: {mode: Cost(*cost) for mode, cost in modes.items()} for op, modes in value["ops"].items()
+            }
+            body["casts"] = {(v, s, t): Cost(*cost) for v, s, t, *cost in value["casts"]}
+            body["cast_fit"] = {
+                (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
+            }
+            body["outside"] = Cost(*value["outside"])
+            body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
+            profile = cls(**body)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise FormatError(f"the profile file cannot be read ({error}); measure it again") from error
+        check_fields(profile, f"profile of {profile.device_class}")
+        return profile
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        return cls.from_json(read_json(path))
+
+
+def check_versions(profiles: Mapping[str, Profile]) -> None:
+    """MismatchError unless all were measured with one version of torch and with this one of qsync, patches
+    aside."""
+    for what in ("torch", "qsync"):
+        known: dict[str, str] = {}
+        for name, profile in profiles.items():
+            version = profile.machine.get(what)
+            if version and profile.origin in _DEVICE_MEASURED:
+                known.setdefault(_minor(version), name)
+        for version, name in known.items():
+            if what == "qsync" and version != _minor(qsync.__version__):
+                raise MismatchError(
+                    f"the profile of {name} was measured with qsync {version}, and this is qsync "
+                    f"{qsync.__version__}; {MEASURE_AGAIN}"
+                )
+        if len(known) > 1:
+            (one, first), (other, second) = list(known.items())[:2]
+            raise MismatchError(
+                f"the profile of {first} was measured with {what} {one}, that of {second} with {other}; "
+                "measure one of them again, or take it as what-if with --force"
+            )
+
+
+def _minor(version: object) -> str:
+    return ".".join(str(version).split(".")[:2])
+
+
+def processor_with(processor: str, num_threads: int) -> str:
+    """How a processor is named as a rank's hardware: with the threads that the rank has of it."""
+    return f"{processor}, {num_threads} thread{'s' if num_threads != 1 else ''}"
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{names[0]!r}" + (f" and {len(names) - 1} others" if names[1:] else "")
+
+
+def _shapes(batch: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join("x".join(map(str, shape)) or "a number" for shape in batch)
+
+
+def _numbers(cost: Cost) -> list[float]:
+    return [cost.forward_s, cost.backward_s, cost.spread_s]
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Added gradient variance of each adjustable operator at each precision (unit: squared gradient norm)."""
+
+    graph_hash: str
+    indicator: str
+    omega: Mapping[str, Mapping[str, float]]
+    num_batches: int = 1
+
+    def __getitem__(self, key: tuple[str, Precision]) -> float:
+        op, precision = key
+        if precision is Precision.FP32:
+            return 0.0
+        try:
+            return self.omega[op][precision]
+        except KeyError:
+            raise MismatchError(
+                f"no sensitivity of {op} at {precision}; gather it again with qsync.sensitivity"
+            ) from None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "sensitivity", "version": SENSITIVITY_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Sensitivity:
+        check_header(value, "sensitivity", SENSITIVITY_VERSION)
+        where = "sensitivity"
+        omega = field(value, "omega", dict, where)
+        sensitivity = cls(
+            field(value, "graph_hash", str, where),
+            field(value, "indicator", str, where),
+            omega,
+            field(value, "num_batches", int, where),
+        )
+        check_fields(sensitivity, where)
+        return sensitivity
+
+    def save(self, path: str | Path) -> Path:
+        return write_json(path, self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        return cls.from_json(read_json(path))

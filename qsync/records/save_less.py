@@ -1,0 +1,43 @@
+"""Operators that can save less for backward, and the forms in which they do."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable
+
+from qsync.records.graph import Op, OpGraph, Role
+
+# What a following operator that saves less keeps for backward: if a consumer keeps its result anyway, and if
+# not. "plain" is what torch keeps, which is then no more than that result.
+FORMS: dict[str, tuple[str, str]] = {
+    "gelu": ("output", "codes"),
+    "silu": ("codes", "codes"),
+    "layer_norm": ("output", "codes"),
+    "batch_norm": ("codes", "codes"),
+    "softmax": ("plain", "codes"),
+    "relu": ("plain", "bits"),
+    "dropout": ("bits", "bits"),
+}
+
+
+def can_save_less(op: Op) -> bool:
+    """Whether an operator can be run so that it saves less for backward."""
+    return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
+
+
+def ops_that_save_less(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
+    """The operators that can save less and whose names match one of these patterns, in order.
+
+    None in blocks that are computed once more in backward: what those keep waits for a moment only.
+
+    >>> ops_that_save_less(graph, ["encoder.layer.0.*"])
+    """
+    wanted = tuple(patterns)
+    twice = {i for first, last in graph.recomputed for i in range(first, last + 1)}
+    return tuple(
+        op.name
+        for i, op in enumerate(graph.ops)
+        if i not in twice
+        and can_save_less(op)
+        and any(fnmatch.fnmatchcase(op.name, pattern) for pattern in wanted)
+    )

@@ -1,0 +1,303 @@
+"""Running a model as a plan says: the backend that torch.compile calls, and the program it keeps for each
+model.
+
+`attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same
+state_dict keys). Each graph the tracer hands over is kept as a Segment, so that another assignment rewrites
+the segments without tracing again.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo import trace_rules
+
+from qsync import backend
+from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
+from qsync.lowering.rules import Cast, LoweredGraph, Run, lower
+from qsync.records.graph import OpGraph
+from qsync.records.kernel_support import next_up, unserved
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.save_less import ops_that_save_less
+from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
+from qsync.runtime.weight_cache import forget_copies
+from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
+from qsync.tracing.tracer import dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
+
+# Given a graph (of one segment), the precision of each of its adjustable operators.
+Chooser = Callable[[OpGraph], Mapping[str, Precision]]
+# Given a graph, its operators that save less for backward.
+SavingChooser = Callable[[OpGraph], Collection[str]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    segment: Segment
+    graph: OpGraph
+    lowered: LoweredGraph
+    run: torch.fx.GraphModule
+
+
+class _Placed:
+    """An observer told of nodes under the names that they bear in the joined graph."""
+
+    def __init__(self, observer: Observer, program: Program) -> None:
+        self._observer, self._program = observer, program
+        if hasattr(observer, "taken"):
+            self.taken = self._placed_taken
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        prefix = self._program.prefix
+        if prefix and isinstance(node, Run):
+            node = replace(node, op=prefix + node.op)
+        elif prefix and not node.of_parameter:
+            node = replace(node, value=prefix + node.value)
+        self._observer.seen(node, result, operands)
+
+    def _placed_taken(self, op: str, index: int, operand: Any) -> Any:
+        return self._observer.taken(self._program.prefix + op, index, operand)
+
+
+class Program:
+    """What runs in a model's place: its traced segments, rewritten for the assignment in force."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        choose: Chooser,
+        check: Callable[[OpGraph], None] | None = None,
+        saving_less: SavingChooser | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._choose, self._check, self._observer = choose, check, None
+        self._saving_less = saving_less or saving(())
+        self._checked = False
+        self.prefix = ""  # what stands before the names of the segment that runs now
+        self._entries: list[_Entry] = []
+        self._ran: list[_Entry] = []
+        parameter = next(model.parameters(), None)
+        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        self.kernels = backend.select(self.device)
+
+    @property
+    def graph(self) -> OpGraph:
+        """The graph of the last call: its segments joined in the order they ran."""
+        return join(self._segments, type(self._model()).__name__)
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [entry.segment for entry in self._ran]
+
+    @property
+    def lowered(self) -> tuple[LoweredGraph, ...]:
+        """What the last call ran: the lowered graph of each segment, in order."""
+        return tuple(entry.lowered for entry in self._ran)
+
+    def refused(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
+        """Operator -> why the device does not serve it in a precision that its kind has otherwise."""
+        return refused(graph, precision, self.kernels)
+
+    def choose(
+        self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
+    ) -> None:
+        """Run another assignment from the next call on; an observer is told of every node that runs.
+
+        Without `saving_less` every operator saves what torch does.
+        """
+        self._choose, self._observer = choose, observer
+        self._saving_less = saving_less or saving(())
+        for entry in self._entries:
+            entry.lowered = self._lower(entry.graph)
+            entry.run = self._rewrite(entry.segment, entry.lowered)
+
+    def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The backend that torch.compile calls for each traced graph."""
+        model = self._model()
+        assert model is not None, "a program outlived its model"
+        segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
+        graph = join([segment], type(model).__name__)
+        lowered = self._lower(graph)
+        entry = _Entry(segment, graph, lowered, self._rewrite(segment, lowered))
+        self._entries.append(entry)
+
+        def run(*args: Any) -> Any:
+            self._ran.append(entry)
+            self.prefix = repeat_prefix(self._segments, len(self._ran) - 1)
+            if self._observer is not None:
+                self._observer.began()
+            return entry.run.forward(*args)
+
+        return run
+
+    def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """One call of the model."""
+        if torch.is_autocast_enabled(self.device.type):
+            raise UnsupportedError(
+                "torch.autocast is on and would undo qsync's casts; call the model outside of autocast"
+            )
+        model = self._model()
+        assert model is not None, "a program outlived its model"
+        if not model.training:
+            forget_copies()
+        if self._checked:
+            return self._run(compiled, args, kwargs)
+        # Until a call has shown that the plan fits the model, a call that fails leaves no trace in running
+        # statistics.
+        breaks = graph_breaks()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        try:
+            result = self._run(compiled, args, kwargs)
+            if not self._ran:
+                raise nothing_to_lower(model, breaks)
+            if self._check is not None:
+                self._check(self.graph)
+        except QSyncError:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            raise
+        self._checked = True
+        return result
+
+    def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._ran.clear()
+        try:
+            with dynamo_settings():
+                return compiled(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
+            raise TracingError(
+                f"the model was traced too often to go on: {error}; keep its input shapes alike"
+            ) from error
+
+    def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
+        observer = _Placed(self._observer, self) if self._observer is not None else None
+        return rewrite(segment, lowered, self.kernels, observer)
+
+    def _lower(self, graph: OpGraph) -> LoweredGraph:
+        return lower(graph, self._choose(graph), self.kernels.narrow, self._saving_less(graph))
+
+
+programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    model: torch.nn.Module,
+    choose: Chooser,
+    check: Callable[[OpGraph], None] | None = None,
+    saving_less: SavingChooser | None = None,
+) -> Program:
+    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
+
+    The operators that `saving_less` names save less for backward; without it none does.
+    """
+    program = Program(model, choose, check, saving_less)
+    call = model._call_impl
+    if isinstance(model.forward, MethodType) and trace_rules.check(model.forward):
+        call = MethodType(_framed, model)
+    compiled = torch.compile(call, backend=program.compile)
+    model._compiled_call_impl = lambda *args, **kwargs: program.call(compiled, *args, **kwargs)
+    programs[model] = program
+    return program
+
+
+def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no
+    other."""
+    return self._call_impl(*args, **kwargs)
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Make `model` run as torch would run it."""
+    programs.pop(model, None)
+    model._compiled_call_impl = None
+
+
+def program_of(model: torch.nn.Module) -> Program:
+    """The program of a wrapped model; MismatchError if it was not wrapped."""
+    if model not in programs:
+        raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
+    return programs[model]
+
+
+def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
+    """One precision wherever the operator's kind has it, FP32 elsewhere.
+
+    With `kernels` (of the device) an operator that none of them serves in it runs in the next precision up,
+    and a warning says so, once for each reason.
+    """
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+        if kernels is None:
+            return chosen
+        moved: dict[tuple[str, Precision, str], list[str]] = {}
+        kinds = {op.name: op.kind for op in graph.adjustable}
+        for name, reason in refused(graph, precision, kernels).items():
+            tried, chosen[name] = [precision], next_up(kinds[name], precision, [precision], kernels.narrow)
+            while chosen[name] is not Precision.FP32 and name in refused(graph, chosen[name], kernels):
+                tried.append(chosen[name])
+                chosen[name] = next_up(kinds[name], chosen[name], tried, kernels.narrow)
+            moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
+        for (kind, instead, reason), names in moved.items():
+            _say_once(f"{kind} in {precision}: {reason}; {_listed(names)} in {instead}")
+        return chosen
+
+    return choose
+
+
+def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
+    """Operator -> why this device does not serve it in a precision that its kind has otherwise.
+
+    By its shapes (see qsync.records.kernel_support), or because there is no kernel: what that needs is not here, or what it
+    computes here is wrong.
+    """
+    by_shape = unserved(graph, kernels.device.type)
+    found = {}
+    for op in graph.adjustable:
+        if precision not in PRECISIONS_BY_KIND[op.kind]:
+            continue
+        reason = by_shape.get(op.name, {}).get(precision)
+        if reason is None and needs_kernel(op.kind, precision):
+            reason = kernels.refusal(op.kind, precision)
+        if reason is not None:
+            found[op.name] = reason
+    return found
+
+
+def _listed(names: list[str]) -> str:
+    """Who runs in the next precision up: all if they are few."""
+    if len(names) == 1:
+        return f"{names[0]} runs"
+    some = ", ".join(names[:3])
+    return f"{some} run" if len(names) <= 3 else f"{some} and {len(names) - 3} more run"
+
+
+@cache
+def _say_once(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+def following(assignment: Mapping[str, Precision]) -> Chooser:
+    """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for
+    (evaluation)."""
+    return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
+
+
+def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
+    """The operators that match one of these patterns and can save less do, but for those in modules that are
+    recomputed (paths)."""
+    wanted, twice = tuple(patterns), tuple(f"{path}." for path in recomputed)
+    return lambda graph: tuple(
+        name for name in ops_that_save_less(graph, wanted) if not f"{name}.".startswith(twice)
+    )

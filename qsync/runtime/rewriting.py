@@ -1,0 +1,349 @@
+"""The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
+
+The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
+(but for convolutions, attention and embeddings in BF16); every other precision calls the backend's kernel for
+it, and so does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered
+graph becomes one call, each Run node one call, in the lowered graph's order, but for those that run in the
+epilogue of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.fx
+from torch.utils.checkpoint import checkpoint
+
+from qsync.backend.casts.epilogues import activation
+from qsync.backend.compressed_saves.saved_ops import saving
+from qsync.backend.encoding import Operand
+from qsync.lowering.rules import EPILOGUES, FUSED, Cast, LoweredGraph, Run
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision, is_encoded
+from qsync.runtime.weight_cache import WeightCast
+from qsync.tracing.operator_table import names_a_type
+from qsync.tracing.segments import Segment
+
+
+class KernelTable(Protocol):
+    """What the pass needs of a backend: see qsync.backend.select."""
+
+    def cast(self, tensor: torch.Tensor, target: str) -> Any: ...
+
+    def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]: ...
+
+
+class Observer(Protocol):
+    """Called after each node of the lowered graph has run, with what it returned and what it was given.
+
+    One that has a method `taken(op, index, operand)` is also called before an adjustable operator runs in
+    FP32, with each of its operands, and what it returns is what the operator gets.
+    """
+
+    def began(self) -> None:
+        """A traced graph is about to run."""
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None: ...
+
+
+def rewrite(
+    segment: Segment, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None = None
+) -> torch.fx.GraphModule:
+    """A GraphModule that computes the segment as the lowered graph says.
+
+    `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
+    the numbers are the same.
+    """
+    return _Rewriter(lowered, kernels, observer).module(segment)
+
+
+class CastCall(torch.nn.Module):
+    """One Cast node of an activation."""
+
+    def __init__(self, kernels: KernelTable, target: str) -> None:
+        super().__init__()
+        self._kernels, self._target = kernels, target
+
+    def forward(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):  # what split and chunk return
+            return type(value)(self.forward(item) for item in value)
+        return self._kernels.cast(value, self._target)
+
+
+class KernelCall(torch.nn.Module):
+    """One Run node whose precision needs a kernel. Operands to be encoded come as (value, encoded) pairs."""
+
+    def __init__(self, kernel: Callable[..., torch.Tensor], target: Callable[..., Any], output: str) -> None:
+        super().__init__()
+        self._kernel, self._traced, self._output = kernel, target, output
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._kernel(self._traced, self._output, *args, **kwargs)
+
+
+class EpilogueCall(torch.nn.Module):
+    """One Run node that computes a following operator in its epilogue, with that call's own arguments."""
+
+    def __init__(
+        self,
+        kernel: Callable[..., torch.Tensor],
+        target: Callable[..., Any],
+        run: Run,
+        arguments: dict[str, Any],
+    ) -> None:
+        super().__init__()
+        self._kernel, self._traced, self._output = kernel, target, run.output
+        self._activation = activation(run.form, **arguments)
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._kernel(self._traced, self._output, *args, activation=self._activation, **kwargs)
+
+
+class SavingCall(torch.nn.Module):
+    """One Run node of a following operator that saves less for backward."""
+
+    def __init__(self, kind: str, form: str, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self._run, self._traced = saving(kind, form), target
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._run(self._traced, *args, **kwargs)
+
+
+class Report(torch.nn.Module):
+    """Tells the observer that a node has run."""
+
+    def __init__(self, observer: Observer, node: Cast | Run) -> None:
+        super().__init__()
+        self._observer, self._node = observer, node
+
+    def forward(self, result: Any, *operands: Any) -> Any:
+        self._observer.seen(self._node, result, operands)
+        return result
+
+
+class Taken(torch.nn.Module):
+    """Shows the observer an operand on its way into one operator."""
+
+    def __init__(self, observer: Any, op: str, index: int) -> None:
+        super().__init__()
+        self._observer, self._op, self._index = observer, op, index
+
+    def forward(self, operand: Any) -> Any:
+        return self._observer.taken(self._op, self._index, operand)
+
+
+# Kinds whose BF16 is more than the traced call on BF16 operands.
+_OWN_BF16 = ("conv2d", "attention", "embedding")
+
+
+def needs_kernel(kind: str, mode: str) -> bool:
+    """Whether an adjustable operator runs through a kernel of the backend; else the traced call runs."""
+    return mode != "fp32" and (mode != "bf16" or kind in _OWN_BF16)
+
+
+class _Rewriter:
+    def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
+        self._graph: OpGraph = lowered.graph
+        self._kernels, self._observer = kernels, observer
+        self._watched = hasattr(observer, "taken")
+        self._ops = {op.name: op for op in lowered.graph.ops}
+        self._runs: dict[str, Run] = {}
+        self._before: dict[str, list[Cast]] = {}
+        self._after: dict[str, list[Cast]] = {}
+        self._carried = {value.name: value.dtype for value in lowered.graph.inputs}
+        inputs = set(self._carried)
+        pending: list[Cast] = []
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                self._runs[node.op], self._before[node.op], pending = node, pending, []
+                self._carried[node.op] = node.output
+            elif node.value in inputs:
+                pending.append(node)
+            else:
+                self._after.setdefault(node.value, []).append(node)
+        # Where each value stands in the new graph, as it is carried and as it was cast.
+        self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
+
+    def module(self, segment: Segment) -> torch.fx.GraphModule:
+        module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
+        graph = module.graph
+        new: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in segment.module.graph.nodes:
+            name = segment.op_of.get(node)
+            for cast in self._before.get(name, ()) if name else ():
+                self._emit_cast(module, cast)
+            if node.op == "output":
+                graph.output(self._returned(segment, node, name, new))
+                continue
+            if node.op == "get_attr":
+                if all(user in segment.nested for user in node.users):
+                    continue  # a checkpoint's body: its rewritten form takes its place
+                _share(segment.module, module, str(node.target))
+            if node in segment.nested:
+                new[node] = self._emit_checkpoint(module, segment, node, new)
+            elif name is None or node.op == "placeholder":
+                new[node] = graph.node_copy(node, lambda n: new[n])
+            else:
+                new[node] = self._emit_run(module, segment, node, self._runs[name], new)
+            value = segment.value_of.get(node)
+            if value is not None:
+                self._node_of[value, self._carried[value]] = new[node]
+            if name is not None:
+                new[node] = self._report(module, self._runs[name], new[node])
+                self._node_of[name, self._carried[name]] = new[node]
+                for cast in self._after.get(name, ()):
+                    self._emit_cast(module, cast)
+        graph.lint()
+        module.recompile()
+        return module
+
+    def _returned(
+        self,
+        segment: Segment,
+        node: torch.fx.Node,
+        name: str | None,
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> Any:
+        """What the graph hands out, in the types that it was traced in, and contiguous where it was.
+
+        Kernels of convolutions return channels-last order, which nobody outside of the graph need expect.
+        """
+
+        def handed_out(source: torch.fx.Node) -> torch.fx.Node:
+            found = self._operand(segment, name, source, new)
+            traced = source.meta.get("example_value")
+            if not isinstance(traced, torch.Tensor) or traced.ndim != 4 or not traced.is_contiguous():
+                return found
+            return found.graph.call_method("contiguous", (found,))
+
+        return torch.fx.map_arg(node.args[0], handed_out)
+
+    def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
+        source = self._node_of[cast.value, cast.source]
+        call: torch.nn.Module = (
+            WeightCast(self._kernels, cast.target)
+            if cast.of_parameter
+            else CastCall(self._kernels, cast.target)
+        )
+        node = _call(module, f"cast_{cast.target}", call, (source,), {})
+        if self._observer is not None:
+            node = _call(module, "report", Report(self._observer, cast), (node, source), {})
+        self._node_of[cast.value, cast.target] = node
+
+    def _emit_run(
+        self,
+        module: torch.fx.GraphModule,
+        segment: Segment,
+        node: torch.fx.Node,
+        run: Run,
+        new: dict[Any, torch.fx.Node],
+    ) -> torch.fx.Node:
+        op = self._ops[run.op]
+        if run.form == FUSED:  # the product has computed it
+            return self._node_of[op.inputs[0], run.operands[0]]
+        native = op.role != "adjustable" or not needs_kernel(op.kind, run.mode)
+
+        def operand(source: torch.fx.Node) -> Any:
+            taken = self._operand(segment, run.op, source, new)
+            value = segment.value_of.get(source)
+            if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
+                return _call(
+                    module, "taken", Taken(self._observer, op.name, op.inputs.index(value)), (taken,), {}
+                )
+            if native or value not in op.inputs:
+                return taken
+            encoded = is_encoded(run.operands[op.inputs.index(value)])
+            return Operand(self._node_of[value, self._carried[value]], taken) if encoded else taken
+
+        args = torch.fx.map_arg(node.args, operand)
+        kwargs = torch.fx.map_arg(node.kwargs, operand)
+        target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+        if run.form in EPILOGUES:
+            kernel = self._kernels.kernel(op.kind, Precision(run.mode))
+            both = EpilogueCall(kernel, target, run, self._arguments(segment, node))
+            return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
+        if run.form != "plain":
+            call = SavingCall(op.kind, run.form, target)
+            return _call(module, f"{op.kind}_{run.form}", call, args, kwargs)
+        if native:
+            # A view asks for an order of elements that a convolution's result may not have here.
+            named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
+            call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
+            call.meta = dict(node.meta)
+            return call
+        kernel = self._kernels.kernel(op.kind, Precision(run.mode))
+        return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
+
+    def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
+        """The arguments, beside the value, of the call that is computed in the epilogue of this one."""
+        ran = {user: self._runs[segment.op_of[user]] for user in node.users if user in segment.op_of}
+        follower = next(user for user, run in ran.items() if run.form == FUSED)
+        positional = zip(("inplace",), follower.args[1:], strict=False)  # relu's; gelu has none
+        named = [(name, value) for name, value in follower.kwargs.items() if value is not node]
+        return dict([*positional, *named])
+
+    def _operand(
+        self,
+        segment: Segment,
+        name: str | None,
+        source: torch.fx.Node,
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> torch.fx.Node:
+        """The node that stands for `source` in the type that operator `name` takes it in."""
+        value = segment.value_of.get(source)
+        if name is None or value is None or value not in self._ops[name].inputs:
+            return new[source]
+        taken = self._runs[name].operands[self._ops[name].inputs.index(value)]
+        return self._node_of[value, taken] if taken != self._carried[value] else new[source]
+
+    def _emit_checkpoint(
+        self,
+        module: torch.fx.GraphModule,
+        segment: Segment,
+        node: torch.fx.Node,
+        new: dict[torch.fx.Node, torch.fx.Node],
+    ) -> torch.fx.Node:
+        inner = self.module(segment.nested[node])
+        name = _attach(module, "checkpointed", inner)
+        body = module.graph.get_attr(name)
+        args = torch.fx.map_arg(node.args[1:], lambda n: new[n])
+        return module.graph.call_function(checkpoint, (body, *args), dict(node.kwargs))
+
+    def _report(self, module: torch.fx.GraphModule, run: Run, result: torch.fx.Node) -> torch.fx.Node:
+        if self._observer is None:
+            return result
+        op = self._ops[run.op]
+        found = [self._node_of.get(key) for key in zip(op.inputs, run.operands, strict=True)]
+        # What crosses the border of a checkpointed graph is a node of the other graph.
+        operands = [node for node in found if node is not None and node.graph is module.graph]
+        return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+
+
+def _share(source: torch.fx.GraphModule, target: torch.fx.GraphModule, name: str) -> None:
+    """Let `target` have the constant, or the body of a higher-order call, that `source` calls `name`."""
+    value = getattr(source, name)
+    if isinstance(value, torch.Tensor):
+        target.register_buffer(name, value)
+    else:
+        setattr(target, name, value)
+
+
+def _attach(module: torch.fx.GraphModule, stem: str, child: torch.nn.Module) -> str:
+    """Add a submodule under a free name."""
+    count = sum(name.startswith(stem) for name in module._modules)
+    name = f"{stem}_{count}"
+    module.add_submodule(name, child)
+    return name
+
+
+def _call(
+    module: torch.fx.GraphModule,
+    stem: str,
+    child: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> torch.fx.Node:
+    return module.graph.call_module(_attach(module, stem, child), args, kwargs)

@@ -1,0 +1,92 @@
+"""Casts of weights, once per optimizer step: micro-batches that accumulate gradients share one copy.
+
+A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
+optimizer has stepped since, and a gradient is being accumulated. It serves training only: evaluation may swap
+weights in ways that leave no mark (`p.data.copy_(ema)`), so every call of a model in evaluation, or without
+gradients, casts anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from qsync.backend.kernels.convolution import weight_gradient
+
+
+class Caster(Protocol):
+    """What makes the copy: see qsync.backend.select."""
+
+    def cast_weight(self, weight: torch.Tensor, target: str) -> Any: ...
+
+
+class WeightCast(torch.nn.Module):
+    """One Cast node of a parameter."""
+
+    def __init__(self, kernels: Caster, target: str) -> None:
+        super().__init__()
+        self._kernels, self._target = kernels, target
+        self._key: tuple[int, int, int] | None = None
+        self._copy: Any = None
+        _steps.casts.add(self)
+
+    def forget(self) -> None:
+        """Let go of the copy: it is not kept from one step to the next."""
+        self._key = self._copy = None
+
+    def forward(self, weight: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self._kernels.cast_weight(weight, self._target)
+        key = (weight.data_ptr(), weight._version, _steps.count)
+        # Without a gradient this is the first micro-batch: a loop that steps by hand through `.data` leaves
+        # no other mark. Inside backward it is a checkpoint that runs forward again.
+        first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
+        if key != self._key or first:
+            self.forget()
+            with torch.no_grad():
+                self._copy = self._kernels.cast_weight(weight, self._target)
+            self._key = key
+        if isinstance(self._copy, torch.Tensor):
+            return _Copied.apply(weight, self._copy)
+        return self._copy
+
+
+class _Copied(torch.autograd.Function):
+    """A copy of a weight in another type; its gradient is the weight's, in the weight's type."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.dtype, ctx.contiguous = weight.dtype, weight.is_contiguous()
+        return copy.view_as(copy)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if gradient.ndim == 4:
+            return weight_gradient(gradient, ctx.dtype, ctx.contiguous), None
+        return gradient.to(ctx.dtype), None
+
+
+def forget_copies() -> None:
+    """Let every weight be cast anew at its next use."""
+    _steps.stepped()
+
+
+class _Steps:
+    """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version
+    behind."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.casts: weakref.WeakSet[WeightCast] = weakref.WeakSet()
+        register_optimizer_step_post_hook(self.stepped)
+
+    def stepped(self, *_: Any) -> None:
+        self.count += 1
+        for cast in self.casts:
+            cast.forget()
+
+
+_steps = _Steps()

@@ -1,0 +1,1 @@
+"""Tracing: a torch model becomes an operator graph."""

@@ -1,0 +1,188 @@
+"""Which torch calls qsync knows: their kind, their role, and which of their arguments are products' operands.
+
+Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the type it was traced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from qsync.records.graph import Role, num_elements
+
+# Adjustable kinds by the name of the torch call, with the names of their operands in the order of Op.inputs.
+PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "linear": ("linear", ("input", "weight", "bias")),
+    "addmm": ("addmm", ("input", "mat1", "mat2")),
+    "conv2d": ("conv2d", ("input", "weight", "bias")),
+    "conv1d": ("conv1d", ("input", "weight", "bias")),
+    "matmul": ("matmul", ("input", "other")),
+    "bmm": ("matmul", ("input", "mat2")),
+    "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
+    "embedding": ("embedding", ("input", "weight")),
+}
+
+# Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
+# storage, and norms take 16-bit input beside FP32 parameters and statistics (they reduce in FP32 inside).
+FOLLOWING: dict[str, str] = {
+    **{name: name for name in (
+        "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
+        "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
+        "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack",
+        "where", "masked_fill", "pad", "clone", "roll",
+    )},
+    "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
+    **{name: "view" for name in (
+        "view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "expand",
+        "expand_as", "getitem", "chunk", "split", "unbind", "t", "view_as", "movedim", "narrow", "select",
+        "swapaxes",
+    )},
+}  # fmt: skip
+
+# Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
+FIXED: dict[str, str] = {
+    **{
+        name: "loss"
+        for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
+    },
+    "cross_entropy": "cross_entropy",
+    **{name: "float" for name in ("to", "float", "type_as", "type")},
+}
+
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+
+# Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
+PASSES_MAGNITUDE = (
+    "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
+    "clone", "float", "input", "other",
+)  # fmt: skip
+
+# In-place calls whose name is not simply the functional one with an underscore.
+_OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "imatmul": "matmul"}
+
+
+def call_name(node: torch.fx.Node) -> str:
+    """The bare name of what a node calls: `linear`, `add`, `view`; in place with its underscore."""
+    if node.op == "call_method":
+        return str(node.target)
+    name = getattr(node.target, "__name__", str(node.target))
+    return str(name)
+
+
+def functional_name(name: str) -> str | None:
+    """The out-of-place spelling of an in-place call, None if the name is not one."""
+    if name in _OPERATOR_INPLACE:
+        return _OPERATOR_INPLACE[name]
+    if name.endswith("_") and not name.endswith("__"):
+        return name[:-1]
+    return None
+
+
+def classify(node: torch.fx.Node) -> tuple[str, Role]:
+    """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
+    name = call_name(node)
+    if not _is_torch(node.target):
+        return "other", Role.FIXED
+    if name in PRODUCTS:
+        return PRODUCTS[name][0], Role.ADJUSTABLE
+    if name in FOLLOWING:
+        return FOLLOWING[name], Role.FOLLOWING
+    return FIXED.get(name, "other"), Role.FIXED
+
+
+def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
+    """The nodes that an operator computes on, in the order of Op.inputs."""
+    names = PRODUCTS.get(call_name(node), (None, ()))[1]
+    if not names:
+        return list(node.all_input_nodes)
+    found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]
+    return [argument for argument in found if isinstance(argument, torch.fx.Node)]
+
+
+def constants(node: torch.fx.Node) -> Iterator[float]:
+    """The finite numbers among a call's arguments."""
+
+    def walk(value: Any) -> Iterator[float]:
+        if isinstance(value, float) and abs(value) != float("inf") and value == value:
+            yield value
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from walk(item)
+
+    yield from walk(node.args)
+    yield from walk(list(node.kwargs.values()))
+
+
+def names_a_type(node: torch.fx.Node) -> bool:
+    """Whether the author asked for a type (`softmax(x, dtype=torch.float32)`): such a request is honoured."""
+    return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
+
+
+def dropped(node: torch.fx.Node, kind: str) -> float:
+    """The part of its elements, or of attention's weights, that a call drops; 0 for any other call."""
+    if kind == "attention":
+        return _number(_argument(node, 4, "dropout_p", 0.0))
+    if kind != "dropout":
+        return 0.0
+    training = _argument(node, 2, "training", True) and node.kwargs.get("train", True)
+    return _number(_argument(node, 1, "p", 0.5)) if training else 0.0
+
+
+def _number(value: Any) -> float:
+    """A number that a call is given; of one that enters the graph the number it was traced with."""
+    if isinstance(value, torch.fx.Node):
+        value = value.meta.get("example_value", 1.0)
+    return float(value.node.hint) if isinstance(value, torch.SymFloat) else float(value)
+
+
+def is_dilated(node: torch.fx.Node) -> bool:
+    """Whether a call of a convolution leaves gaps between the elements of its filter."""
+    dilation = _argument(node, 5, "dilation", 1)
+    return any(size != 1 for size in (dilation if isinstance(dilation, (tuple, list)) else (dilation,)))
+
+
+def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
+    """Why a product or an embedding that is called like this runs as it was traced; empty if it need not."""
+    if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
+        return "it scales its operands (alpha, beta)"
+    if kind == "embedding":
+        if node.target is not torch.nn.functional.embedding:
+            return "it is called as torch.embedding, not as torch.nn.functional.embedding"
+        if _argument(node, 3, "max_norm", None) is not None:
+            return "max_norm writes to its table"
+        if _argument(node, 6, "sparse", False):
+            return "its gradient is sparse"
+    return ""
+
+
+def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
+    return node.args[place] if place < len(node.args) else node.kwargs.get(name, default)
+
+
+def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
+    """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
+    if kind == "linear":
+        return 2 * num_elements(output) * shapes[1][-1]
+    if kind == "addmm":
+        return 2 * num_elements(output) * shapes[1][-1]
+    if kind in ("conv2d", "conv1d"):
+        return 2 * num_elements(output) * num_elements(shapes[1][1:])
+    if kind == "matmul":
+        return 2 * num_elements(output) * shapes[0][-1]
+    if kind == "attention":
+        query, key, value = shapes[:3]
+        return 2 * num_elements(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return 0
+
+
+def _is_torch(target: str | Callable[..., Any]) -> bool:
+    """Whether a call is torch's own or Python's operator module: a user's function may bear any name."""
+    if isinstance(target, str):
+        return True
+    module = getattr(target, "__module__", None) or ""
+    if module.startswith("torch._ops."):  # registered operators: torch's own are in the namespace aten
+        return module.split(".")[2] == "aten"
+    return module.startswith(("torch", "_operator", "operator")) or module in ("math", "builtins", "")

@@ -1,0 +1,453 @@
+"""Segments: traced torch.fx graphs read into operators and values, and joined into one OpGraph.
+
+A model is traced as one graph, or as several where Python code between operators cannot be traced (graph
+breaks); each is a `Segment`, and `join` makes one OpGraph of them in the order they ran. Activation
+checkpointing is a graph inside a graph; its operators are listed like any others.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+from torch._C._functorch import is_functorch_wrapped_tensor
+
+from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.records.precision import LARGEST
+from qsync.tracing.functionalize import make_out_of_place
+from qsync.tracing.operator_table import (
+    NORMS,
+    PASSES_MAGNITUDE,
+    call_name,
+    classify,
+    constants,
+    dropped,
+    flops,
+    is_dilated,
+    names_a_type,
+    operands,
+    why_traced_as_is,
+)
+
+DTYPES = {
+    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
+    torch.int64: "int64", torch.int32: "int32", torch.int16: "int16", torch.int8: "int8",
+    torch.uint8: "uint8", torch.bool: "bool", torch.complex64: "complex64",
+}  # fmt: skip
+
+_CHECKPOINT = "tag_activation_checkpoint"
+
+
+@dataclass(slots=True)
+class Segment:
+    """One traced graph: a private copy of the module, and which operator or value each of its nodes is.
+
+    `nested` maps a node that calls a checkpointed graph to that graph's own Segment; `counts` says how often
+    each name was given, here and in the segments before it.
+    """
+
+    module: torch.fx.GraphModule
+    ops: list[Op] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
+    op_of: dict[torch.fx.Node, str] = field(default_factory=dict)
+    value_of: dict[torch.fx.Node, str] = field(default_factory=dict)
+    nested: dict[torch.fx.Node, Segment] = field(default_factory=dict)
+    output_values: list[str | None] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+def join(segments: Sequence[Segment], model: str) -> OpGraph:
+    """One OpGraph of the segments of one call, in order. A segment that ran twice (torch.compile uses one
+    graph for layers that are alike) has one precision for all its runs, so its operators stay fixed; later
+    runs bear their place's prefix."""
+    inputs: dict[str, Input] = {}
+    ops: list[Op] = []
+    runs = Counter(id(segment) for segment in segments)
+    for place, segment in enumerate(segments):
+        prefix = repeat_prefix(segments, place)
+        own = {op.name for op in segment.ops} | {
+            value.name for value in segment.inputs if value.kind == "batch"
+        }
+
+        def named(name: str, prefix: str = prefix, own: set[str] = own) -> str:
+            return prefix + name if name in own else name
+
+        for value in segment.inputs:
+            inputs.setdefault(named(value.name), replace(value, name=named(value.name)))
+        for op in segment.ops:
+            role, because = op.role, op.fixed_because
+            if runs[id(segment)] > 1 and role is Role.ADJUSTABLE:
+                role, because = Role.FIXED, "its traced graph runs more than once in a step"
+            reads, kept = tuple(map(named, op.inputs)), tuple(map(named, op.kept))
+            ops.append(
+                replace(op, name=named(op.name), role=role, inputs=reads, kept=kept, fixed_because=because)
+            )
+    return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
+
+
+def repeat_prefix(segments: Sequence[Segment], place: int) -> str:
+    """What stands before the names of a segment at this place of a call: nothing unless it ran in this call
+    before."""
+    again = any(segment is segments[place] for segment in segments[:place])
+    return f"segment{place + 1}:" if again else ""
+
+
+def read_segment(
+    module: torch.fx.GraphModule,
+    example_inputs: list[Any],
+    names: dict[int, str],
+    earlier: Sequence[Segment] = (),
+) -> Segment:
+    """Read one traced graph. `names` maps the id of each parameter and buffer to its name; `earlier` segments
+    ran before it in the same call, and their names are taken."""
+    private = _copy(module)
+    reader = _Reader(names, earlier)
+    segment = Segment(private)
+    placeholders = [node for node in private.graph.nodes if node.op == "placeholder"]
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        if isinstance(value, torch.Tensor):
+            reader.enter(segment, node, value)
+    reader.roots = _roots(segment)
+    reader.read(segment)
+    segment.inputs = list(reader.inputs.values())
+    segment.ops = reader.ops
+    segment.counts = dict(reader.count)
+    return segment
+
+
+class _Reader:
+    """Turns the nodes of a segment, and of the graphs nested in it, into operators and values."""
+
+    def __init__(self, names: dict[int, str], earlier: Sequence[Segment]) -> None:
+        self.names = names
+        self.roots: dict[str, str] = {}
+        self.inputs: dict[str, Input] = {}
+        self.ops: list[Op] = []
+        self.count: Counter[str] = Counter()
+        for segment in earlier:
+            self.count |= Counter(segment.counts)
+        self._place = len(earlier) + 1
+        self._entered = {value.name for segment in earlier for value in segment.inputs}
+        self._dtype: dict[str, str] = {}
+        self._shape: dict[str, tuple[int, ...]] = {}
+        self._magnitude: dict[str, float] = {}
+        # Values that are somebody's data, at most seen in another shape: their numbers are not known here.
+        self._given: set[str] = set()
+        self._depth: dict[str, int] = {}
+
+    def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
+        """A tensor that enters the outermost graph."""
+        name = self.names.get(id(value))
+        if name is None:
+            prefix = f"segment{self._place}:" if self._place > 1 else ""
+            kind, name = "batch", self._unique(f"{prefix}input:{_argument_name(node.name)}")
+        else:
+            kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
+            if name in self._entered:  # each segment casts for itself
+                kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
+        self._declare(Input(name, kind, _dtype(value), _shape(value), value.requires_grad))
+        segment.value_of[node] = name
+
+    def read(self, segment: Segment, nested: bool = False) -> None:
+        written = make_out_of_place(segment.module.graph)
+        pinned = written | {user for node in written for user in node.users}
+        for node in segment.module.graph.nodes:
+            if node.op == "get_attr":
+                self._read_constant(segment, node)
+            elif node.op in ("call_function", "call_method"):
+                if str(node.target).endswith(_CHECKPOINT):
+                    self._read_nested(segment, node)
+                elif (value := _example(node)) is not None and node.args and node.args[0] in segment.nested:
+                    self._read_result(segment, node, value)
+                elif value is not None:
+                    self._read_call(segment, node, value, pinned)
+            elif node.op == "output":
+                self._read_output(segment, node, nested)
+        self._expose(segment)
+        segment.module.recompile()
+
+    def _expose(self, segment: Segment) -> None:
+        """Mark the operators whose results are read by what is no operator: `setitem`, an RNN, `item`."""
+        exposed = {
+            name
+            for node, name in segment.op_of.items()
+            if any(self._is_unseen(segment, user) for user in node.users)
+        }
+        self.ops = [replace(op, exposed=True) if op.name in exposed else op for op in self.ops]
+
+    @staticmethod
+    def _is_unseen(segment: Segment, node: torch.fx.Node) -> bool:
+        known = node in segment.op_of or node in segment.nested or node.op == "output"
+        return not known and call_name(node) not in ("size", "dim", "numel")
+
+    def _declare(self, value: Input) -> None:
+        self.inputs.setdefault(value.name, value)
+        self._dtype[value.name], self._shape[value.name] = value.dtype, value.shape
+        if value.kind in ("batch", "buffer"):
+            self._given.add(value.name)
+
+    def _read_constant(self, segment: Segment, node: torch.fx.Node) -> None:
+        value = node.meta.get("example_value")
+        if isinstance(value, torch.Tensor):
+            name = f"constant:{node.name}"
+            self._declare(Input(name, "buffer", _dtype(value), _shape(value)))
+            segment.value_of[node] = name
+
+    def _read_call(
+        self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]
+    ) -> None:
+        kind, role = classify(node)
+        drops = dropped(node, kind)
+        if kind == "dropout" and not drops:
+            kind = "view"  # it hands on what it is given
+        read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
+        everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
+        kept = [name for name in dict.fromkeys(everything) if name not in read]
+        if kind in NORMS:
+            # Parameters and statistics are read as they are; what the model computes (adaptive norms) is an
+            # operand.
+            kept = [name for name in read[1:] if name in self.inputs]
+            read = [name for name in read if name not in kept]
+        magnitude = max([self._magnitude.get(name, 0.0) for name in everything], default=0.0)
+        if role is not Role.ADJUSTABLE:
+            magnitude = max(
+                [magnitude, *(abs(number) for number in constants(node) if abs(number) > LARGEST["fp16"])]
+            )
+        because = ""
+        if role is not Role.FIXED:
+            if node in pinned:
+                because = "it is written to in place, or reads what is"
+            elif names_a_type(node):
+                because = "its author asked for a type"
+            else:
+                because = self._why_fixed(read, value, kind, role, magnitude, node)
+            role = Role.FIXED if because else role
+        name = self._name(node, kind)
+        if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
+            self._given.add(name)
+        self._add(segment, node, name, kind, role, read, kept, value, magnitude, drops, because)
+
+    def _is_float(self, name: str) -> bool:
+        return self._dtype[name] in LARGEST
+
+    def _why_fixed(
+        self,
+        read: list[str],
+        value: torch.Tensor,
+        kind: str,
+        role: Role,
+        magnitude: float,
+        node: torch.fx.Node,
+    ) -> str:
+        """Why an operator's tensors keep it in the type it was traced in; empty if they do not."""
+        types = [
+            dtype
+            for dtype in [*(self._dtype[name] for name in read), _dtype(value)]
+            if dtype in (*LARGEST, "complex64")
+        ]
+        other = next((dtype for dtype in types if dtype != "fp32"), None)
+        if other is not None:  # their author's choice
+            return f"the model has it in {other}"
+        if is_functorch_wrapped_tensor(value):  # kernels know nothing of torch.vmap's hidden dimension
+            return "it runs under torch.vmap"
+        if role is not Role.ADJUSTABLE:
+            return ""
+        # finfo(float32).min, which masks are made of, is -inf in BF16: a row of it has no softmax.
+        if kind == "attention" and any(name in self._given and self._is_float(name) for name in read[3:]):
+            return "its mask is data in floats, which may be out of the range of 16 bits: give one of bools"
+        if magnitude:
+            return f"it reads constants of up to {magnitude:.3g}, which 16 bits may not hold"
+        if not any(self._is_float(name) for name in read) or _dtype(value) != "fp32":
+            return "it computes on no floats"
+        if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
+            return "its input has no batch dimension, and scales are per image"
+        if kind == "matmul" and len(read) != len(set(read)):  # its two places would want two encodings of it
+            return "it multiplies a value by itself"
+        return why_traced_as_is(node, kind)
+
+    def _add(
+        self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str],
+        kept: list[str], value: torch.Tensor, magnitude: float = 0.0, drops: float = 0.0, because: str = "",
+    ) -> None:  # fmt: skip
+        shape = _shape(value)
+        product = role is Role.ADJUSTABLE and kind != "embedding"
+        depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
+        count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
+        op = Op(
+            name,
+            kind,
+            role,
+            tuple(read),
+            tuple(kept),
+            _dtype(value),
+            shape,
+            count,
+            value.requires_grad,
+            magnitude,
+            depth,
+            drops if kind == "attention" else 0.0,
+            is_dilated(node) if kind == "conv2d" else False,
+            because,
+        )
+        self.ops.append(op)
+        self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
+        self._magnitude[name] = magnitude if kind in PASSES_MAGNITUDE else 0.0
+        segment.op_of[node] = name
+        segment.value_of[node] = name
+
+    def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
+        """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator
+        each."""
+        body = node.args[0]
+        assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
+        inner = Segment(getattr(outer.module, body.target))
+        placeholders = [n for n in inner.module.graph.nodes if n.op == "placeholder"]
+        for placeholder, argument in zip(placeholders, node.args[1:], strict=True):
+            source = outer.value_of.get(argument) if isinstance(argument, torch.fx.Node) else None
+            value = _example(placeholder)
+            if source is None or value is None:
+                continue
+            if source in self.inputs and self.inputs[source].kind != "batch":
+                self._enter_parameter(inner, placeholder, source, shared=len(argument.users) > 1)
+            else:
+                self._add(
+                    inner,
+                    placeholder,
+                    self._name(placeholder, "input"),
+                    "input",
+                    Role.FOLLOWING,
+                    [source],
+                    [],
+                    value,
+                )
+        self.read(inner, nested=True)
+        outer.nested[node] = inner
+
+    def _read_result(self, outer: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
+        """One of the results of a checkpointed graph, taken out by index: a view of a value inside."""
+        nested, index = node.args
+        source = outer.nested[nested].output_values[index]  # type: ignore[index]
+        assert source is not None, f"{node} takes something out of a checkpointed graph that is no tensor"
+        self._add(outer, node, self._name(node, "view"), "view", Role.FOLLOWING, [source], [], value)
+
+    def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
+        """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its
+        own."""
+        name = source
+        if shared:
+            name = self._unique(f"{source}@checkpoint")
+            self._declare(replace(self.inputs[source], name=name, kind="alias"))
+        inner.value_of[placeholder] = name
+
+    def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
+        """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the
+        model."""
+        returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
+        segment.output_values = [
+            segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
+        ]
+        values = dict.fromkeys(value for value in segment.output_values if value is not None)
+        if values and not nested:
+            name = self._unique("output")
+            self.ops.append(Op(name, "output", Role.FIXED, tuple(values), (), "none", (0,), 0, False))
+            segment.op_of[node] = name
+
+    def _name(self, node: torch.fx.Node, kind: str) -> str:
+        """Module path of an operator; its kind is added unless it is its module's own product."""
+        base, path = _module_place(node)
+        path = f"{self.roots.get(base, '')}.{path}".strip(".")
+        own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
+        return self._unique(path if own and path else f"{path}.{kind}" if path else kind)
+
+    def _unique(self, name: str) -> str:
+        self.count[name] += 1
+        return name if self.count[name] == 1 else f"{name}#{self.count[name]}"
+
+
+def _roots(segment: Segment) -> dict[str, str]:
+    """Where in the model the modules are that the traced frame calls by a local name, `self` or another.
+
+    Read off the parameters: one named `layers.0.fc.weight` that module `self.fc` uses shows that `self` is
+    `layers.0`.
+    """
+    votes: dict[str, list[str]] = {}
+    for node in segment.module.graph.nodes:
+        base, path = _module_place(node)
+        for source in node.all_input_nodes if base else ():
+            owner = segment.value_of.get(source, "").partition("@")[0].rpartition(".")[0]
+            if source.op != "placeholder" or not owner:
+                continue
+            # A frame's own `self` may use the weights of its children directly; other local names are of
+            # layers.
+            if path and (owner == path or owner.endswith("." + path)):
+                votes.setdefault(base, []).append(owner.removesuffix(path).rstrip("."))
+            elif not path and base.startswith("___stack"):
+                votes.setdefault(base, []).append(owner)
+    return {base: "" if "" in found else found[0] for base, found in votes.items()}
+
+
+def _module_place(node: torch.fx.Node) -> tuple[str, str]:
+    """The local name from which a node's module was reached, and its path from there; empty for a node of no
+    module."""
+    stack = node.meta.get("nn_module_stack")
+    text = next(reversed(stack.values()))[0] if stack else ""
+    base = re.match(r"^L\['([^']*)'\]", text)
+    return (base[1] if base else "", _module_path(text))
+
+
+def _example(node: torch.fx.Node) -> torch.Tensor | None:
+    """The traced result of a call; for several tensors (split) one that stands for all of them."""
+    value = node.meta.get("example_value")
+    if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
+        return max(value, key=lambda item: num_elements(_shape(item)))  # type: ignore[no-any-return]
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(value: torch.Tensor) -> str:
+    return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
+
+
+def _shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on
+    it."""
+    return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
+
+
+def _argument_name(text: str) -> str:
+    """`l_kwargs_input_ids_` -> `input_ids`."""
+    return re.sub(r"^l_(?:args|kwargs)?_?", "", text.lower()).strip("_") or text
+
+
+def _module_path(text: str) -> str:
+    """`L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
+    text = re.sub(r"^L\['[^']*'\]", "", text)
+    text = re.sub(r"\._(?:modules|orig_mod)\b", "", text)
+    text = re.sub(
+        r"\.forward\.args\[0\]", "", text
+    )  # the module itself, as qsync.runtime.activation_recomputation calls it
+    text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
+    return text.strip(".").removesuffix("._call_impl")
+
+
+def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A private copy that shares the tensors: the tracer's graph stays untouched, metadata included."""
+    copied = torch.fx.GraphModule(module, _copy_graph(module))
+    for name, child in module.named_children():
+        if isinstance(child, torch.fx.GraphModule):
+            setattr(copied, name, _copy(child))
+    return copied
+
+
+def _copy_graph(module: torch.fx.GraphModule) -> torch.fx.Graph:
+    graph = torch.fx.Graph()
+    mapping: dict[torch.fx.Node, torch.fx.Node] = {}
+    output = graph.graph_copy(module.graph, mapping)
+    graph.output(output)
+    for old, new in mapping.items():
+        new.meta = dict(old.meta)
+    return graph

@@ -1,0 +1,173 @@
+"""model -> segments -> OpGraph, through torch.compile's tracer; the model is left as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo.utils import counters
+from torch.utils._pytree import tree_leaves
+
+from qsync.errors import CalibrationError, TracingError
+from qsync.records.graph import OpGraph, Role
+from qsync.tracing.segments import Segment, join, read_segment
+
+
+def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
+    """The operators of `model` when it runs on these inputs.
+
+    Runs the model once (its buffers and the random state are restored), on any device; on the meta device
+    nothing is computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple
+    (positional) or a dict (keywords). Raises TracingError when torch.compile finds no operator to trace, and
+    CalibrationError for an empty batch.
+
+    >>> graph = qsync.capture(torch.nn.Linear(4, 2), torch.randn(8, 4))
+    """
+    return join(trace(model, example_inputs), type(model).__name__)
+
+
+def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
+    """The segments of `model` on these inputs, in the order they run."""
+    args, kwargs = call_arguments(example_inputs)
+    check_batch(args, kwargs)
+    names = tensor_names(model)
+    segments: list[Segment] = []
+
+    def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        segment = read_segment(module, inputs, names, segments)
+
+        def run(*args: Any) -> Any:
+            segments.append(segment)
+            return module.forward(*args)
+
+        return run
+
+    breaks = graph_breaks()
+    with undisturbed(model), dynamo_settings(), unwrapped(model):
+        try:
+            # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
+            torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            raise error.inner_exception from None
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise TracingError(
+                f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}"
+            ) from error
+    ops = [op for segment in segments for op in segment.ops]
+    if not any(op.role is Role.ADJUSTABLE for op in ops):
+        raise nothing_to_lower(model, breaks, len(ops))
+    return segments
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
+    return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: int = 0) -> TracingError:
+    """The error for a model of which nothing can be lowered: where the graph broke since `before`, or that
+    none of the operators that were traced is a product in FP32."""
+    new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
+    reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
+    if num_ops and not new:
+        reason = f"none of the {num_ops} operators traced is a product in FP32 that there are kernels for"
+    return TracingError(
+        f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without "
+        "qsync.wrap, or make its forward traceable"
+    )
+
+
+def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments from a tensor, a tuple or a dict."""
+    if isinstance(example_inputs, dict):
+        return (), example_inputs
+    if hasattr(example_inputs, "keys"):  # Hugging Face's BatchEncoding and other mappings
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, (tuple, list)):
+        return tuple(example_inputs), {}
+    return (example_inputs,), {}
+
+
+def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """CalibrationError unless the example batch holds at least one tensor, also deep inside lists and dicts,
+    and no tensor is empty."""
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    if not tensors:
+        raise CalibrationError(
+            "the example batch holds no tensor; pass one real batch, as you would to the model"
+        )
+    for value in tensors:
+        if value.numel() == 0:
+            raise CalibrationError(
+                f"the example batch has a tensor of shape {tuple(value.shape)}; pass one that is not empty"
+            )
+
+
+def tensor_names(model: torch.nn.Module) -> dict[int, str]:
+    """id -> name of each parameter and buffer; a tied one bears its first name."""
+    names: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        names.setdefault(id(tensor), name)
+    return names
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module) -> Iterator[None]:
+    """Run the model inside without a trace: buffers, gradients and random states are as before afterwards."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if not buffer.is_meta]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices=devices):
+        try:
+            for parameter, _ in gradients:
+                parameter.grad = None
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, saved in buffers:
+                    buffer.copy_(saved)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+@contextmanager
+def unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """Inside, a model that was wrapped or compiled runs its plain forward."""
+    compiled, model._compiled_call_impl = model._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        model._compiled_call_impl = compiled
+
+
+def dynamo_settings() -> Any:
+    """The tracer's settings for qsync's graphs.
+
+    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
+    The recompile limit is lifted and made an error: past it torch runs the plain model without a word, that
+    is, in FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it.
+    """
+    return torch._dynamo.config.patch(
+        optimize_ddp=False,
+        allow_rnn=True,
+        recompile_limit=256,
+        accumulated_recompile_limit=4096,
+        fail_on_recompile_limit_hit=True,
+    )
+
+
+def _reason(error: object) -> str:
+    """What the tracer says in one line: its first, the error that it met in the model, and where."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = lines[0].rstrip(".") if lines else type(error).__name__
+    met = re.search(r"got (\w+Error\(.*\))", text)
+    if met:
+        reason += f": {met[1]}"
+    place = re.search(r'File "([^"]+)", line (\d+)', text) or re.search(r"\((\S+) line (\d+)\)", text)
+    return f"{reason} ({place[1]}, line {place[2]})" if place else reason

@@ -1,0 +1,1 @@
+"""Replay of levers: batch shares, accumulation, recomputation."""

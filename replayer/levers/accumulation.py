@@ -1,0 +1,72 @@
+"""A step in several passes: gradients add up, and only the last pass exchanges them. Pure.
+
+With k passes of f seconds forward and b backward, k f + (k - 1) b pass before the backward in which buckets
+fill. So that is what a profile of one pass becomes: forward costs all of that, backward b (ours). Weights are
+cast in the first pass alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from qsync.records.graph import Input, OpGraph
+from qsync.records.profiles import Cost, Profile
+from qsync.replayer.communication import gradient_bytes
+
+GRADIENT_BYTES = 4
+
+
+def repeated(profile: Profile, graph: OpGraph, passes: int) -> Profile:
+    """What a step of so many passes costs, from a profile of one. The loader is waited for once.
+
+    From the second pass on autograd adds each gradient to what is there, which is priced as filling a bucket.
+
+    >>> repeated(profile, graph, 4).host_s == 4 * profile.host_s
+    """
+    if passes == 1:
+        return profile
+
+    def each(cost: Cost) -> Cost:
+        forward = passes * cost.forward_s + (passes - 1) * cost.backward_s
+        return Cost(forward, cost.backward_s, cost.spread_s)
+
+    def once(cost: Cost) -> Cost:
+        return Cost(cost.forward_s + (passes - 1) * cost.backward_s, cost.backward_s, cost.spread_s)
+
+    weights = {value.name: value for value in graph.inputs if value.kind in ("parameter", "alias")}
+    casts = {key: once(cost) if key[0] in weights else each(cost) for key, cost in profile.casts.items()}
+    for (source, target), (base, slope) in profile.cast_fit.items():
+        for name, value in weights.items():
+            if value.dtype == source and (name, source, target) not in casts:
+                elements = value.num_elements
+                casts[name, source, target] = once(
+                    Cost(
+                        max(0.0, base.forward_s + slope.forward_s * elements),
+                        max(0.0, base.backward_s + slope.backward_s * elements),
+                    )
+                )
+    added_s = (passes - 1) * sum(gradient_bytes(graph).values()) * profile.bucket_s_per_byte
+    outside = profile.outside
+    return replace(
+        profile,
+        ops={op: {mode: each(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()},
+        casts=casts,
+        cast_fit={key: (each(base), each(slope)) for key, (base, slope) in profile.cast_fit.items()},
+        host_s=passes * profile.host_s,
+        outside=Cost(passes * outside.forward_s + added_s, passes * outside.backward_s, outside.spread_s),
+    )
+
+
+def standing_by(graph: OpGraph, passes: int) -> OpGraph:
+    """The graph of one pass with what else is there throughout: the rest of the batch, and the gradients that
+    earlier passes made, which DDP brings into its buckets in the last one."""
+    if passes == 1:
+        return graph
+    rest = tuple(
+        Input(f"{value.name} of other passes", "batch", value.dtype, (passes - 1, *value.shape))
+        for value in graph.inputs
+        if value.kind == "batch" and value.shape
+    )
+    trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)
+    gradients = Input("gradients of other passes", "batch", "fp32", (trained,))
+    return replace(graph, inputs=(*graph.inputs, *rest, gradients))

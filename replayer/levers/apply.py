@@ -1,0 +1,91 @@
+"""Profiles carried over to the levers of a plan, so that everything that prices a plan prices them too. Pure.
+
+A lever changes what one class does in a step. Its profile becomes the profile of such a step, and bears the
+graph of one pass (`Profile.setting`): replay, memory and allocation read both as they read any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qsync.errors import FormatError, MismatchError
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import ClassLevers, Levers, Setting, samples_of
+from qsync.records.profiles import Profile
+from qsync.replayer.levers.accumulation import repeated, standing_by
+from qsync.replayer.levers.batch_size import Sized, carried, resized
+from qsync.replayer.levers.recomputation import recomputing, with_recomputed
+
+
+def under(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    levers: Levers | None,
+    other: Sized | None = None,
+    known: dict[tuple[str, ClassLevers], Profile] | None = None,
+) -> dict[str, Profile]:
+    """The profiles of the cluster's classes as they are under these levers.
+
+    What is in `known` is not worked out again, and what is worked out is added to it. `other` is the model
+    captured, and if possible profiled, with another number of samples: shares and passes need it. The samples
+    of all ranks together stay what they are. Raises FormatError for shares that do not add up, passes that do
+    not divide and numbers too far from what was profiled, MismatchError where `other` is missing or of
+    another model.
+
+    >>> profiles = under(graph, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), other)
+    >>> plan = allocate(graph, profiles, sensitivity, cluster)
+    """
+    for name in levers.classes if levers else ():
+        cluster[name]  # FormatError for a class that is not there
+    if levers is None or all(levers[c.name] == ClassLevers() for c in cluster.classes):
+        return dict(profiles)
+    captured = samples_of(graph)
+    chosen = {
+        c.name: replace(levers[c.name], samples=levers[c.name].samples or captured) for c in cluster.classes
+    }
+    if all(entry == ClassLevers(captured) for entry in chosen.values()):
+        return dict(profiles)
+    total = sum(c.count * (chosen[c.name].samples or 0) for c in cluster.classes)
+    if total != cluster.num_ranks * captured:
+        shares = " + ".join(f"{c.count} x {chosen[c.name].samples}" for c in cluster.classes)
+        raise FormatError(
+            f"the shares {shares} make {total} samples a step, not the {cluster.num_ranks * captured} of "
+            f"{cluster.num_ranks} ranks with {captured} each; choose shares that keep the batch"
+        )
+    if cluster.num_ranks == 1:
+        raise FormatError("levers are for several ranks, and this cluster has one; leave them off")
+    for c in cluster.classes:
+        if other is not None and c.name in other.profiles:
+            other.profiles[c.name].check_class(c)
+    known = {} if known is None else known
+    for name, entry in chosen.items():
+        if (name, entry) not in known:
+            known[name, entry] = _of_class(graph, profiles[name], entry, other)
+    return {name: known[name, entry] for name, entry in chosen.items()}
+
+
+def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Sized | None) -> Profile:
+    captured = samples_of(graph)
+    samples = levers.samples or captured
+    if samples % levers.passes:
+        raise FormatError(
+            f"the {samples} samples of {profile.device_class} cannot be taken in {levers.passes} passes of "
+            f"equal size; choose a divisor of {samples}"
+        )
+    size, at = samples // levers.passes, graph
+    found = profile
+    if size != captured:
+        if other is None:
+            raise MismatchError(
+                f"{profile.device_class} is to take {size} samples in one pass, {graph.model} was captured "
+                f"with {captured} alone; capture it (and profile it) once more, with another number"
+            )
+        at = resized(graph, other.graph, size)
+        found = carried(profile, graph, other, size, at, loaded=samples)
+    at = with_recomputed(at, levers.recomputed)
+    found = repeated(recomputing(found, at), at, levers.passes)
+    setting = Setting(standing_by(at, levers.passes), samples, graph.shapes_hash, captured, levers)
+    return replace(found, setting=setting)

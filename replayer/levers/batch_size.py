@@ -1,0 +1,213 @@
+"""A graph and its profile at another number of samples than they were made with. Pure.
+
+Two captures of one model at different numbers of samples say which dimensions follow it:
+
+    size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)                                (ours)
+
+and so do two profiles for every operator's seconds. Where only one was made, what has samples is taken to
+cost in proportion to them (an assumption, and said to be one: small batches cost more than that).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from qsync.errors import FormatError, MismatchError
+from qsync.records.graph import OpGraph
+from qsync.records.levers import samples_of
+from qsync.records.profiles import MEASURED, Cost, Profile
+
+INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
+
+# How far beyond the two numbers of samples that were profiled their line is believed.
+REACH = 1.5
+# How far from the one that was profiled proportion is.
+REACH_ALONE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """One model captured once more, with another number of samples, and the profiles made with it, if any.
+
+    >>> Sized(qsync.capture(model, smaller_batch), {"infer": qsync.profile(model, smaller_batch)})
+    """
+
+    graph: OpGraph
+    profiles: Mapping[str, Profile]
+
+
+def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
+    """The graph as it would have been captured with so many samples, from two captures.
+
+    Raises MismatchError where the two are not of one model or have as many samples, FormatError where a size
+    would not be whole and positive.
+
+    >>> resized(graph_of_8, graph_of_4, 6)
+    """
+    first, second = samples_of(graph), samples_of(other)
+    if samples == first:
+        return graph
+    _check_alike(graph, other)
+    if first == second:
+        raise MismatchError(
+            f"both captures of {graph.model} have {first} samples; capture it once more with another number"
+        )
+
+    def whole(name: str, here: int, there: int) -> int:
+        numerator = here * (second - first) + (there - here) * (samples - first)
+        size, rest = divmod(numerator, second - first)
+        if rest or size < 1:
+            raise FormatError(
+                f"{name} would have a size of {numerator / (second - first):g} with {samples} samples "
+                f"(it has {here} with {first}, {there} with {second}); choose another number"
+            )
+        return size
+
+    def shape(name: str, here: tuple[int, ...], there: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(a if a == b else whole(name, a, b) for a, b in zip(here, there, strict=True))
+
+    inputs = tuple(
+        replace(a, shape=shape(a.name, a.shape, b.shape))
+        for a, b in zip(graph.inputs, other.inputs, strict=True)
+    )
+    ops = tuple(
+        replace(
+            a,
+            shape=shape(a.name, a.shape, b.shape),
+            flops=max(0, a.flops + (b.flops - a.flops) * (samples - first) // (second - first)),
+        )
+        for a, b in zip(graph.ops, other.ops, strict=True)
+    )
+    return replace(graph, inputs=inputs, ops=ops)
+
+
+def _check_alike(graph: OpGraph, other: OpGraph) -> None:
+    """MismatchError unless the two differ in sizes alone."""
+
+    def frame(of: OpGraph) -> list[object]:
+        entering: list[object] = [(value.name, value.kind, len(value.shape)) for value in of.inputs]
+        return entering + [(op.name, op.kind, op.inputs, op.kept, len(op.shape)) for op in of.ops]
+
+    mine, theirs = frame(graph), frame(other)
+    if graph.hash != other.hash or mine != theirs:
+        place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
+        where = f", they first differ in {mine[place][0]}" if place is not None else ""  # type: ignore[index]
+        raise MismatchError(
+            f"the second capture is not of the same operators of {graph.model}{where}; capture both alike, "
+            "with another number of samples"
+        )
+
+
+def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, int]:
+    """The least and the most samples in one pass for which a class's costs are believed.
+
+    >>> reach(profile, graph, Sized(smaller, {}))
+    """
+    sizes, factor = [samples_of(graph)], REACH_ALONE
+    if other is not None and profile.device_class in other.profiles:
+        sizes, factor = [*sizes, samples_of(other.graph)], REACH
+    return math.ceil(min(sizes) / factor), int(max(sizes) * factor)
+
+
+def carried(
+    profile: Profile, graph: OpGraph, other: Sized, samples: int, at: OpGraph, loaded: int | None = None
+) -> Profile:
+    """A profile as it would be with so many samples, for the graph `at` that number.
+
+    `loaded` is how many samples a step waits for from its loader, if not as many. Raises FormatError for a
+    number too far from those that were profiled to be believed.
+
+    >>> carried(profile, graph, Sized(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
+    """
+    first, loaded = samples_of(graph), loaded or samples
+    second = other.profiles.get(profile.device_class)
+    if samples == first and loaded == first:
+        return profile
+    has_samples = {
+        a.name
+        for pairs in (zip(graph.inputs, at.inputs, strict=True), zip(graph.ops, at.ops, strict=True))
+        for a, b in pairs
+        if a.shape != b.shape
+    }
+    _check_reach(profile, graph, other, samples)
+    if second is None:
+        found = _in_proportion(profile, graph, has_samples, samples / first, loaded / first)
+    else:
+        second.check_graph(other.graph)
+        apart = samples_of(other.graph) - first
+        part, part_loaded = ((s - first) / apart for s in (samples, loaded))
+        found = _between(profile, second, part, part_loaded)
+    law = PROPORTIONAL if second is None else INTERPOLATED
+    return replace(
+        found, shapes_hash=at.shapes_hash, batch=at.batch_shapes, step_s={},
+        origin=law if profile.origin == MEASURED else profile.origin,
+    )  # fmt: skip
+
+
+def _check_reach(profile: Profile, graph: OpGraph, other: Sized, samples: int) -> None:
+    least, most = reach(profile, graph, other)
+    if not least <= samples <= most:
+        known = str(samples_of(graph))
+        if profile.device_class in other.profiles:
+            known += f" and {samples_of(other.graph)}"
+        raise FormatError(
+            f"{samples} samples in one pass are too far from the {known} that {profile.device_class} was "
+            f"profiled with; choose {least} to {most}, or profile it with more or fewer"
+        )
+
+
+def _in_proportion(
+    profile: Profile, graph: OpGraph, has_samples: set[str], factor: float, loaded: float
+) -> Profile:
+    """What has samples costs so many times what it does; Python, the optimizer and weights cost the same."""
+    ops = dict(profile.ops)
+    for op in graph.ops:
+        if op.name in ops and not has_samples.isdisjoint((op.name, *op.inputs, *op.kept)):
+            ops[op.name] = {mode: times(cost, factor) for mode, cost in ops[op.name].items()}
+    casts = {
+        key: times(cost, factor) if key[0] in has_samples else cost for key, cost in profile.casts.items()
+    }
+    return replace(
+        profile, ops=ops, casts=casts, outside=times(profile.outside, factor),
+        loading_s=profile.loading_s * loaded,
+    )  # fmt: skip
+
+
+def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profile:
+    """On the line through two profiles, `part` of the way from one to the other; what only one has, none has.
+
+    What costs per element cost that of the nearer.
+    """
+
+    def line(a: float, b: float, way: float = part) -> float:
+        return max(0.0, a + (b - a) * way)
+
+    def cost(a: Cost, b: Cost) -> Cost:
+        return Cost(
+            line(a.forward_s, b.forward_s), line(a.backward_s, b.backward_s), line(a.spread_s, b.spread_s)
+        )
+
+    ops = {
+        op: {mode: cost(c, other.ops[op][mode]) for mode, c in modes.items() if mode in other.ops[op]}
+        for op, modes in one.ops.items()
+        if op in other.ops
+    }
+    casts = {
+        key: cost(c, other.casts[key]) if key in other.casts else c
+        for key, c in one.casts.items()
+        if key in other.casts or key[1:] not in one.cast_fit
+    }
+    nearer = one if abs(part) <= 0.5 else other
+    return replace(
+        one, ops=ops, casts=casts, cast_fit={**one.cast_fit, **nearer.cast_fit},
+        outside=cost(one.outside, other.outside), host_s=line(one.host_s, other.host_s),
+        loading_s=line(one.loading_s, other.loading_s, loaded),
+        noise=max(one.noise, other.noise), drift=max(one.drift, other.drift),
+        error=max(one.error, other.error),
+    )  # fmt: skip
+
+
+def times(cost: Cost, factor: float) -> Cost:
+    return Cost(cost.forward_s * factor, cost.backward_s * factor, cost.spread_s * factor)

@@ -1,0 +1,126 @@
+"""Blocks that compute forward once more in backward: what that costs, and which there are. Pure.
+
+The backward of every operator in such a block has its forward, and that of its casts, added to it (ours): in
+all what the block takes. In truth the whole block runs again before the first of them, so that gradients in
+the middle of a block are there a little later than replay has them, and those of its first operators when it
+says. Casts of weights are kept and not made again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+from qsync.errors import FormatError
+from qsync.lowering.lowered_graph import Cast
+from qsync.records.graph import Input, OpGraph
+from qsync.records.profiles import Cost, Profile
+from qsync.replayer.costs import cast_cost
+
+# What torch's checkpoint keeps of the CPU's random state before a block, so that dropout repeats itself:
+# 5,056 bytes, in elements of 8.
+RANDOM_STATE = 632
+
+
+def blocks(graph: OpGraph) -> tuple[str, ...]:
+    """The blocks of a model that could be recomputed: what is numbered (`layers.0`), in order.
+
+    Those that hold a batch norm are none: their statistics would count every batch twice.
+
+    >>> blocks(graph)
+    ('layers.0', 'layers.1')
+    """
+    able = []
+    for path in numbered(graph):
+        try:
+            span_of(graph, path)
+        except FormatError:
+            continue
+        able.append(path)
+    return tuple(able)
+
+
+def numbered(graph: OpGraph) -> tuple[str, ...]:
+    """The modules that are numbered and hold others, the outermost of each, in order."""
+    found: dict[str, bool] = {}
+    for op in graph.ops:
+        parts = op.name.split(".")
+        place = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+        if place is not None and place < len(parts) - 1:
+            found[".".join(parts[: place + 1])] = True
+    return tuple(found)
+
+
+def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
+    """The positions of the first and last operator of a module. Raises FormatError if it has none, if others
+    run between them, or if it holds a batch norm."""
+    own = [i for i, op in enumerate(graph.ops) if op.name == path or op.name.startswith(f"{path}.")]
+    if not own:
+        known = ", ".join(sorted({op.name.partition(".")[0] for op in graph.ops})[:6])
+        raise FormatError(
+            f"no operator of {graph.model} belongs to {path!r}, which is to be recomputed; name a module, as "
+            f"in {known}"
+        )
+    first, last = own[0], own[-1]
+    if len(own) != last - first + 1:
+        between = next(graph.ops[i].name for i in range(first, last) if i not in set(own))
+        raise FormatError(
+            f"{path} cannot be recomputed as one block: {between} runs between its operators; name smaller "
+            "modules"
+        )
+    normed = next((graph.ops[i].name for i in own if graph.ops[i].kind == "batch_norm"), None)
+    if normed is not None:
+        raise FormatError(
+            f"{path} cannot be recomputed: {normed} would count every batch twice in its running statistics; "
+            "name modules without batch norms"
+        )
+    return first, last
+
+
+def with_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
+    """The graph with these modules computed twice. Raises FormatError as `span_of`, and where two overlap."""
+    found = [(*span_of(graph, path), path) for path in dict.fromkeys(paths)]
+    spans = sorted(found, key=lambda span: (span[0], -span[1]))
+    for (_, last, one), (first, _, other) in pairwise(spans):
+        if first <= last:
+            raise FormatError(f"{other} lies within {one}, and both are to be recomputed; name one of them")
+    if not spans:
+        return graph
+    state = Input("random states before blocks", "batch", "int64", (len(spans) * RANDOM_STATE,))
+    recomputed = tuple((first, last) for first, last, _ in spans)
+    return replace(graph, inputs=(*graph.inputs, state), recomputed=recomputed)
+
+
+def recomputing(profile: Profile, graph: OpGraph) -> Profile:
+    """What a pass costs in which the graph's blocks are computed twice, from a profile of one without.
+
+    >>> recomputing(profile, with_recomputed(graph, ["layers.0"]))
+    """
+    twice = {i for first, last in graph.recomputed for i in range(first, last + 1)}
+    if not twice:
+        return profile
+
+    def again(cost: Cost) -> Cost:
+        return Cost(cost.forward_s, cost.backward_s + cost.forward_s, cost.spread_s)
+
+    ops = dict(profile.ops)
+    casts = dict(profile.casts)
+    elements = {value.name: value.num_elements for value in graph.inputs}
+    elements |= {op.name: op.num_elements for op in graph.ops}
+    weights = {value.name for value in graph.inputs if value.kind in ("parameter", "alias")}
+    cast_in_block: set[str] = set()
+    for i in twice:
+        op = graph.ops[i]
+        if op.name in ops:
+            ops[op.name] = {mode: again(cost) for mode, cost in ops[op.name].items()}
+        cast_in_block |= {value for value in (op.name, *op.inputs) if value not in weights}
+    for key, cost in profile.casts.items():
+        if key[0] in cast_in_block:
+            casts[key] = again(cost)
+    for source, target in profile.cast_fit:
+        for name in sorted(cast_in_block):
+            if (name, source, target) not in casts:
+                cast = Cast(name, source, target, elements[name], False)
+                casts[name, source, target] = again(cast_cost(profile, cast))
+    return replace(profile, ops=ops, casts=casts)

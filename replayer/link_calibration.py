@@ -1,0 +1,61 @@
+"""How fast the links are in real steps: measured beside compute, not between bare barriers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from qsync.records.cluster import Cluster, Link
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
+from qsync.replayer.costs import ClassCosts
+from qsync.replayer.simulate import Exchange, Work, checked_lowerings, steady_step
+
+# How many times slower than between barriers an all-reduce may be found, and faster.
+FACTORS = np.geomspace(1 / 4, 4, 65)
+
+
+def in_use(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    runs: Sequence[tuple[Mapping[str, Mapping[str, Precision]], str, float]],
+    bucket_cap_bytes: int | None = None,
+) -> Cluster:
+    """The cluster with its links as many times slower or faster as makes replay right for the mean run.
+
+    `runs` are plans, each with a class and the seconds by which a step of that class took longer than its own
+    work. The mean, as some take longer where a rank is paused now and then. Where steps do not depend on the
+    links, because their work hides behind compute, they stay as they were measured (ours).
+
+    >>> in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
+    """
+    exchange = Exchange(graph, cluster, bucket_cap_bytes)
+    names = [device_class.name for device_class in cluster.classes]
+    known: dict[int, list[Work]] = {}
+    for plan, _, _ in runs:
+        if id(plan) not in known:
+            lowerings = checked_lowerings(graph, plan, profiles, cluster)
+            known[id(plan)] = [exchange.work(ClassCosts(lowerings[n], profiles[n])) for n in names]
+    waited = [(known[id(plan)], names.index(name)) for plan, name, _ in runs]
+    beyond_s = sum(seconds for _, _, seconds in runs)
+
+    def miss(factor: float) -> float:
+        durations = [factor * seconds for seconds in exchange.durations_s]
+        predicted_s = 0.0
+        for works, c in waited:
+            step = steady_step(works, durations, cluster.link, factor * exchange.broadcast_s)
+            predicted_s += step.reduced_s - works[c].total_s
+        return abs(predicted_s - beyond_s) / len(runs)
+
+    best = min(FACTORS, key=lambda factor: (round(miss(factor), 6), abs(math.log(factor))))
+
+    def scaled(link: Link) -> Link:
+        return replace(link, latency_s=best * link.latency_s, bytes_per_s=link.bytes_per_s / best)
+
+    between = scaled(cluster.between) if cluster.between else None
+    return replace(cluster, link=scaled(cluster.link), between=between)

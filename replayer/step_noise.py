@@ -1,0 +1,85 @@
+"""Steps that differ from each other: what noise on every rank does to a synchronous step. Simulated."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qsync.errors import FormatError
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
+from qsync.replayer.comparison import percentile
+from qsync.replayer.costs import ClassCosts
+from qsync.replayer.simulate import Exchange, checked_lowerings, step_time
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """Seconds of many simulated steps, in the order drawn, and of the one without noise."""
+
+    steps_s: tuple[float, ...]
+    steady_s: float
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.steps_s)
+
+    @property
+    def range_s(self) -> tuple[float, float]:
+        """Nine steps in ten lie in between."""
+        return percentile(self.steps_s, 0.05), percentile(self.steps_s, 0.95)
+
+    @property
+    def lost(self) -> float:
+        """What noise costs on average: a synchronous step waits for whoever is late. A part of the step."""
+        return self.mean_s / self.steady_s - 1.0
+
+
+def vary(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    *,
+    num_steps: int = 1000,
+    seed: int = 0,
+    bucket_cap_bytes: int | None = None,
+) -> Variation:
+    """`num_steps` steps in which every rank is as much faster or slower as its class's profile is noisy.
+
+    A rank's work takes exp(noise z) times what it should, z normal (ours). Of the n ranks of a class only the
+    latest counts: its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks cost no more
+    than one. The same seed gives the same steps.
+
+    >>> vary(graph, plan, profiles, cluster, num_steps=1000, seed=0).lost
+    """
+    if num_steps < 1:
+        raise FormatError(f"the number of steps must be at least 1, found {num_steps}")
+    lowerings = checked_lowerings(graph, plan, profiles, cluster)
+    exchange = Exchange(graph, cluster, bucket_cap_bytes)
+    works = [exchange.work(ClassCosts(lowering, profiles[name])) for name, lowering in lowerings.items()]
+    uniform = 1.0 - np.random.default_rng(seed).random((num_steps, len(works)))  # in (0, 1]
+    latest = [
+        [_latest(float(u), cluster[name].count) for u, name in zip(row, lowerings, strict=True)]
+        for row in uniform
+    ]
+    noise = [profiles[name].noise for name in lowerings]
+    steps = tuple(
+        step_time(
+            [work.slower(math.exp(s * z)) for work, s, z in zip(works, noise, row, strict=True)], exchange
+        )
+        for row in latest
+    )
+    return Variation(steps, step_time(works, exchange))
+
+
+def _latest(u: float, count: int) -> float:
+    """The largest of `count` standard normal values, from one that is uniform in (0, 1]."""
+    return statistics.NormalDist().inv_cdf(min(u ** (1.0 / count), 1.0 - 2.0**-53))

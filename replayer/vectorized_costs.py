@@ -1,0 +1,133 @@
+"""What a whole lowered graph costs on a device class at once: prices in arrays, looked up by number.
+
+The prices are those of `qsync.replayer.costs`, which is asked once for every distinct neighbourhood and set
+of measured modes. Nothing of an assignment is kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qsync.lowering.vectorized import Numbered, Tables, Tabulated
+from qsync.records.identity_cache import Remembered
+from qsync.records.profiles import Cost, Profile
+from qsync.replayer.costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
+
+Ints = npt.NDArray[np.int64]
+
+
+class PriceBook:
+    """The prices of one profile for one graph, forward and backward seconds.
+
+    Operators whose measured modes bear the same names share a table that says which of them is meant, and how
+    many times its price (`nearest_mode`).
+    """
+
+    def __init__(self, tables: Tables, profile: Profile) -> None:
+        ops = tables.wiring.ops
+        names: dict[tuple[str, ...], int] = {}
+        modes = [profile.ops.get(op.name, {}) for op in ops]
+        self._columns = [tuple(entry) for entry in modes]
+        kind = [names.setdefault(columns, len(names)) for columns in self._columns]
+        self._names = np.array(kind, dtype=np.int64)
+        # One column more, of zeros: what moves no data and was not measured.
+        self._width = max((len(columns) for columns in self._columns), default=0) + 1
+        measured = np.zeros((2, len(ops), self._width))
+        for columns, number in names.items():
+            rows = np.flatnonzero(self._names == number)
+            if columns:
+                costs = [[(c.forward_s, c.backward_s) for c in modes[i].values()] for i in rows.tolist()]
+                measured[:, rows, : len(columns)] = np.array(costs).transpose(2, 0, 1)
+        self._forward, self._backward = measured
+        self._keys = Numbered()
+        self._column: list[int] = []
+        self._ratio: list[float] = []
+        self._casts: dict[int, FloatArray] = {}
+        self._measured_casts: dict[tuple[str, str], dict[str, Cost]] = {}
+        for (value, source, target), cost in profile.casts.items():
+            self._measured_casts.setdefault((source, target), {})[value] = cost
+
+    def price(self, lowered: Tabulated, profile: Profile) -> tuple[FloatArray, FloatArray]:
+        """Seconds forward and backward of every operator with its casts, as `ClassCosts` has them."""
+        key, fresh = self._keys(lowered.neighbourhood << 32 | self._names)
+        for i in fresh:
+            self._ask(i, lowered, profile)
+        column, ratio = np.array(self._column)[key], np.array(self._ratio)[key]
+        every = np.arange(len(key))
+        forward = self._forward[every, column] * ratio
+        backward = self._backward[every, column] * ratio
+        values, kinds = lowered.casts_made()
+        if len(values):
+            both = self._cast_prices(lowered, profile, values, kinds)
+            owner = lowered.tables.owner[values]
+            forward += np.bincount(owner, both[0], len(key))
+            backward += np.bincount(owner, both[1], len(key))
+        return forward, backward
+
+    def _ask(self, i: int, lowered: Tabulated, profile: Profile) -> None:
+        op = lowered.graph.ops[i]
+        columns = self._columns[i]
+        if not columns and op.kind in FREE:
+            self._column.append(self._width - 1)
+            self._ratio.append(0.0)
+            return
+        name, ratio = nearest_mode(profile, lowered.run(i), op)
+        self._column.append(columns.index(name))
+        self._ratio.append(ratio)
+
+    def _cast_prices(self, lowered: Tabulated, profile: Profile, values: Ints, kinds: Ints) -> FloatArray:
+        both = np.zeros((2, len(values)))
+        for kind in np.unique(kinds).tolist():
+            of_kind = np.flatnonzero(kinds == kind)
+            if kind not in self._casts:
+                self._casts[kind] = self._cast_line(kind, lowered.tables, profile)
+            both[:, of_kind] = self._casts[kind][:, values[of_kind]]
+        missing = values[np.isnan(both[0])]
+        if len(missing):  # nobody measured it: say so of the first operator, as its single price does
+            for cast in lowered.casts(int(missing[lowered.tables.owner[missing].argmin()])):
+                cast_cost(profile, cast)
+        return both
+
+    def _cast_line(self, kind: int, tables: Tables, profile: Profile) -> FloatArray:
+        """Seconds of this cast of every value: on the fitted line (NaN without one), or as measured."""
+        source, target, turned = tables.cast_kinds[kind]
+        fit = profile.cast_fit.get((source, target))
+        found = np.full((2, len(tables.num_elements)), np.nan)
+        if fit is not None:
+            base, slope = fit
+            for row, at_once, each in (
+                (0, base.forward_s, slope.forward_s),
+                (1, base.backward_s, slope.backward_s),
+            ):
+                found[row] = np.maximum(0.0, at_once + each * tables.num_elements)
+        for name in reversed(measured_as(source, turned)):  # the likeliest last, over the others
+            for value, cost in self._measured_casts.get((name, target), {}).items():
+                if value in tables.wiring.number:
+                    found[:, tables.wiring.number[value]] = cost.forward_s, cost.backward_s
+        return found
+
+
+_BOOKS: Remembered[Remembered[PriceBook]] = Remembered()
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """One assignment on one device class: seconds of every operator, with its casts."""
+
+    lowered: Tabulated
+    profile: Profile
+    forward_s: FloatArray
+    backward_s: FloatArray
+
+
+def price(lowered: Tabulated, profile: Profile) -> Priced:
+    """What a lowered graph costs on a device class.
+
+    >>> price(Tabulated(graph, assignment), profile).forward_s.sum()
+    """
+    of_graph = _BOOKS.of(lowered.graph, Remembered)
+    book = of_graph.of(profile, lambda: PriceBook(lowered.tables, profile))
+    return Priced(lowered, profile, *book.price(lowered, profile))

@@ -1,0 +1,108 @@
+"""Greedy where memory is short: bytes count in the order of raises, and exchanges are paid in them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
+
+from qsync.allocator import allocate
+from qsync.allocator.problem import pose
+from qsync.allocator.solvers import exchanges, milp, recovery
+from qsync.allocator.solvers.fastest_start import fastest_start
+from qsync.allocator.solvers.greedy import greedy
+from qsync.allocator.solvers.milp_expressions import Program, Sum
+from qsync.allocator.state import State
+from qsync.records.plans import Plan
+
+GRAPH = encoder(3, rows=512)
+PROFILES = {
+    name: profile_of(GRAPH, name, slow=slow, latency_s=1e-8, cast_s=1e-11)
+    for name, slow in (("train", 1.0), ("infer", 1.8))
+}
+
+
+def sensitivity(seed):
+    draw, found = Random(seed), sensitivity_of(GRAPH)
+    omega = {
+        op: {p: v * 10 ** draw.uniform(-2, 2) for p, v in modes.items()} for op, modes in found.omega.items()
+    }
+    return replace(found, omega=omega)
+
+
+def short(seed, memory, time):
+    """Its budget and target lie so far between what the fastest start needs and what FP32 does."""
+    state = State(pose(GRAPH, PROFILES, sensitivity(seed), cluster_of()))
+    most, slowest_s = state.classes["infer"].peak_bytes, state.step_s()
+    fastest_start(state, "infer")
+    least = state.classes["infer"].peak_bytes
+    budgets = {"infer": int(least + memory * (most - least))}
+    state = State(pose(GRAPH, PROFILES, sensitivity(seed), cluster_of(), budgets=budgets))
+    fastest_start(state, "infer")
+    return state, state.step_s() + time * (slowest_s - state.step_s())
+
+
+def found(*short_of):
+    state, target = short(*short_of)
+    greedy(state, ["infer"], target)
+    assert recovery.holds(state, target)
+    return state.variance
+
+
+@pytest.mark.parametrize(
+    ("room", "name", "short_of", "more"),
+    [(recovery, "_memory_used", (2, 0.6, 0.6), 1.4), (exchanges, "_bytes_saved", (1, 0.1, 0.3), 1.05)],
+)
+def test_bytes_count_where_memory_is_short(monkeypatch, room, name, short_of, more):
+    with_bytes = found(*short_of)
+    monkeypatch.setattr(room, name, lambda *args: 0)
+    assert found(*short_of) > more * with_bytes
+
+
+@pytest.mark.parametrize("short_of", [(0, 0.3, 0.5), (1, 0.1, 0.3), (2, 0.6, 0.6)])
+def test_the_exact_solver_adds_no_more_than_greedy_where_memory_is_short(short_of):
+    state, target = short(*short_of)
+    budgets = {"infer": state.classes["infer"].part.budget_bytes}
+    exact, fast = (
+        allocate(
+            GRAPH, PROFILES, sensitivity(short_of[0]), cluster_of(),
+            budgets=budgets, target_s=target, solver=solver, time_limit_s=3.0,
+        )
+        for solver in ("milp", "greedy")
+    )  # fmt: skip
+    assert exact.bound <= exact.added_variance * (1 + 1e-9) <= fast.added_variance * (1 + 2e-9)
+
+
+def test_what_is_kept_for_backward_raises_the_bound_where_memory_is_short(monkeypatch):
+    bounds = []
+    for kept in (milp.kept_bytes, lambda *args: Sum()):
+        monkeypatch.setattr(milp, "kept_bytes", kept)
+        state, target = short(0, 0.3, 1.0)
+        greedy(state, ["infer"], target)
+        bounds.append(milp.judge(state, ["infer"], target).bound)
+    assert bounds[0] > 1.5 * bounds[1]
+
+
+def test_the_plan_says_why_it_is_not_proved_to_be_the_best(monkeypatch):
+    def status(**options):
+        plan = allocate(GRAPH, PROFILES, sensitivity(0), cluster_of(), **options)
+        assert Plan.from_json(plan.to_json()) == plan
+        return plan.status
+
+    state, target = short(0, 0.3, 1.0)
+    budgets = {"infer": state.classes["infer"].part.budget_bytes}
+    assert status() == "optimal"
+    assert status(budgets=budgets, target_s=target, solver="greedy") == "unproved"
+    assert status(slack=0.1, solver="greedy", gap=0.99) == "optimal"
+    solve = Program.solve
+    for code, said in ((1, "time-limited"), (4, "unsolved")):
+
+        def stopped(self, *args, code=code, **options):
+            result = solve(self, *args, **options)
+            result.status = code
+            return result
+
+        monkeypatch.setattr(Program, "solve", stopped)
+        assert status(budgets=budgets, target_s=target, solver="greedy") == said

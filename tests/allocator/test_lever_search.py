@@ -1,0 +1,189 @@
+"""The search of levers: what it finds holds, goes on where it stopped, and says what each lever bought."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsync import planning
+from qsync.allocator import allocate, check_plan
+from qsync.allocator.levers import search
+from qsync.allocator.levers.search import Search
+from qsync.allocator.levers.search_space import Setting, Space
+from qsync.errors import FormatError, InfeasibleError, MismatchError
+from qsync.hybrid_training import _on_rank_zero
+from qsync.records.basis import Basis
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plans import Plan
+from qsync.replayer import Sized, under
+
+GRAPH, SMALLER = encoder(2, rows=32), encoder(2, rows=16)
+SLOW = {"train": 1.0, "infer": 3.0}
+
+
+def profiles_of(graph):
+    return {n: profile_of(graph, n, slow=slow, latency_s=1e-8, cast_s=1e-11) for n, slow in SLOW.items()}
+
+
+PROFILES, OTHER = profiles_of(GRAPH), Sized(SMALLER, profiles_of(SMALLER))
+CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
+PARTS = (GRAPH, PROFILES, SENSITIVITY, CLUSTER)
+FAST = {"solver": "greedy", "slack": 0.3}
+
+
+def checked(plan: Plan, other=OTHER, **options) -> bool:
+    profiles = under(GRAPH, PROFILES, CLUSTER, plan.levers, other)
+    return check_plan(
+        GRAPH, plan, profiles, SENSITIVITY, CLUSTER, bucket_cap_bytes=plan.bucket_cap_bytes, **options
+    ).ok
+
+
+def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought():
+    plain = allocate(*PARTS, **FAST)
+    plan = search(*PARTS, other=OTHER, trials=12, **FAST)
+    assert plan.target_s == plain.target_s and checked(plan)
+    assert plan.added_variance < 0.5 * plain.added_variance
+    assert "share" in plan.levers.used and set(plan.levers.without) >= set(plan.levers.used)
+    problem = Search(*PARTS, ("share",), OTHER, **FAST)
+    setting = Setting(replace(plan.levers, without={}), plan.bucket_cap_bytes)
+    for lever, without in plan.levers.without.items():
+        if without.added_variance is not None:
+            again = problem.judge(setting.without(lever))[1]
+            assert (again.step_s, again.added_variance) == (without.step_s, without.added_variance)
+
+
+def test_a_lever_that_is_not_named_stays_off():
+    for lever in ("share", "accumulate", "buckets", "recompute"):
+        plan = search(*PARTS, levers=[lever], other=OTHER, trials=4, **FAST)
+        used = set(plan.levers.used if plan.levers else ())
+        assert used <= {lever} and (plan.bucket_cap_bytes is None or lever == "buckets")
+        assert checked(plan)
+    assert search(*PARTS, levers=["share"], other=OTHER, trials=4, **FAST).levers.used == ("share",)
+
+
+def test_recomputing_makes_fit_what_does_not():
+    graph = encoder(4, width=16, rows=512)
+    profiles = {n: profile_of(graph, n, slow=s) for n, s in (("train", 1.0), ("infer", 1.2))}
+    parts = (graph, profiles, sensitivity_of(graph), CLUSTER)
+    pins = {"*": "fp32"}
+    whole = allocate(*parts, pins=pins, target_s=1.0)["infer"].predicted.memory_bytes
+    options = {"pins": pins, "target_s": 1.0, "budgets": {"infer": int(0.8 * whole)}, "solver": "greedy"}
+    with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
+        allocate(*parts, **options)
+    plan = search(*parts, levers=["recompute"], trials=8, **options)
+    assert plan["infer"].predicted.memory_bytes <= 0.8 * whole and plan.levers["infer"].recomputed
+    assert plan.levers.without["recompute"].reason == "nothing fits in memory"
+    with pytest.raises(InfeasibleError, match="infer: no assignment fits"):
+        search(*parts, levers=["buckets"], trials=2, **options)
+
+
+def test_without_a_target_that_can_be_reached_the_step_is_named():
+    with pytest.raises(InfeasibleError, match="no plan reaches a step of 1e-05 s"):
+        search(*PARTS, levers=["share"], other=OTHER, trials=3, target_s=1e-5, solver="greedy")
+
+
+def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, monkeypatch):
+    kept = tmp_path / "trials.log"
+    judged, judge = [], Search.judge
+    monkeypatch.setattr(Search, "judge", lambda self, point: judged.append(point) or judge(self, point))
+    first = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
+    begun = len(judged)
+    again = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
+    assert again == first and len(judged) - begun == 1 + len(first.levers.without)
+    more = search(*PARTS, other=OTHER, trials=9, storage=kept, **FAST)
+    assert more.added_variance <= first.added_variance
+    # Another problem in the same file is another search.
+    other = search(*PARTS, other=OTHER, trials=2, storage=kept, solver="greedy", slack=0.1)
+    assert other.target_s < first.target_s
+
+
+def test_the_same_seed_finds_the_same_plan():
+    one, two = (search(*PARTS, other=OTHER, trials=6, seed=3, **FAST) for _ in range(2))
+    assert one == two
+
+
+WORKER = """
+import sys, time
+sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../support"]
+import test_lever_search as own
+from qsync.allocator.levers.search import Search
+judge = Search.judge
+def slowly(self, setting):
+    print("judging", flush=True)
+    time.sleep(float(sys.argv[4]))
+    return judge(self, setting)
+Search.judge = slowly
+own.search(*own.PARTS, other=own.OTHER, trials=int(sys.argv[3]), storage=sys.argv[2], seed=1, **own.FAST)
+"""
+
+
+def test_several_processes_share_a_search_and_one_that_is_killed_costs_one_trial(tmp_path):
+    kept = tmp_path / "trials.log"
+
+    def worker(trials: int, sleep_s: float) -> subprocess.Popen[str]:
+        arguments = [str(Path(__file__).parent), str(kept), str(trials), str(sleep_s)]
+        return subprocess.Popen([sys.executable, "-c", WORKER, *arguments], stdout=subprocess.PIPE, text=True)
+
+    with worker(8, 60.0) as killed:
+        assert killed.stdout.readline() == "judging\n"
+        os.kill(killed.pid, signal.SIGKILL)
+    workers = [worker(8, 0.0) for _ in range(2)]
+    counts = [one.communicate(timeout=240)[0].count("judging") for one in workers]
+    assert [one.returncode for one in workers] == [0, 0]
+    assert min(counts) >= 1 and sum(counts) <= 8 + 2 * 6  # each also tells what levers bought
+    plan = search(*PARTS, other=OTHER, trials=8, storage=kept, seed=1, **FAST)
+    assert checked(plan)
+    # What was killed was the trial without levers; the plan is no worse than that one all the same.
+    assert plan.added_variance <= allocate(*PARTS, **FAST).added_variance
+
+
+@given(
+    counts=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    parts=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),
+)
+def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
+    counts = [1, *counts]
+    cluster = cluster_of({f"class{i}": count for i, count in enumerate(counts)})
+    one = profile_of(GRAPH, "any")
+    profiles = {c.name: replace(one, device_class=c.name) for c in cluster.classes}
+    space = Space(GRAPH, profiles, cluster, ["share"], Sized(SMALLER, {}))
+    drawn = iter(parts)
+    shares = space._shared(lambda name, low, high: next(drawn))
+    assert sum(c.count * shares[c.name] for c in cluster.classes) == 32 * cluster.num_ranks
+    assert all(8 <= share <= 128 for share in shares.values())
+
+
+def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
+    basis = Basis(GRAPH, CLUSTER, PROFILES, SENSITIVITY)
+    plan = _on_rank_zero(
+        "planning", lambda: planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST),
+        tmp_path, basis, None,
+    )  # fmt: skip
+    levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
+    twice = allocate(GRAPH, under(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST)
+    assert _on_rank_zero("planning", lambda: twice, tmp_path, basis, None) == twice
+    assert Plan.load(tmp_path / "plan.json") == twice and checked(plan, None)
+
+
+def test_searches_that_cannot_be_are_refused_with_what_to_do():
+    with pytest.raises(FormatError, match="unknown lever 'shares': choose from share, accumulate, buckets"):
+        search(*PARTS, levers=["shares"])
+    with pytest.raises(FormatError, match="no lever to search with"):
+        search(*PARTS, levers=[])
+    with pytest.raises(MismatchError, match="than the 32 that encoder was captured with; capture it"):
+        search(*PARTS, levers=["accumulate"])
+    with pytest.raises(FormatError, match="the bucket cap is given, and to be searched too"):
+        search(*PARTS, levers=["buckets"], bucket_cap_bytes=2**20)
+    with pytest.raises(FormatError, match="at least 1 trial, found 0"):
+        search(*PARTS, levers=["buckets"], trials=0)
+    with pytest.raises(FormatError, match="levers are for several ranks"):
+        search(GRAPH, PROFILES, SENSITIVITY, cluster_of({"infer": 1}), levers=["buckets"])

@@ -1,0 +1,250 @@
+"""The exact solver: its sums are replay's, its plans are brute force's, its bound is one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from graphs import CPU_PRECISIONS, cluster_of, encoder, graphs, images, mlp, profile_of, sensitivity_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qsync.allocator import allocate, check_plan, tradeoff
+from qsync.allocator.problem import pose
+from qsync.allocator.solvers import milp
+from qsync.allocator.solvers.class_model import LinearClass
+from qsync.allocator.solvers.fastest_start import fastest_start
+from qsync.allocator.solvers.greedy import greedy
+from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
+from qsync.allocator.solvers.recovery import holds
+from qsync.allocator.state import State
+from qsync.errors import FormatError
+from qsync.records.cluster import Link
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+
+INT8, FP32 = Precision.INT8, Precision.FP32
+
+
+def pair(graph, slow=1.8, cast_s=1e-11):
+    return {
+        name: profile_of(graph, name, slow=s, latency_s=1e-8, cast_s=cast_s)
+        for name, s in (("train", 1.0), ("infer", slow))
+    }
+
+
+def varied(graph, seed):
+    """A sensitivity in which operators differ by a hundred times."""
+    draw, found = random.Random(seed), sensitivity_of(graph)
+    omega = {
+        op: {p: v * 10 ** draw.uniform(-1, 1) for p, v in modes.items()} for op, modes in found.omega.items()
+    }
+    return replace(found, omega=omega)
+
+
+def begun(graph, *, slow=1.8, cast_s=1e-11, link=None, budget=None, seed=0, slack=0.02, cap=None):
+    """A problem at its fastest start, with a target a little longer."""
+    parts = (pair(graph, slow, cast_s), varied(graph, seed), cluster_of(link=link or Link(1e-6, 1e9)))
+    state = State(pose(graph, *parts, bucket_cap_bytes=cap))
+    most = state.classes["infer"].peak_bytes
+    fastest_start(state, "infer")
+    if budget is not None:  # between what the fastest start needs and what FP32 does
+        least = state.classes["infer"].peak_bytes
+        state = State(pose(graph, *parts, budgets={"infer": int(least + budget * (most - least))}))
+        fastest_start(state, "infer")
+    return state, state.step_s() * (1 + slack)
+
+
+@pytest.mark.parametrize("graph", [encoder(2), images(2), mlp(4)], ids=lambda graph: graph.model)
+def test_the_sums_are_what_replay_makes_of_every_assignment(graph):
+    state = State(pose(graph, pair(graph), sensitivity_of(graph), cluster_of()))
+    one = state.classes["infer"]
+    linear = LinearClass(graph, one.part, 1.0, float("inf"))
+    seconds = Sum()
+    seconds.add(total([*linear.forward_s, *linear.backward_s]), 1e6)  # HiGHS looks no closer than a millionth
+    draw = random.Random(0)
+    for _ in range(12):
+        weights = {p: draw.random() for p in CPU_PRECISIONS}
+        drawn = {
+            op: draw.choices(options, [weights[p] for p in options])[0]
+            for op, options in one.part.choices.items()
+        }
+        state.move("infer", drawn)
+        fixed = [
+            (linear.chosen[op][p], 1.0, 1.0) for op, p in drawn.items() if not linear.chosen[op][p].settled
+        ]
+        found = linear.program.solve(seconds, also=fixed)
+        assert found.fun + seconds.constant == pytest.approx(1e6 * one.costs.total_s, rel=1e-9)
+        assert linear.assignment(found.x) == drawn
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 0.2])
+@pytest.mark.parametrize("graph", [mlp(5), images(2)], ids=lambda graph: graph.model)
+@pytest.mark.parametrize("seed", range(3))
+def test_brute_force_finds_nothing_better(graph, budget, seed):
+    link = (Link(0.0, 1e30), Link(1e-6, 1e9), Link(1e-7, 1e8, 0.5))[seed]
+    state, target = begun(graph, slow=1.5 + 0.4 * seed, link=link, budget=budget, seed=seed)
+    part = state.classes["infer"].part
+    greedy(state, ["infer"], target)
+    by_greedy = state.variance
+    solution = milp.solve(state, ["infer"], target, time_limit_s=60)
+    assert holds(state, target) and state.assignments() == solution.assignments
+    least = min(
+        sum(part.variance[op][p] for op, p in zip(part.choices, chosen, strict=True))
+        for chosen in itertools.product(*part.choices.values())
+        if state.move("infer", dict(zip(part.choices, chosen, strict=True))) and holds(state, target)
+    )
+    assert solution.status == "optimal"
+    assert solution.variance == pytest.approx(least, rel=1e-6)
+    assert solution.bound <= least * (1 + 1e-6) and least <= by_greedy * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_bounds_hold_plans_hold_and_a_longer_step_never_costs_variance(data):
+    graph = data.draw(graphs(max_ops=12))
+    if not graph.adjustable:
+        return
+    profiles, cluster = pair(graph, data.draw(st.floats(1.2, 3.0))), cluster_of()
+    sensitivity = varied(graph, data.draw(st.integers(0, 9)))
+    before = None
+    for slack in (0.01, 0.1, 0.4):
+        plan = allocate(graph, profiles, sensitivity, cluster, slack=slack, time_limit_s=5)
+        assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
+        quick = allocate(graph, profiles, sensitivity, cluster, slack=slack, solver="greedy")
+        assert plan.added_variance <= quick.added_variance * (1 + 1e-9)
+        for bound in (plan.bound, quick.bound):
+            assert bound <= plan.added_variance * (1 + 1e-6)
+        if before is not None and before.gap < 1e-6:
+            assert plan.added_variance <= before.added_variance * (1 + 1e-6)
+        before = plan
+
+
+def test_the_exact_plan_of_many_operators_is_near_its_bound_and_not_above_greedy():
+    graph = encoder(12)
+    profiles, sensitivity, cluster = pair(graph), varied(graph, 1), cluster_of(link=Link(1e-6, 1e9))
+    exact = allocate(graph, profiles, sensitivity, cluster, slack=0.05)
+    quick = allocate(graph, profiles, sensitivity, cluster, slack=0.05, solver="greedy")
+    assert exact.gap <= 1e-3 and exact.solver == "milp"
+    assert exact.added_variance <= quick.added_variance
+    assert quick.gap <= 0.1 and quick.solver == "greedy"
+    # The relaxed bound is no higher than the exact one.
+    assert quick.bound <= exact.added_variance
+
+
+def test_where_all_reduces_bind_the_bound_still_is_close():
+    """Nothing that is lowered before the last bucket is ready saves its whole time: the rows know."""
+    graph = encoder(6)
+    for rate in (0.3, 0.6, 1.0):
+        state, target = begun(graph, link=Link(1e-6, 1.5e8, rate), cap=40_000)
+        assert sum(state.problem.exchange.durations_s) > 0.5 * target
+        solution = milp.solve(state, ["infer"], target, time_limit_s=20)
+        assert holds(state, target) and solution.gap < 1e-3
+
+
+def test_memory_that_binds_is_kept_to():
+    graph = encoder(3)
+    state, target = begun(graph, slack=0.3, budget=0.5)
+    greedy(state, ["infer"], target)
+    known = state.variance
+    solution = milp.solve(state, ["infer"], target, time_limit_s=10)
+    assert holds(state, target) and solution.variance <= known
+    assert state.classes["infer"].fits() and solution.bound <= solution.variance
+
+
+def test_a_plan_says_its_bound_and_forgets_it_when_pinned(tmp_path):
+    graph = encoder(1)
+    plan = allocate(graph, pair(graph), sensitivity_of(graph), cluster_of())
+    again = Plan.load(plan.save(tmp_path / "plan.json"))
+    assert (again.bound, again.solver, again.gap) == (plan.bound, "milp", plan.gap)
+    assert plan.pin("head", "fp32").bound is None and plan.pin("head", "fp32").gap is None
+
+
+@pytest.mark.parametrize("solver", ["milp", "greedy"])
+def test_with_everything_pinned_there_is_nothing_to_solve(solver):
+    graph = mlp(3)
+    plan = allocate(
+        graph,
+        pair(graph),
+        sensitivity_of(graph),
+        cluster_of(),
+        pins={"*": "bf16"},
+        solver=solver,
+        lower_all=True,
+    )
+    assert set(plan["infer"].assignment.values()) == {Precision.BF16}
+    assert plan.gap == 0.0 and plan.added_variance > 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"solver": "simplex"}, "milp, greedy"),
+        ({"gap": -0.1}, "gap"),
+        ({"gap": float("nan")}, "gap"),
+        ({"time_limit_s": 0.0}, "time limit"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options, word):
+    graph = encoder(1)
+    with pytest.raises(FormatError, match=word):
+        allocate(graph, pair(graph), sensitivity_of(graph), cluster_of(), **options)
+
+
+def test_bits_of_bits():
+    program = Program()
+    a, b = program.choice([1.0, 2.0])
+    assert program.all_of([a, ONE]) is a and program.all_of([a, ZERO]) is ZERO
+    assert program.any_of([ZERO, ZERO]).constant == 0.0 and program.any_of([a, ONE]).constant == 1.0
+    c, _ = program.choice([0.0, 0.0])
+    both, either = program.all_of([a, c]), program.any_of([a, c])
+    for first, second in itertools.product((0.0, 1.0), repeat=2):
+        for cost in (both, negated(both), either, negated(either)):
+            found = program.solve(cost, also=[(a, first, first), (c, second, second)])
+            assert both.at(found.x) == pytest.approx(first * second)
+            assert either.at(found.x) == pytest.approx(max(first, second))
+    assert program.solve().fun == pytest.approx(1.0)
+    assert program.solve(also=[(b, 1.0, 1.0)]).fun == pytest.approx(2.0)
+
+
+def test_every_point_of_the_frontier_is_a_plan_and_none_beats_another():
+    graph = encoder(2)
+    profiles, sensitivity, cluster = pair(graph), varied(graph, 2), cluster_of()
+    plans = tradeoff(graph, profiles, sensitivity, cluster, 6)
+    assert len(plans) > 3
+    for plan in plans:
+        assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
+    for one, other in itertools.pairwise(plans):
+        assert one.step_s < other.step_s and one.added_variance > other.added_variance
+    assert not any(entry.lowered for entry in plans[-1].classes.values())
+    assert plans[0].step_s == allocate(graph, profiles, sensitivity, cluster).step_s
+
+
+@pytest.mark.parametrize(("num", "options"), [(1, {}), (5, {"slack": 0.1}), (5, {"target_s": 1.0})])
+def test_a_frontier_that_makes_no_sense_is_refused(num, options):
+    graph = encoder(1)
+    with pytest.raises(FormatError, match="frontier"):
+        tradeoff(graph, pair(graph), sensitivity_of(graph), cluster_of(), num, **options)
+
+
+def test_what_the_solver_prints_is_not_seen(capfd, monkeypatch):
+    import ctypes
+
+    import scipy.optimize
+
+    solve, libc = scipy.optimize.milp, ctypes.CDLL(None)
+
+    def talkative(*arguments, **options):
+        libc.printf(b"debugging HiGHS\n")
+        os.write(1, b"and more\n")
+        return solve(*arguments, **options)
+
+    monkeypatch.setattr(scipy.optimize, "milp", talkative)
+    program = Program()
+    program.choice([1.0, 2.0])
+    assert program.solve().fun == 1.0
+    print("seen")
+    assert capfd.readouterr().out == "seen\n"

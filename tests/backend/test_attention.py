@@ -1,0 +1,211 @@
+"""INT8 attention against the reference: masks, dropout, groups, odd shapes, NaN and Inf; what is saved; in
+models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_calls import agreement_db, assert_parity, call, outcome, sample
+from models import build, step
+from observing import decibels, watched
+from priced_nodes import priced
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import qsync
+from qsync.backend import reference_kernel, select
+from qsync.backend.kernels import attention_int8
+from qsync.lowering.rules import Run
+from qsync.records.precision import Precision
+from qsync.runtime.program import program_of
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)
+
+# Against the reference, which rounds the result's gradient and nothing else: BF16 weights of P V, and BF16
+# gradients of weights and scores.
+BOUNDS = (46, 40)
+SHAPES = {
+    "heads": [(2, 3, 9, 8)] * 3,
+    "another length": [(2, 3, 9, 8), (2, 3, 5, 8), (2, 3, 5, 8)],
+    "another width": [(2, 3, 9, 8), (2, 3, 9, 8), (2, 3, 9, 6)],
+    "primes": [(1, 2, 13, 7), (1, 2, 11, 7), (1, 2, 11, 5)],
+    "one head": [(3, 7, 4)] * 3,
+    "no batch": [(7, 4)] * 3,
+    "one token": [(2, 2, 1, 4)] * 3,
+    "one key": [(2, 2, 5, 4), (2, 2, 1, 4), (2, 2, 1, 4)],
+    "shared keys": [(2, 3, 9, 8), (1, 3, 9, 8), (1, 1, 9, 8)],
+}
+KERNEL = attention_int8.attention_int8
+
+
+def qkv(shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    return [sample(*shape, seed=i) for i, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 1.5}], ids=str)
+def test_shapes(name, options):
+    tensors = qkv(SHAPES[name])
+    y, *_ = assert_parity("attention", "int8", F.scaled_dot_product_attention, tensors, BOUNDS, **options)
+    assert y.shape == F.scaled_dot_product_attention(*tensors).shape
+
+
+@pytest.mark.parametrize("at_a_time", [1, 100, 250])
+def test_a_few_heads_at_a_time_are_all_heads(monkeypatch, at_a_time):
+    monkeypatch.setattr(attention_int8, "_SCORES_AT_A_TIME", at_a_time)
+    mask = sample(2, 1, 9, 9, seed=4)
+    assert_parity(
+        "attention", "int8", F.scaled_dot_product_attention, [*qkv([(2, 3, 9, 8)] * 3), mask], BOUNDS
+    )
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_grouped_queries_share_keys_and_values(groups):
+    tensors = qkv([(2, 4, 6, 8), (2, 4 // groups, 6, 8), (2, 4 // groups, 6, 8)])
+    assert_parity(
+        "attention", "int8", F.scaled_dot_product_attention, tensors, BOUNDS, enable_gqa=True, is_causal=True
+    )
+
+
+MASKS = [(9, 9), (1, 9), (2, 1, 1, 9), (1, 3, 9, 9), (2, 3, 9, 9), (3, 1, 9)]
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_numbers_get_their_gradients(shape):
+    tensors = [*qkv([(2, 3, 9, 8)] * 3), sample(*shape, seed=4)]
+    assert_parity("attention", "int8", F.scaled_dot_product_attention, tensors, BOUNDS)
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_bools_hide_keys_and_may_hide_all_of_them(shape):
+    mask = sample(*shape, seed=4) > 0
+    mask.view(-1, 9)[0] = False
+    tensors = qkv([(2, 3, 9, 8)] * 3)
+    y, *_ = assert_parity(
+        "attention", "int8", F.scaled_dot_product_attention, tensors, BOUNDS, attn_mask=mask
+    )
+    hidden = ~mask.expand(2, 3, 9, 9).any(-1)
+    assert hidden.any()
+    assert torch.equal(y[hidden], torch.zeros_like(y[hidden]))
+
+
+def test_dropout_drops_what_torch_drops():
+    tensors = qkv([(2, 3, 9, 8)] * 3)
+    gradient = sample(2, 3, 9, 8, seed=9)
+    found = []
+    for kernel in (select("cpu").kernel("attention", "int8"), reference_kernel("attention", Precision.INT8)):
+        torch.manual_seed(3)
+        target = F.scaled_dot_product_attention
+        found.append(outcome(kernel, "attention", "int8", target, tensors, gradient, dropout_p=0.4))
+        found[-1] = (*found[-1], torch.rand(3))
+    *got, after = found[0]
+    *expected, expected_after = found[1]
+    assert torch.equal(after, expected_after)  # as many random numbers were drawn
+    assert all(agreement_db(a, b) > 40 for a, b in zip(got, expected, strict=True))
+
+
+def test_bf16_values_and_results():
+    tensors = [t.bfloat16() for t in qkv([(2, 3, 9, 8)] * 3)]
+    results = assert_parity(
+        "attention", "int8", F.scaled_dot_product_attention, tensors, (40, 38), out_type="bf16"
+    )
+    assert all(t.dtype is torch.bfloat16 for t in results)
+
+
+def test_the_result_lies_as_models_ask_for_it():
+    """Heads beside each other: what follows is a view."""
+    q, k, v = (t.transpose(1, 2) for t in qkv([(2, 9, 3, 8)] * 3))
+    y = call(KERNEL, "attention", "int8", F.scaled_dot_product_attention, [q, k, v])
+    assert y.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_what_is_not_finite_comes_out_where_it_belongs(bad, where):
+    tensors = qkv([(2, 3, 9, 8)] * 3)
+    tensors[where][1, 2, 3, 4] = bad
+    for options in ({}, {"attn_mask": torch.ones(9, 9, dtype=torch.bool)}):
+        target = F.scaled_dot_product_attention
+        y, *gradients = outcome(KERNEL, "attention", "int8", target, tensors, **options)
+        assert y[1, 2, 3].isnan().all()
+        assert y[0].isfinite().all() and y[1, :2].isfinite().all()
+        assert any(not g[1, 2].isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize(("case", "more"), [("plain", 0), ("mask", 256), ("dropout", 6 * 256)])
+def test_it_saves_codes_and_scales_and_a_byte_per_dropped_score(case, more):
+    tensors = [t.requires_grad_() for t in qkv([(2, 3, 16, 8)] * 3)]
+    options = {"mask": {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}, "dropout": {"dropout_p": 0.1}}
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        target = F.scaled_dot_product_attention
+        call(KERNEL, "attention", "int8", target, tensors, **options.get(case, {}))
+    assert sum(saved) == 3 * 6 * (16 * 8 + 4 * 16) + more
+
+
+def test_frozen_operands_get_no_gradient():
+    tensors = qkv([(2, 3, 9, 8)] * 3)
+    tensors[0].requires_grad_()
+    y = call(KERNEL, "attention", "int8", F.scaled_dot_product_attention, tensors)
+    y.sum().backward()
+    assert tensors[0].grad is not None and tensors[1].grad is None
+
+
+# --- In models ---
+
+
+class Decoder(nn.Module):
+    """Causal attention with a learned bias, whose result goes on as a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.bias = nn.Parameter(torch.randn(4, 5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.view(*x.shape[:2], 4, 4).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, self.bias)
+        y = y + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape)).square().mean()
+
+
+def test_what_runs_is_what_was_priced_and_close_to_fp32():
+    model, x = Decoder(), sample(2, 5, 16)
+
+    def gradients() -> dict[str, Tensor]:
+        model.zero_grad()
+        model(x).backward()
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    expected = gradients()
+    graph = qsync.capture(model, x)
+    assignment = {op.name: Precision.INT8 for op in graph.adjustable if op.kind == "attention"}
+    assert len(assignment) == 2
+    for chosen in (assignment, {op.name: Precision.INT8 for op in graph.adjustable}):
+        watcher = watched(model, chosen)
+        got = gradients()
+        assert tuple(watcher.nodes) == priced(graph, chosen)
+        assert not watcher.wrong
+        assert decibels(got, expected) > 25
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_bert_trains_in_int8(dropout):
+    plain, batch = build("bert", dropout=dropout)
+    model, _ = build("bert", dropout=dropout)
+    loss, expected = step(plain, batch)
+    qsync.wrap(model, "int8")
+    found, got = step(model, batch)
+    runs = [node for part in program_of(model).lowered for node in part.nodes if isinstance(node, Run)]
+    assert [run.mode for run in runs if "attention" in run.op.rpartition(".")[2]] == ["int8"] * 2
+    assert float(found) == pytest.approx(float(loss), rel=0.02)
+    assert decibels(got, expected) > 15
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for seed in range(20):
+        losses.append(float(step(model, batch, seed)[0]))
+        optimizer.step()
+    assert losses[-1] < 0.7 * losses[0]

@@ -1,0 +1,160 @@
+"""BF16 attention on CPUs against the reference: masks, dropout, groups, pieces; what is saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_calls import agreement_db, assert_parity, sample
+from torch import Tensor
+from torch.nn import functional as F
+
+from qsync.backend import reference_kernel
+from qsync.backend.candidates import candidates
+from qsync.backend.casts import cast_ops
+from qsync.backend.kernels import attention_bf16, softmax
+from qsync.records.precision import Precision
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"
+)
+ATTENTION = F.scaled_dot_product_attention
+HEADS = [(2, 3, 9, 8)] * 3
+# BF16 weights of P V, and BF16 gradients of weights and scores, less sums from a BF16 result. The worst are a
+# few keys with large scores.
+BOUNDS = (45, 36)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=["compiled", "plain"])
+def passes(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(softmax, "compiled_for", lambda *_: None)
+    elif cast_ops.compiled_for("softmax", torch.zeros(1, 1, 1, dtype=torch.bfloat16)) is None:
+        pytest.skip("nothing compiles here")
+
+
+def leaves(shapes, seed=0) -> list[Tensor]:
+    return [sample(*shape, seed=seed + i).bfloat16().requires_grad_() for i, shape in enumerate(shapes)]
+
+
+def outcome(kernel, tensors, options) -> list[Tensor]:
+    mine = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    y = kernel(ATTENTION, "bf16", *mine, **options)
+    wanted = [t for t in mine if t.requires_grad]
+    return [y.detach(), *torch.autograd.grad(y, wanted, sample(*y.shape, seed=9).bfloat16())]
+
+
+def assert_as_reference(tensors, **options) -> list[Tensor]:
+    got = outcome(attention_bf16.attention_bf16, tensors, options)
+    expected = outcome(reference_kernel("attention", Precision.BF16), tensors, options)
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert agreement_db(a, b) >= BOUNDS[min(i, 1)], f"tensor {i}"
+    return got
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        [(7, 4)] * 3,
+        [(3, 7, 4)] * 3,
+        [(2, 3, 9, 8), (2, 3, 5, 8), (2, 3, 5, 6)],
+        [(2, 3, 9, 8), (1, 3, 9, 8), (1, 1, 9, 8)],
+        [(1, 2, 300, 8)] * 3,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 1.5}], ids=str)
+def test_shapes(shapes, options):
+    assert_as_reference(leaves(shapes), **options)
+
+
+@pytest.mark.parametrize("at_a_time", [1, 40, 100])
+@pytest.mark.parametrize("causal", [False, True])
+def test_pieces_are_the_whole(monkeypatch, at_a_time, causal):
+    monkeypatch.setattr(attention_bf16, "_SCORES_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(attention_bf16, "_CAUSAL_ROWS", 4)
+    mask = None if causal else sample(2, 1, 9, 9, seed=4).bfloat16()
+    assert_as_reference(leaves(HEADS), is_causal=causal, attn_mask=mask)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_grouped_queries_share_keys_and_values(groups):
+    shared = (2, 4 // groups, 6, 8)
+    assert_as_reference(leaves([(2, 4, 6, 8), shared, shared]), enable_gqa=True, is_causal=True)
+
+
+MASKS = [(9, 9), (1, 9), (2, 1, 1, 9), (1, 3, 9, 9), (2, 3, 9, 9), (3, 1, 9)]
+
+
+@pytest.mark.parametrize("shape", MASKS, ids=str)
+def test_masks_of_numbers_get_their_gradients_and_masks_of_bools_hide(shape):
+    assert_as_reference(leaves([*HEADS, shape]))
+    mask = sample(*shape, seed=4) > 0
+    mask.view(-1, 9)[0] = False
+    y, *gradients = assert_as_reference(leaves(HEADS), attn_mask=mask)
+    hidden = ~mask.expand(2, 3, 9, 9).any(-1)
+    assert hidden.any()
+    assert torch.equal(y[hidden], torch.zeros_like(y[hidden]))
+    assert torch.equal(gradients[0][hidden], torch.zeros_like(y[hidden]))
+
+
+def test_scores_have_more_than_eight_bits():
+    """Scores of 100: to BF16's own 2^-9 they would be wrong by 0.2, and weights by a fifth."""
+    q, k, v = leaves([(1, 1, 64, 64)] * 3)
+    tensors = [(t.detach() * 10).requires_grad_() for t in (q, k)] + [v]
+    y = attention_bf16.attention_bf16(ATTENTION, "fp32", *tensors)
+    assert agreement_db(y, ATTENTION(*(t.float() for t in tensors))) > 45
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_drops_what_torch_drops(monkeypatch, causal):
+    monkeypatch.setattr(attention_bf16, "_SCORES_AT_A_TIME", 100)
+    monkeypatch.setattr(attention_bf16, "_CAUSAL_ROWS", 4)
+    found = []
+    for kernel in (attention_bf16.attention_bf16, reference_kernel("attention", Precision.BF16)):
+        torch.manual_seed(3)
+        options = {"dropout_p": 0.4, "is_causal": causal}
+        found.append((outcome(kernel, leaves(HEADS), options), torch.rand(3)))
+    (got, after), (expected, expected_after) = found
+    assert torch.equal(after, expected_after)  # as many random numbers were drawn
+    for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+        assert agreement_db(a, b) > BOUNDS[min(i, 1)], f"tensor {i}"
+
+
+def test_dropout_of_everything():
+    y, *gradients = outcome(attention_bf16.attention_bf16, leaves(HEADS), {"dropout_p": 1.0})
+    assert not any(t.any() for t in (y, *gradients))
+
+
+def test_it_saves_what_torch_saves_and_a_byte_per_dropped_score():
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        mask = torch.ones(16, 16, dtype=torch.bool)
+        attention_bf16.attention_bf16(ATTENTION, "bf16", *leaves([(2, 3, 16, 8)] * 3), mask, dropout_p=0.1)
+    assert sum(saved) == 4 * 6 * 16 * 8 * 2 + 6 * 16 * 4 + 16 * 16 * 2 + 6 * 16 * 16
+
+
+@pytest.mark.parametrize("shapes", [[(0, 3, 9, 8)] * 3, [(2, 3, 0, 8), (2, 3, 5, 8), (2, 3, 5, 8)]], ids=str)
+def test_nothing_comes_of_nothing(shapes):
+    got = outcome(attention_bf16.attention_bf16, leaves(shapes), {})
+    assert [t.shape for t in got] == [shapes[0], *shapes]
+    assert all(not t.any() for t in got)
+
+
+def test_the_result_lies_as_models_ask_for_it():
+    q, k, v = (t.transpose(1, 2) for t in leaves([(2, 9, 3, 8)] * 3))
+    assert attention_bf16.attention_bf16(ATTENTION, "bf16", q, k, v).transpose(1, 2).is_contiguous()
+
+
+def test_a_cpu_may_choose_it():
+    names = [c.name for c in candidates("attention", Precision.BF16, torch.device("cpu"))]
+    assert names == ["products in pieces", "torch, unless it drops"]
+    assert_parity("attention", "bf16", ATTENTION, [t.detach().float() for t in leaves(HEADS)], BOUNDS)

@@ -1,0 +1,150 @@
+"""The cache of compiled kernels: one build per machine, nothing half-written, and nothing used that is wrong.
+
+Every case runs the real compiler in a real process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from qsync.backend import kernel_cache
+from qsync.backend.casts import library as compiled
+from qsync.errors import BuildError
+
+# Uses the casts, and says what became of the compiled ones. "right" holds whichever ran.
+USE = """
+import torch
+from qsync.backend import casts, compiled
+x = torch.randn(8, 40)
+codes, scale = casts.quantize_rows(x)
+right = ((codes * scale.unsqueeze(1) - x).abs() <= scale.unsqueeze(1) * 0.51).all().item()
+print("right" if right else "wrong", compiled.library() is not None, compiled.note())
+"""
+
+
+def use(cache: Path | str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", before + USE],
+        env={**os.environ, "QSYNC_CACHE_DIR": str(cache), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def said(done: subprocess.CompletedProcess[str]) -> tuple[str, bool, str]:
+    assert done.returncode == 0, done.stderr
+    verdict, loaded, note = done.stdout.strip().split(" ", 2)
+    return verdict, loaded == "True", note
+
+
+def test_ranks_that_start_at_once_build_once(tmp_path):
+    with ThreadPoolExecutor(3) as pool:
+        ranks = list(pool.map(lambda _: use(tmp_path), range(3)))
+    assert [said(rank) for rank in ranks] == [("right", True, "None")] * 3
+    assert sum("compiling casts" in rank.stderr for rank in ranks) == 1
+    names = [path.name for path in (tmp_path / "kernels").iterdir()]
+    assert sorted(Path(name).suffix for name in names if not name.startswith(".")) == [".sha256", ".so"]
+    assert not any(name.startswith(".building") for name in names)
+
+
+def test_a_library_cut_short_is_never_loaded(tmp_path):
+    assert said(use(tmp_path)) == ("right", True, "None")
+    (library,) = (tmp_path / "kernels").glob("*.so")
+    whole = library.read_bytes()
+    library.write_bytes(whole[: len(whole) // 2])
+    again = use(tmp_path)
+    assert said(again) == ("right", True, "None")
+    assert "compiling casts" in again.stderr
+    assert len(library.read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("damage", ["cut short", "another file", "no hash", "empty", "gone"])
+def test_a_damaged_file_is_built_anew(tmp_path, monkeypatch, damage):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    builds = []
+
+    def build(path: Path) -> None:
+        builds.append(path)
+        path.write_bytes(b"a whole library")
+
+    path = kernel_cache.built("casts", {"a": "b"}, build)
+    assert kernel_cache.built("casts", {"a": "b"}, build) == path and len(builds) == 1
+    if damage == "no hash":
+        path.with_name(path.name + ".sha256").unlink()
+    elif damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes({"cut short": b"a whole", "another file": b"a whole librarz", "empty": b""}[damage])
+    assert kernel_cache.built("casts", {"a": "b"}, build) == path and len(builds) == 2
+    assert path.read_bytes() == b"a whole library"
+
+
+def test_another_processor_or_compiler_gets_a_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    facts = compiled._facts()
+    paths = set()
+    for changed in ({}, {"processor": "an older one"}, {"tvm": "0.1"}, {"source": "edited"}):
+        paths.add(kernel_cache.built("casts", {**facts, **changed}, lambda path: path.write_bytes(b"x")))
+    assert len(paths) == 4
+
+
+def test_a_cache_folder_that_cannot_be_used_is_said_and_costs_time_only(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    verdict, loaded, note = said(use(tmp_path / "file"))
+    assert (verdict, loaded) == ("right", True)
+    assert "every process compiles its casts anew" in note and "set QSYNC_CACHE_DIR" in note
+
+
+def test_without_a_linker_the_casts_are_compiled_in_memory(tmp_path):
+    verdict, loaded, note = said(use(tmp_path, PATH="", CXX="", CC=""))
+    assert (verdict, loaded) == ("right", True)
+    assert "install a C++ compiler" in note
+    assert not list((tmp_path / "kernels").glob("*.so"))
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path):
+    """Every file may have 4 KiB here: neither the linker's output nor the library fits."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+    verdict, loaded, _ = said(use(tmp_path, limited, PYTHONDONTWRITEBYTECODE="1"))
+    assert (verdict, loaded) == ("right", True)
+    left = [path.name for path in (tmp_path / "kernels").iterdir() if not path.name.endswith(".lock")]
+    assert left == []
+    assert said(use(tmp_path)) == ("right", True, "None")
+
+
+def test_without_tvm_the_plain_casts_run_and_the_note_says_what_to_install(tmp_path):
+    verdict, loaded, note = said(use(tmp_path, "import sys; sys.modules['tvm_ffi'] = None\n"))
+    assert (verdict, loaded) == ("right", False)
+    assert "pip install apache-tvm" in note and "casts run in plain torch" in note
+
+
+def test_a_build_that_fails_is_said_and_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+
+    def fails(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise BuildError("the compiler said no")
+
+    with pytest.raises(BuildError, match="the compiler said no"):
+        kernel_cache.built("casts", {"a": "b"}, fails)
+    assert not list((tmp_path / "kernels").glob("*casts*.so"))
+    path = kernel_cache.built("casts", {"a": "b"}, lambda path: path.write_bytes(b"whole"))
+    assert path.read_bytes() == b"whole"
+
+
+def test_what_a_killed_process_left_is_swept(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    path = kernel_cache.built("casts", {"a": "b"}, lambda path: path.write_bytes(b"whole"))
+    path.unlink()
+    left = path.parent / f".building-abc-{path.name}"
+    left.write_bytes(b"half")
+    kernel_cache.built("casts", {"a": "b"}, lambda path: path.write_bytes(b"whole"))
+    assert not left.exists()

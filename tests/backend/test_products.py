@@ -1,0 +1,276 @@
+"""What kernels save, free and refuse, in which order results lie, and integer products of any shape.
+
+That they compute what the reference does is in test_backend_parity.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_calls import agreement_db, assert_parity, call, outcome, sample
+from torch.nn import functional as F
+
+from qsync.backend import Operand, encode, reference_kernel, select
+from qsync.backend.kernels import convolution
+from qsync.backend.matmul_primitives import LONGEST_INT32_SUM, int8_sums
+from qsync.errors import UnsupportedError
+from qsync.records.precision import Precision
+
+CPU = ["int8", "int8_all", "fp16", "bf16"]
+
+
+def linear_tensors(shape, outputs, kind, scale=1.0):
+    x, w, b = (
+        sample(*shape, scale=scale),
+        sample(outputs, shape[-1], seed=1),
+        sample(outputs, seed=2, scale=scale),
+    )
+    return [b, x.reshape(-1, shape[-1]), w.t().contiguous()] if kind == "addmm" else [x, w, b]
+
+
+TARGETS = {"linear": F.linear, "addmm": torch.addmm}
+
+
+@pytest.mark.parametrize("precision", CPU)
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+def test_an_expanded_gradient(kind, precision):
+    """`y.sum().backward()` sends a gradient of stride 0."""
+    tensors = linear_tensors((6, 8), 4, kind)
+    kernel = select("cpu").kernel(kind, precision)
+    gradient = torch.ones(()).expand(6, 4)
+    got = outcome(kernel, kind, precision, TARGETS[kind], tensors, gradient=gradient)
+    expected = outcome(kernel, kind, precision, TARGETS[kind], tensors, gradient=torch.ones(6, 4))
+    if precision != "int8_all":
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_the_same_inputs_give_the_same_bits():
+    tensors = linear_tensors((32, 64), 48, "linear")
+    for precision in CPU:
+        kernel = select("cpu").kernel("linear", precision)
+        torch.manual_seed(7)
+        first = outcome(kernel, "linear", precision, F.linear, tensors)
+        torch.manual_seed(7)
+        again = outcome(kernel, "linear", precision, F.linear, tensors)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), precision
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 17])
+def test_integer_products_of_any_shape_and_stride(rows):
+    """Exhaustive, because `torch._int_mm` leaves its result unwritten for some strides."""
+
+    def layouts(m, n):
+        codes = torch.randint(-127, 128, (2 * m, 2 * n), dtype=torch.int8)
+        yield codes[:m, :n].contiguous()
+        yield codes[:m, :n].t().contiguous().t()
+        yield codes[:m, :n]
+        yield codes[::2, ::2]
+        yield codes[:1, :n].expand(m, n)
+        yield codes[:m, :1].expand(m, n)
+
+    for inner in (1, 2, 3, 8, 33):
+        for columns in (1, 2, 5, 16):
+            for a in layouts(rows, inner):
+                for b in layouts(inner, columns):
+                    assert torch.equal(int8_sums(a, b), a.int() @ b.int())
+
+
+def test_long_inner_dimensions_do_not_overflow():
+    inner = LONGEST_INT32_SUM + 4097
+    a = torch.full((2, inner), 127, dtype=torch.int8)
+    product = int8_sums(a, a.t())
+    assert torch.equal(product, torch.full((2, 2), 127.0**2 * inner))
+    assert product.dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("precision", ["int8", "int8_all"])
+def test_an_int8_layer_saves_its_codes_and_scales_and_nothing_else(kind, precision):
+    tensors = [t.requires_grad_() for t in linear_tensors((32, 64), 48, kind)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        call(select("cpu").kernel(kind, precision), kind, precision, TARGETS[kind], tensors)
+    assert sum(saved) == 32 * 64 + 4 * 32 + 48 * 64 + 4 * 48
+
+
+def test_the_values_are_not_kept_alive():
+    x = sample(16, 32).requires_grad_()
+    w = sample(8, 32, seed=1).requires_grad_()
+    value = x * 2
+    operand = Operand(value, encode(value, "int8_row"))
+    y = select("cpu").kernel("linear", "int8")(F.linear, "fp32", operand, Operand(w, encode(w, "int8_row")))
+    storage = torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage())
+    del value, operand
+    assert storage.expired()
+    y.sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_all", "fp16"])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 1, 2)])
+def test_frozen_inputs_get_no_gradient_and_save_nothing_for_it(precision, frozen):
+    tensors = linear_tensors((32, 64), 48, "linear")
+    everything = outcome(select("cpu").kernel("linear", precision), "linear", precision, F.linear, tensors)
+    leaves = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        y = call(select("cpu").kernel("linear", precision), "linear", precision, F.linear, leaves)
+    assert y.requires_grad == (len(frozen) < 3)
+    if precision != "fp16":
+        assert sum(saved) == (1 not in frozen) * (32 * 64 + 4 * 32) + (0 not in frozen) * (48 * 64 + 4 * 48)
+    if y.requires_grad:
+        y.backward(sample(32, 48, seed=9))
+    for i, leaf in enumerate(leaves):
+        assert (leaf.grad is None) == (i in frozen)
+        if leaf.grad is not None and precision != "int8_all":
+            assert torch.equal(leaf.grad, everything[1 + i])
+
+
+def test_no_grad_records_nothing():
+    tensors = [t.requires_grad_() for t in linear_tensors((4, 8), 3, "linear")]
+    for precision in ("int8", "int8_all", "fp16"):
+        with torch.no_grad():
+            y = call(select("cpu").kernel("linear", precision), "linear", precision, F.linear, tensors)
+        assert y.grad_fn is None
+
+
+def test_addmm_with_other_factors_is_refused():
+    tensors = linear_tensors((6, 8), 4, "addmm")
+    with pytest.raises(UnsupportedError, match="alpha=2"):
+        call(select("cpu").kernel("addmm", "int8"), "addmm", "int8", torch.addmm, tensors, alpha=2)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("out_type", ["fp32", "bf16"])
+def test_conv2d_int8_returns_channels_last_of_any_input(channels_last, out_type):
+    x, w = sample(2, 8, 6, 6), sample(4, 8, 3, 3, seed=1)
+    if channels_last:
+        x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+    y, dx, dw = assert_parity("conv2d", "int8", torch.conv2d, [x, w], (45, 40), out_type=out_type)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert dx.shape == x.shape
+    assert dw.shape == w.shape
+    assert dw.stride() == w.stride()  # DDP reduces gradients in their parameters' strides
+
+
+def test_conv2d_int8_saves_its_codes_and_scales_and_packs_its_weight_once():
+    x, w = sample(4, 8, 6, 6).requires_grad_(), sample(16, 8, 3, 3, seed=1).requires_grad_()
+    weight = Operand(w, encode(w, "int8_channel"))
+    kernel = select("cpu").kernel("conv2d", "int8")
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        kernel(torch.conv2d, "fp32", Operand(x, encode(x, "int8_image")), weight)
+    assert sum(saved) == 4 * 8 * 36 + 4 * 4 + 16 * 8 * 9 + 4 * 16
+    packed = dict(weight.encoded.packed)
+    kernel(torch.conv2d, "fp32", Operand(x, encode(x, "int8_image")), weight)
+    assert len(packed) == 1
+    assert all(weight.encoded.packed[key] is value for key, value in packed.items())
+
+
+def test_attention_in_fp16_takes_a_mask_and_dropout():
+    q, k, v = (sample(1, 2, 6, 8, seed=i).requires_grad_() for i in range(3))
+    kernel = select("cpu").kernel("attention", "fp16")
+    operands = [Operand(t, encode(t, "fp16")) for t in (q, k, v)]
+    for mask in (torch.ones(6, 6, dtype=torch.bool).tril(), torch.zeros(6, 6)):
+        y = kernel(F.scaled_dot_product_attention, "fp32", *operands, attn_mask=mask, dropout_p=0.2)
+        y.sum().backward()
+        assert q.grad.isfinite().all()
+
+
+def test_an_int8_convolution_without_a_batch_is_refused():
+    kernel = select("cpu").kernel("conv2d", "int8")
+    with pytest.raises(UnsupportedError, match="batch"):
+        call(kernel, "conv2d", "int8", torch.conv2d, [sample(3, 5, 5), sample(4, 3, 3, 3)])
+
+
+@pytest.mark.parametrize("magnitude", [1e-7, 1e-20, 1e-37, 1e20])
+def test_fp16_gradients_of_any_magnitude_survive(magnitude):
+    tensors = linear_tensors((16, 32), 8, "linear")
+    gradient = sample(16, 8, seed=9)
+    kernel = select("cpu").kernel("linear", "fp16")
+    expected = outcome(kernel, "linear", "fp16", F.linear, tensors, gradient=gradient)
+    got = outcome(kernel, "linear", "fp16", F.linear, tensors, gradient=gradient * magnitude)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        assert agreement_db(a.double() / magnitude, b) > 55
+
+
+def test_fp16_backward_frees_what_it_saved_and_cannot_run_twice():
+    x, w = sample(8, 16).requires_grad_(), sample(4, 16, seed=1).requires_grad_()
+    kernel = select("cpu").kernel("linear", "fp16")
+    encoded = encode(x, "fp16")
+    y = kernel(F.linear, "fp32", Operand(x, encoded), Operand(w, encode(w, "fp16")))
+    storage = torch.multiprocessing.reductions.StorageWeakRef(encoded.data.untyped_storage())
+    del encoded
+    assert not storage.expired()
+    y.sum().backward(retain_graph=True)
+    assert storage.expired()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("magnitude", [1e-9, 1.0, 1e9])
+def test_a_device_that_multiplies_fp16_only(monkeypatch, kind, magnitude):
+    """Codes are at most 127, so scaling the gradient is enough for FP16; done here on the CPU."""
+    from qsync.backend import matmul_primitives
+    from qsync.backend.kernels import linear
+
+    for module in (linear, matmul_primitives):
+        monkeypatch.setattr(module, "narrow_dtype", lambda device: torch.float16)
+    tensors = linear_tensors((33, 64), 48, kind)
+    gradient = sample(33, 48, seed=9) * magnitude
+    kernel = select("cpu").kernel(kind, "int8")
+    got = outcome(kernel, kind, "int8", TARGETS[kind], tensors, gradient=gradient)
+    plain = reference_kernel(kind, Precision.INT8)
+    expected = outcome(plain, kind, "int8", TARGETS[kind], tensors, gradient=gradient)
+    for a, b in zip(got[1:], expected[1:], strict=True):
+        assert agreement_db(a / magnitude, b / magnitude) > 45
+
+
+def test_frozen_and_repeated_backward_of_int8():
+    x, w = sample(8, 16).requires_grad_(), sample(4, 16, seed=1).requires_grad_()
+    y = call(select("cpu").kernel("linear", "int8"), "linear", "int8", F.linear, [x, w])
+    y.sum().backward(retain_graph=True)
+    once = w.grad.clone()
+    y.sum().backward()
+    assert torch.equal(w.grad, 2 * once)
+
+
+WINDOWED = [  # images, weight, stride, padding, dilation: all where the weight outweighs the images
+    ((2, 16, 4, 4), (32, 16, 3, 3), 1, 1, 1),
+    ((2, 16, 7, 6), (32, 16, 3, 3), 2, 1, 1),
+    ((2, 16, 5, 5), (32, 16, 3, 3), 1, 2, 2),
+    ((2, 16, 4, 4), (32, 16, 1, 1), 2, 0, 1),
+    ((1, 17, 3, 3), (5, 17, 2, 3), (2, 1), (0, 1), 1),
+    ((2, 16, 4, 4), (32, 16, 3, 3), 1, "valid", 1),
+]
+
+
+@pytest.mark.parametrize(("x_shape", "w_shape", "stride", "padding", "dilation"), WINDOWED)
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_a_bf16_convolution_of_windows_is_onednn_s(
+    x_shape, w_shape, stride, padding, dilation, channels_last, monkeypatch
+):
+    results = []
+    for pays in (True, False):
+        monkeypatch.setattr(convolution, "_windows_pay", lambda *_, pays=pays: pays)
+        x, w, b = sample(*x_shape), sample(*w_shape, seed=1), sample(w_shape[0], seed=2)
+        if channels_last:
+            x, w = (t.contiguous(memory_format=torch.channels_last) for t in (x, w))
+        leaves = [t.requires_grad_() for t in (x, w, b)]
+        kernel = select("cpu").kernel("conv2d", "bf16")
+        y = kernel(torch.conv2d, "bf16", *(t.bfloat16() for t in leaves), stride, padding, dilation)
+        assert y.dtype is torch.bfloat16
+        gradient = sample(*y.shape, seed=3).bfloat16()
+        results.append((y, *torch.autograd.grad(y, leaves, gradient)))
+    for windowed, through_onednn in zip(*results, strict=True):
+        assert windowed.shape == through_onednn.shape
+        assert (windowed - through_onednn).norm() <= 6e-3 * through_onednn.norm()
+
+
+def test_a_bf16_convolution_saves_its_input_and_its_weight_and_no_windows():
+    x, w = sample(2, 16, 4, 4).bfloat16().requires_grad_(), sample(32, 16, 3, 3).bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
+        select("cpu").kernel("conv2d", "bf16")(torch.conv2d, "bf16", x, w, padding=1)
+    assert sum(saved) == x.nbytes + w.nbytes

@@ -1,0 +1,189 @@
+"""What doctor finds on this machine, and the table it shows."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from qsync import backend
+from qsync.backend.casts import library as compiled
+from qsync.backend.cutlass import library
+from qsync.backend.device_peaks import peak_of
+from qsync.commands import doctor, main
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+
+
+@pytest.fixture(scope="module")
+def found():
+    return doctor.examine()
+
+
+def test_every_product_and_precision_has_one_row(found):
+    cpu = found["devices"][0]
+    rows = [(row["kind"], row["precision"]) for row in cpu["kernels"]]
+    assert rows == [(kind, str(p)) for kind in PRECISIONS_BY_KIND for p in Precision]
+
+
+def test_a_missing_kernel_has_a_reason_and_the_others_a_time_and_a_rate(found):
+    peaks = found["devices"][0]["peak_flops_per_s"]
+    for row in found["devices"][0]["kernels"]:
+        if row["kernel"] is None:
+            assert row["note"]
+            continue
+        assert row["measured_s"] > 0
+        assert ("slower than FP32 here" in (row["note"] or "")) == (row["speedup"] < 1)
+        if row["flops"]:
+            assert row["flops_per_s"] == pytest.approx(row["flops"] / row["measured_s"])
+            assert row["peak_flops_per_s"] == peak_of(row["kind"], row["precision"], "bf16", peaks)
+            assert row["share_of_peak"] == row["flops_per_s"] / row["peak_flops_per_s"]
+
+
+def test_the_rate_counts_three_products_of_two_operations_per_multiply_add(found):
+    flops = {row["kind"]: row["flops"] for row in found["devices"][0]["kernels"] if row["kernel"]}
+    assert flops["linear"] == flops["addmm"] == 3 * 2 * 512**3
+    assert flops["conv2d"] == 3 * 2 * 8 * 16 * 16 * 32 * 32 * 9
+    assert flops["attention"] == 3 * 2 * 2 * (2 * 4 * 256 * 256 * 32)
+
+
+def test_what_nobody_wrote_is_listed_with_the_reason(found):
+    rows = {(row["kind"], row["precision"]): row for row in found["devices"][0]["kernels"]}
+    assert "no convolution in FP8" in rows["conv2d", "fp8"]["note"]
+    assert "forward only" in rows["conv1d", "int8_all"]["why"]
+
+
+def test_fp32_is_the_measure_of_the_others(found):
+    rows = [row for row in found["devices"][0]["kernels"] if row["precision"] == "fp32"]
+    assert all(row["speedup"] == 1 for row in rows)
+
+
+def test_a_kernel_that_was_passed_over_is_named():
+    row = {
+        "kind": "linear",
+        "precision": "int8",
+        "kernel": "a",
+        "speedup": 2.0,
+        "rejected": {"b": "takes 9 ms"},
+    }
+    assert doctor._note({**row, "why": None}, torch.device("cpu")) == "not b: takes 9 ms"
+
+
+def page_of(*shown):
+    page = io.StringIO()
+    for item in shown:
+        Console(file=page, width=100).print(item, highlight=False)
+    return page.getvalue().splitlines()
+
+
+def test_the_tables_are_read_in_a_hundred_columns(found):
+    cpu = found["devices"][0]
+    lines = page_of(doctor.table(cpu), *doctor.remarks(cpu), doctor.reasons(cpu))
+    assert all(len(line) <= 100 for line in lines)
+    # Which kernels were passed over for another one's time is measured, and each is a line more.
+    measured = {**cpu, "kernels": [{**row, "rejected": {}} for row in cpu["kernels"]]}
+    lines = page_of(doctor.table(cpu), *doctor.remarks(cpu), doctor.reasons(measured))
+    assert len(lines) <= 75
+
+
+def test_long_reasons_wrap_between_words(found):
+    reason = "/usr/local/cuda-13/bin/nvcc no longer compiles for sm_70: pip install another; " * 2
+    rows = [
+        {**row, "note": reason, "rejected": {"cutlass": reason}} for row in found["devices"][0]["kernels"]
+    ]
+    lines = page_of(doctor.reasons({**found["devices"][0], "kernels": rows}))
+    assert all(len(line) <= 100 for line in lines)
+    words = " ".join(lines).split()
+    assert words.count("/usr/local/cuda-13/bin/nvcc") == words.count("sm_70:") >= 2 * len(Precision)
+
+
+def test_the_peaks_and_their_mix_are_said(found):
+    said = " ".join(doctor.remarks(found["devices"][0]))
+    assert "int8 " in said and "3 / (1 / int8 + 2 / bf16)" in said and "one thread" in said
+
+
+def test_the_casts_are_compiled_or_the_reason_is_said(monkeypatch, tmp_path):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(compiled, "note", lambda _: "casts run in plain torch: TVM is not installed")
+    assert doctor.build_state(cpu) == ["casts run in plain torch: TVM is not installed"]
+    monkeypatch.setattr(compiled, "note", lambda _: None)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    processor = doctor.machine()["processor"]
+    assert doctor.build_state(cpu) == [f"casts: compiled for {processor}, cached in {tmp_path / 'kernels'}"]
+
+
+def test_a_gpu_says_which_casts_and_cutlass_products_are_built(monkeypatch):
+    def unavailable(architecture, families):
+        return "nvcc failed" if "int8_conv" in families else None
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(library, "unavailable", unavailable)
+    monkeypatch.setattr(compiled, "note", lambda architecture: None)
+    casts, products = doctor.build_state(torch.device("cuda", 0))
+    assert casts.startswith("casts: compiled for sm_75, cached in ")
+    assert products.startswith(
+        "CUTLASS products: int8_gemm, fp16_gemm, fp16_conv built for sm_75, cached in "
+    )
+    assert products.endswith("; int8_conv: nvcc failed")
+
+
+def test_the_number_of_threads_is_put_back(monkeypatch):
+    seen = []
+    kernels = backend.select("cpu")
+
+    def observed(value):
+        seen.append(torch.get_num_threads())
+        return value
+
+    rows = kernels.describe()
+    monkeypatch.setattr(type(kernels), "describe", lambda self: observed(rows))
+    monkeypatch.setattr(doctor, "measured_peaks", lambda device: observed({}))
+    before = torch.get_num_threads()
+    doctor.describe(torch.device("cpu"))
+    assert seen == [1, 1]
+    assert torch.get_num_threads() == before
+
+
+def test_an_untested_torch_is_noted(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    assert any("2.9.1" in text and "2.11 to 2.13" in text for text in doctor.notes())
+
+
+@pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
+def test_the_command_prints_what_was_found(found, arguments, monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setattr(sys, "argv", ["qsync", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main.main()
+    assert exit_.value.code == 0
+    out = capsys.readouterr().out
+    if "--json" in arguments:
+        assert json.loads(out) == found
+    else:
+        assert f"torch {torch.__version__}" in out and "linear" in out
+
+
+@pytest.mark.slow
+def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
+    """What is compiled on first use is said on stderr."""
+    done = subprocess.run(
+        [sys.executable, "-m", "qsync.commands.main", "doctor", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=tmp_path,
+        env={**os.environ, "QSYNC_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads(done.stdout, parse_constant=refuse)
+    assert found["devices"][0]["build"][0].startswith("casts")
+    assert "compiling" in done.stderr

@@ -1,0 +1,95 @@
+"""Profiles taken in steps of the job: ranks that differ keep step, and one that fails takes nobody along."""
+
+from __future__ import annotations
+
+import pytest
+from two_ranks import launch, said
+
+pytestmark = pytest.mark.dist
+
+
+def test_ranks_with_other_precisions_keep_step_and_copies_count_once(tmp_path):
+    body = """
+from qsync import jobs
+from qsync.predictor.profiling.profiler import Profiler
+
+if rank == 1:  # as where one rank's steps are long, and would be timed in another way
+    init = Profiler.__init__
+
+    def slowly(self, *args, **options):
+        init(self, *args, **options)
+        self.steps_with([1.0] * self.num_choices)
+
+    Profiler.__init__ = slowly
+chosen = ["fp32", "bf16"] if rank else ["fp32"]
+names = ["strong", "weak"]
+calls = []
+in_ddp = jobs.in_ddp
+
+def counted(*args, **options):
+    parallel = in_ddp(*args, **options)
+    parallel.register_forward_pre_hook(lambda *_: calls.append(1))
+    return parallel
+
+jobs.in_ddp = counted
+validation, basis = qsync.validate(
+    make(), batch(seed=rank), loss_fn, num_plans=2, turns=2, steps=2, precisions=chosen,
+    device_class=names[rank],
+)
+say(f"through DDP: {len(calls) > 20}")
+say(f"timed: {[sorted({m.partition(' ')[0] for m in basis.profiles[n].ops['inner.0']}) for n in names]}")
+say(f"steps: {[basis.profiles[n].num_steps for n in names]}")
+say(f"copies: {[basis.profiles[n].bucket_s_per_byte for n in names]}")
+lowered = [set(one.assignments["strong"].values()) for one in validation.comparisons]
+say(f"strong: {lowered}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "timed") == ["[['fp32'], ['bf16', 'fp32']]"] * 2
+    first, second = said(output, "steps")
+    assert first == second and len(set(first.strip("[]").split(", "))) == 1
+    assert said(output, "copies") == ["[0.0, 0.0]"] * 2
+    assert said(output, "through DDP") == ["True", "True"]
+    assert said(output, "strong") == ["[{'fp32'}, {'fp32'}]"] * 2
+
+
+def test_where_clocks_do_not_tell_work_from_waiting_profiles_stay_out_of_ddp(tmp_path):
+    """Else the wait for the slowest rank's gradients would be counted as an operator's."""
+    body = """
+torch.set_num_threads(2 if rank else 1)
+validation, basis = qsync.validate(
+    make(), batch(seed=rank), loss_fn, num_plans=1, turns=2, steps=2, device_class=["strong", "weak"][rank]
+)
+say(f"copies: {[basis.profiles[n].bucket_s_per_byte > 0 for n in ('strong', 'weak')]}")
+dist.destroy_process_group()
+"""
+    assert said(launch(tmp_path, body), "copies") == ["[True, True]"] * 2
+
+
+@pytest.mark.parametrize("call", [6, 14])
+def test_a_rank_that_fails_ends_the_profile_on_all(tmp_path, call):
+    """At the 6th step the ranks are still on their own, at the 14th the other waits for its gradients."""
+    body = """
+from qsync import lockstep
+
+lockstep.LEAST_PATIENCE_S, lockstep.PATIENCE = 3.0, 0
+if rank == 1:
+    from qsync.predictor import profiler
+    step = profiler._timed_step
+
+    def failing(recorder, loss, parameters):
+        failing.calls += 1
+        if failing.calls == CALL:
+            raise qsync.errors.CalibrationError("the kernel broke")
+        return step(recorder, loss, parameters)
+
+    failing.calls = 0
+    profiler._timed_step = failing
+before = time.monotonic()
+attempt("broken")
+say(f"soon: {time.monotonic() - before < 60}")
+os._exit(0)
+"""
+    output = launch(tmp_path, body.replace("CALL", str(call)))
+    assert said(output, "soon") == ["True", "True"]
+    assert all("the kernel broke" in text and "rank 1" in text for text in said(output, "broken"))

@@ -1,0 +1,142 @@
+"""Drift: a job slower than predicted blames the rank and phase that make it so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+from graphs import cluster_of, mlp, profile_of
+
+from qsync.distributed.drift_monitor import expected, judge
+from qsync.distributed.step_phases import Phases
+from qsync.records.graph import Input
+from qsync.replayer import replay
+
+PREDICTED = {"train": Phases(0.01, 0.20, 0.10, 0.02), "infer": Phases(0.01, 0.28, 0.02, 0.02)}
+
+
+def ranks(**slower: Phases) -> list[tuple[str, Phases]]:
+    return [(name, slower.get(name, PREDICTED[name])) for name in ("train", "infer")]
+
+
+def test_a_job_as_predicted_is_nobody_s_fault():
+    assert judge(PREDICTED, ranks()) is None
+    assert judge(PREDICTED, ranks(infer=Phases(0.01, 0.30, 0.02, 0.02))) is None  # within a tenth
+
+
+def test_a_loader_that_becomes_slow_is_blamed_and_not_the_host():
+    predicted = {"train": Phases(0.01, 0.20, 0.10, 0.02, 0.02), "infer": PREDICTED["infer"]}
+    measured = [("train", Phases(0.01, 0.20, 0.10, 0.02, 0.12)), ("infer", Phases(0.01, 0.28, 0.12, 0.02))]
+    found = judge(predicted, measured)
+    assert (found.rank, found.phase, found.phase_s) == (0, "data loading", 0.12)
+    assert "data loading on rank 0 (train) takes 120 ms, predicted 20 ms" in str(found)
+    # A loader that nobody sees is within the host's part, and was predicted to be there.
+    measured[0] = ("train", Phases(0.13, 0.20, 0.10, 0.02))
+    found = judge(predicted, measured)
+    assert (found.rank, found.phase, found.predicted_phase_s) == (0, "host", pytest.approx(0.03))
+    assert (
+        judge(predicted, [("train", Phases(0.03, 0.20, 0.10, 0.02)), ("infer", PREDICTED["infer"])]) is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "rank", "phase"),
+    [
+        ({"infer": Phases(0.01, 0.40, 0.02, 0.02), "train": Phases(0.01, 0.20, 0.22, 0.02)}, 1, "compute"),
+        ({"infer": Phases(0.01, 0.28, 0.12, 0.02), "train": Phases(0.11, 0.20, 0.10, 0.02)}, 0, "host"),
+        ({"infer": Phases(0.01, 0.28, 0.02, 0.12), "train": Phases(0.01, 0.20, 0.20, 0.02)}, 1, "optimizer"),
+        (
+            {"infer": Phases(0.01, 0.28, 0.12, 0.02), "train": Phases(0.01, 0.20, 0.19, 0.02)},
+            0,
+            "communication",
+        ),
+    ],
+)
+def test_the_rank_and_phase_that_grew_are_blamed_and_not_those_that_wait(measured, rank, phase):
+    found = judge(PREDICTED, ranks(**measured))
+    assert found is not None and (found.rank, found.phase) == (rank, phase)
+    assert f"{phase} on rank {rank}" in str(found) and "longer than the predicted 330 ms" in str(found)
+
+
+def test_what_is_expected_of_a_class_makes_up_its_step():
+    statistics = Input("norm.running_mean", "buffer", "fp32", (1000,))
+    buffered = replace(mlp(3), inputs=(*mlp(3).inputs, statistics))  # which DDP hands out
+    for graph in (mlp(3), buffered):
+        profiles = {
+            name: profile_of(graph, name, slow=slow, loading_s=slow * 1e-4)
+            for name, slow in (("train", 1.0), ("infer", 1.5))
+        }
+        timeline = replay(graph, {"train": {}, "infer": {}}, profiles, cluster_of())
+        for name, phases in expected(timeline).items():
+            own = [e for e in timeline.events if e.device_class == name]
+            handed_out = sum(e.duration_s for e in own if e.name == "buffers handed out")
+            assert phases.period_s == pytest.approx(timeline.step_s)
+            assert phases.optimizer_s == pytest.approx(profiles[name].optimizer_s)
+            assert phases.loading_s == pytest.approx(profiles[name].loading_s)
+            assert phases.compute_s == pytest.approx(
+                timeline[name].compute_s + timeline[name].slowed_s
+                - phases.host_s - phases.optimizer_s - phases.loading_s
+            )  # fmt: skip
+            assert (handed_out > 0.0) == (statistics in graph.inputs)
+            assert phases.blocked_s >= handed_out
+
+
+SCRIPT = """
+import logging, time
+import torch, qsync
+from qsync import hybrids
+from qsync.distributed.drift_monitor import EVERY
+
+class Rows(torch.utils.data.Dataset):
+    delay_s = 0.0
+    def __len__(self): return 10 * EVERY
+    def __getitem__(self, index):
+        time.sleep(self.delay_s)
+        return torch.randn(64, 64)
+
+logging.basicConfig(format="%(message)s")
+torch.manual_seed(0)
+model = torch.nn.Sequential(  # DDP hands out the norm's statistics: there all ranks wait for the last
+    torch.nn.Linear(64, 256), torch.nn.BatchNorm1d(256), torch.nn.ReLU(), torch.nn.Linear(256, 8)
+)
+loss = lambda model, batch: model(batch).square().mean()
+rows = Rows()
+batches = torch.utils.data.DataLoader(rows, batch_size=None)
+model = qsync.hybrid(model, torch.randn(64, 64), loss, cache_dir={cache!r}, timeout_s=60, loader=batches)
+slow = torch.distributed.get_rank() == 1
+optimizer = torch.optim.AdamW(model.parameters())
+batches = iter(batches)
+for host_s, rows.delay_s in ((0.02, 0.0), (0.0, 0.02)) if slow else ((0.0, 0.0), (0.0, 0.0)):
+    for step in range(2 * EVERY + 6):
+        optimizer.zero_grad()
+        time.sleep(host_s)
+        loss(model, next(batches)).backward()
+        optimizer.step()
+    if not slow:
+        print("seen", hybrids.monitors[model].drift.rank, hybrids.monitors[model].drift.phase, flush=True)
+"""
+
+
+@pytest.mark.dist
+def test_a_rank_that_dawdles_is_named_while_the_job_runs(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT.format(cache=str(tmp_path / "cache"))))
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "seen 1 host" in done.stdout and "seen 1 data loading" in done.stdout
+    assert "host on rank 1" in done.stderr and "data loading on rank 1" in done.stderr

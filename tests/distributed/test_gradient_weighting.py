@@ -1,0 +1,119 @@
+"""Unequal shares and passes between real ranks: the gradient of the mean over all samples, or a sentence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from two_ranks import launch, said
+
+import qsync
+from qsync.distributed.gradient_weighting import check_share
+from qsync.errors import FormatError, UnsupportedError
+
+BODY = """
+import warnings
+from collections import namedtuple
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+Pair = namedtuple("Pair", "x y")
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.GELU(), torch.nn.Linear(5, 3)).double()
+
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+y = torch.arange(8) % 3
+loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+alone = net()
+loss_fn(alone, (x, y)).backward()
+exact = torch.cat([p.grad.flatten() for p in alone.parameters()])
+
+def error(model):
+    mine = torch.cat([p.grad.flatten() for p in model.parameters()])
+    return float((mine - exact).abs().max() / exact.abs().max())
+
+def own(counts):
+    start = sum(counts[:rank])
+    return Pair(x[start:start + counts[rank]], y[start:start + counts[rank]])
+
+model = DDP(net())
+qsync.weigh_gradients(model, (3, 5)[rank], total=8)
+for _ in range(2):  # DDP rebuilds its buckets after the first step
+    model.zero_grad()
+    loss_fn(model, own((3, 5))).backward()
+say(f"shares: {error(model) < 1e-12}")
+
+model.zero_grad()  # the shares change: called again
+qsync.weigh_gradients(model, (2, 6)[rank], passes=(1, 3)[rank])
+for part in qsync.micro_batches(model, own((2, 6)), passes=(1, 3)[rank]):
+    loss_fn(model, part).backward()
+say(f"passes: {error(model) < 1e-12}")
+
+plain = DDP(net())
+loss_fn(plain, own((3, 5))).backward()
+say(f"without: {error(plain) > 1e-3}")
+
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plans import ClassPlan, Plan
+graph = qsync.capture(net().float(), x[:4].float())
+classes = {f"class{r}": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable}) for r in (0, 1)}
+levers = Levers({"class0": ClassLevers(2), "class1": ClassLevers(6, passes=3)})
+plan = Plan(graph.model, graph.hash, classes, levers=levers)
+hybrid = qsync.hybrid(net().float(), plan=plan, device_class=f"class{rank}")
+share = plan.levers[f"class{rank}"]
+for part in qsync.micro_batches(hybrid, own((2, 6)), passes=share.passes):
+    loss_fn(hybrid, (part.x.float(), part.y)).backward()
+say(f"hybrid: {error(hybrid) < 1e-6}")
+
+def attempt(what, *arguments, **options):
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            qsync.weigh_gradients(*arguments, **options)
+        say(f"{what}: {[str(w.message) for w in caught]}")
+    except QSyncError as error:
+        say(f"{what}: {type(error).__name__}: {error}")
+
+attempt("none", DDP(net()), (0, 8)[rank])
+attempt("total", DDP(net()), (3, 5)[rank], total=9)
+attempt("disagree", DDP(net()), 4, total=(8, 9)[rank])
+attempt("uneven", DDP(net()), 4, passes=(1, 3)[rank])
+wrapped = DDP(net())
+attempt("bare", wrapped.module if rank else wrapped, 4)
+normed = DDP(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)))
+attempt("norm", normed, (3, 5)[rank])
+attempt("equal", normed, 4)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.dist
+def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
+    output = launch(tmp_path, BODY)
+    for what in ("shares", "passes", "without", "hybrid"):
+        assert said(output, what) == ["True", "True"]
+    sentences = {
+        "none": "FormatError: weighing gradients failed on rank 0: samples must be a whole number",
+        "total": "MismatchError: the ranks have 3 + 5 = 8 samples a step, to be 9",
+        "disagree": "MismatchError: the samples that all ranks are to have differs between ranks",
+        "uneven": "FormatError: weighing gradients failed on rank 1: 4 samples cannot be taken in 3 passes",
+        "bare": "UnsupportedError: weighing gradients failed on rank 1: gradients are weighed where they",
+    }
+    for what, sentence in sentences.items():
+        assert all(text.startswith(sentence) for text in said(output, what)), said(output, what)
+    assert all("BatchNorm" in text and text.count("'") == 2 for text in said(output, "norm"))
+    assert said(output, "equal") == ["[]", "[]"]
+
+
+def test_a_batch_is_cut_into_equal_parts_of_what_has_samples():
+    check_share(12, 4)
+    with pytest.raises(FormatError, match="12 samples cannot be taken in 5 passes"):
+        check_share(12, 5)
+    with pytest.raises(UnsupportedError, match="in DistributedDataParallel, found Linear"):
+        next(iter(qsync.micro_batches(nn.Linear(2, 2), torch.zeros(4, 2), 2)))
+    with pytest.raises(UnsupportedError, match="in DistributedDataParallel, found Linear"):
+        qsync.weigh_gradients(nn.Linear(2, 2), 4)

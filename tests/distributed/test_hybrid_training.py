@@ -1,0 +1,315 @@
+"""hybrid between real ranks: a plan, the same on every rank and bitwise the same weights; or one sentence."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from two_ranks import HEADER, environment, launch, said
+
+pytestmark = pytest.mark.dist
+
+
+def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
+    """The weak rank computes in low precision, the other in FP32; a second start measures nothing.
+
+    A quarter of a core stays slower than the other rank whatever it lowers (at half of one, INT8 comes out
+    even, and the noise of the profile decides who is lowered).
+    """
+    body = """
+from pathlib import Path
+from qsync import api, jobs, runtime
+
+profiled = []
+form_basis = jobs.form_basis
+jobs.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
+
+share = 0.25 if rank == 1 else None
+options = {"loss_fn": loss_fn, "emulated_share": share, "cache_dir": cache}
+large = batch(size=256, width=512)
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+def other_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.2)
+
+net = make(width=512)
+model = qsync.hybrid(net, large, make_optimizer=sgd, **options)
+say(f"wrapper: {type(model).__name__} {type(model.module).__name__} {model.module is net}")
+
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for number in range(3):
+    optimizer.zero_grad()
+    size = 256 if number < 2 else 5
+    loss_fn(model, batch(size, 512, seed=10 * number + rank)).backward()
+    optimizer.step()
+mine = parameters(model)
+theirs = mine.clone()
+dist.broadcast(theirs, 0)
+say(f"identical: {torch.equal(mine, theirs)} {bool(mine.isfinite().all())}")
+(lowered,) = runtime.program_of(net).lowered
+modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
+say(f"modes: {sorted({modes[op] for op in ('inner.0', 'inner.1', 'head')})}")
+
+folder = next(Path(cache).iterdir())
+plan = qsync.Plan.load(folder / "plan.json")
+files = sorted(path.name for path in folder.iterdir() if "profile" not in path.name)
+say(f"plan: {len(plan.classes)} {files}")
+
+qsync.hybrid(make(width=512), large, make_optimizer=sgd, **options)
+say(f"profiled: {len(profiled)}")
+qsync.hybrid(make(width=512), large, make_optimizer=other_sgd, **options)
+say(f"profiled with another optimizer: {len(profiled)}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "wrapper") == ["DistributedDataParallel Net True"] * 2
+    assert said(output, "identical") == ["True True"] * 2
+    fast, weak = said(output, "modes")
+    assert fast == "['fp32']" and ("bf16" in weak or "int8" in weak)
+    files = "['cluster.json', 'graph.json', 'plan.json', 'sensitivity.json']"
+    assert said(output, "plan") == [f"2 {files}"] * 2
+    assert said(output, "profiled") == ["1", "1"]
+    assert said(output, "profiled with another optimizer") == ["2", "2"]
+
+
+def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
+    """In FP32 a budget holds only if the weak rank's first blocks save less."""
+    body = """
+from pathlib import Path
+from qsync import jobs, lockstep, runtime
+from qsync.lowering.rules import lower, matching
+from qsync.predictor.memory.peak import peak_memory
+
+class Deep(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+        self.blocks = torch.nn.ModuleList(blocks)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+jobs.PROFILE_S = 0.1
+runs, in_use, cluster_in_use = [], lockstep.in_use, lockstep.Lockstep.cluster_in_use
+lockstep.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
+
+def looked(self, *args):
+    cluster = cluster_in_use(self, *args)
+    every = [k for k, _ in self.profiler.beyond()]
+    plain = [k for k in every if not self.profiler.saves_less(k)]
+    say(f"links: {len(runs) == len(plain) < len(every)}")
+    return cluster
+
+lockstep.Lockstep.cluster_in_use = looked
+wide = batch(size=1024)
+net, name = Deep(), ["strong", "weak"][rank]
+graph = qsync.capture(net, wide[0])
+half = [f"blocks.{k}.*" for k in range(3)]
+full, less = (
+    peak_memory(lower(graph, {}, saving_less=able), num_ranks=2).peak_bytes
+    for able in ((), matching(graph, half))
+)
+say(f"less: {less < full}")
+model = qsync.hybrid(
+    net, wide, loss_fn, cache_dir=cache, device_class=name, levers=["save_less"], trials=3,
+    budgets={"weak": (full + less) // 2}, pins={"*": "fp32"}, target_s=10.0,
+    make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), precisions=["fp32"],
+)
+loss_fn(model, wide).backward()
+(lowered,) = runtime.program_of(net).lowered
+plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))
+able = matching(graph, plan[name].saving_less)
+ran = [n.op for n in lowered.nodes if getattr(n, "form", "plain") != "plain"]
+say(f"ran: {tuple(ran) == able} {len(able)} {plan.levers.without['save_less'].reason}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "less") == said(output, "links") == ["True", "True"]
+    strong, weak = said(output, "ran")
+    assert strong == "True 0 nothing fits in memory"
+    assert weak.startswith("True ") and not weak.startswith("True 0 ")
+
+
+def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
+    body = """
+from pathlib import Path
+from qsync import runtime
+from qsync.records.plans import ClassPlan, Plan
+from qsync.records.precision import Precision
+
+graph = qsync.capture(make(), batch()[0])
+names = [op.name for op in graph.adjustable]
+strong, weak = (ClassPlan(dict.fromkeys(names, p)) for p in (Precision.FP32, Precision.INT8))
+plan = Plan(graph.model, graph.hash, {"strong": strong, "weak": weak})
+net = make()
+model = qsync.hybrid(net, plan=plan, device_class=["strong", "weak"][rank])
+loss = train(model)
+(lowered,) = runtime.program_of(net).lowered
+modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
+say(f"modes: {modes['inner.0']} {bool(loss.isfinite())}")
+mine, theirs = parameters(model), parameters(model)
+dist.broadcast(theirs, 0)
+say(f"identical: {torch.equal(mine, theirs)}")
+
+qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache)
+dist.barrier()
+kept = next(Path(cache).glob("*/plan.json"))
+if rank == 0:
+    kept.write_text("{ not json")
+qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache)
+dist.barrier()
+say(f"mended: {len(Plan.load(kept).classes)}")
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    assert said(output, "modes") == ["fp32 True", "int8 True"]
+    assert said(output, "identical") == ["True", "True"]
+    assert said(output, "mended") == ["1", "1"]
+
+
+def test_ranks_that_differ_are_told_so_on_every_rank_before_the_first_step(tmp_path):
+    """One job for all cases: after each refusal the ranks are still in step."""
+    body = """
+from qsync.records.plans import ClassPlan, Plan
+from qsync.records.precision import Precision
+
+class Other(Net):
+    pass
+
+torch.manual_seed(0)
+attempt("class", model=Other() if rank else Net())
+attempt("depth", model=make(depth=3 if rank else 2))
+attempt("width", model=make(width=32 if rank else 64))
+frozen = make()
+frozen.head.requires_grad_(rank == 0)
+attempt("frozen", model=frozen)
+
+conv = torch.nn.Sequential(torch.nn.Conv2d(4, 8, 3), torch.nn.Flatten(), torch.nn.Linear(8 * 36, 4))
+attempt("strides", model=conv.to(memory_format=torch.channels_last) if rank else conv)
+
+version = torch.__version__
+torch.__version__ = "2.12.0" if rank else "2.13.0"
+attempt("torch", model=make())
+torch.__version__ = version
+
+graph = qsync.capture(make(), batch()[0])
+precision = Precision.BF16 if rank else Precision.FP32
+classes = {"c": ClassPlan({op.name: precision for op in graph.adjustable})}
+attempt("plan", plan=Plan("Net", graph.hash, classes), device_class="c")
+attempt("batch", example_batch=batch(size=32 if rank else 16))
+attempt("buckets", bucket_cap_mb=25 if rank else None)
+
+class Nan(Net):
+    pass
+broken = batch()
+if rank == 1:
+    broken[0][0, 0] = float("nan")
+attempt("nan", example_batch=broken)
+attempt("missing", example_batch=None if rank else batch())
+attempt("empty", example_batch=batch(size=0) if rank else batch())
+attempt("loss", loss_fn=(lambda model, batch: model(batch[0])) if rank else loss_fn)
+
+class Untraceable(Net):
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+torch.manual_seed(0)
+attempt("untraceable", model=Untraceable())
+attempt("lacking", precisions=["bf16", "tf32"])
+from qsync import devices
+processor = devices._processor
+devices._processor = lambda: "Xeon" if rank else "EPYC"
+attempt("hardware", device_class="c")
+devices._processor = processor
+attempt("memory", budgets={"c": 1}, device_class="c")
+attempt("well", cache_dir=cache)
+dist.destroy_process_group()
+"""
+    output = launch(tmp_path, body)
+    for what, words in {
+        "class": ["Net", "Other"],
+        "depth": ["the number of parameters", "rank 0 has 6", "rank 1 has 8"],
+        "width": ["(64, 64)", "(32, 32)"],
+        "frozen": ["head.weight", "trained", "frozen"],
+        "strides": ["0.weight", "strides (36, 9, 3, 1)", "strides (36, 1, 12, 4)"],
+        "torch": ["torch differs", "2.13.0", "2.12.0"],
+        "plan": ["the plan differs", "rank 0 has", "rank 1 has"],
+        "batch": ["the batch's shapes", "rank 0 has", "rank 1 has"],
+        "buckets": ["bucket_cap_mb", "None", "25"],
+        "hardware": ["rank 1 calls itself 'c'", "hardware is Xeon, 1 thread", "EPYC, 1 thread"],
+    }.items():
+        sentences = said(output, what)
+        assert sentences[0] == sentences[1], what
+        assert sentences[0].startswith("MismatchError: "), sentences[0]
+        assert all(word in sentences[0] for word in words), sentences[0]
+    for what, words in {
+        "nan": ["CalibrationError", "rank 1", "inner.0", "NaN"],
+        "missing": ["CalibrationError", "rank 1", "no example batch"],
+        "empty": ["CalibrationError", "rank 1", "not empty"],
+        "loss": ["CalibrationError", "rank 1", "shape (32, 4)"],
+        "untraceable": ["TracingError", "Untraceable"],
+        "lacking": ["UnsupportedError", "tf32"],
+        "memory": ["InfeasibleError"],
+    }.items():
+        sentences = said(output, what)
+        assert sentences[0] == sentences[1], what
+        assert all(word in sentences[0] for word in words), sentences[0]
+    assert said(output, "well") == ["went through"] * 2
+
+
+def test_a_rank_that_is_killed_while_training_is_named_and_the_others_stop(tmp_path):
+    """Started by hand: torchrun itself would stop the other ranks of a host."""
+    body = """
+model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, timeout_s=5)
+train(model, 1)
+say("training: begun")
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP if sys.argv[1] == "stopped" else signal.SIGKILL)
+train(model, 10**6)
+"""
+    script = tmp_path / "script.py"
+    script.write_text(HEADER + body)
+    alone = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    for how in ("killed", "stopped"):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), how],
+                env=environment(tmp_path, **alone, RANK=str(rank), MASTER_PORT=port),
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        try:
+            _, complaint = ranks[0].communicate(timeout=100)
+            assert ranks[0].returncode not in (0, None)
+            assert "rank 1" in complaint and "stop" in complaint, complaint[-2000:]
+        finally:
+            for process in ranks:
+                process.send_signal(signal.SIGKILL)
+                process.communicate(timeout=20)
+        time.sleep(0.1)
+
+
+def test_one_process_alone_needs_no_job(tmp_path):
+    script = tmp_path / "script.py"
+    body = """
+model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache)
+say(f"alone: {type(model).__name__} {bool(train(model).isfinite())} {dist.is_initialized()}")
+"""
+    script.write_text(HEADER.replace('os.environ["RANK"]', "0") + body)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=120, env=environment(tmp_path)
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "[0] alone: Net True False" in done.stdout

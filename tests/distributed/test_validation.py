@@ -1,0 +1,278 @@
+"""validate: random plans are really run, and a miss is taken apart so that its parts make up the whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import cluster_of, mlp, profile_of
+from torch import nn
+
+import qsync
+from qsync.distributed import step_phases
+from qsync.errors import CalibrationError, FormatError, QSyncError
+from qsync.experiments.prediction.replay_error import judge
+from qsync.experiments.prediction.validation_ranks import kinds_table, run_validation, table
+from qsync.records.precision import Precision
+from qsync.replayer import replay
+from qsync.replayer.comparison import Comparison, Measured, Validation, compare, percentile, predicted_by_kind
+
+GRAPH = mlp(3)
+PROFILES = {"train": replace(profile_of(GRAPH, "train"), error=0.02, loading_s=1e-4)}
+CLUSTER = cluster_of({"train": 1})
+PLAN = {"train": {"fc0": Precision.INT8, "fc1": Precision.BF16}}
+
+
+def compared(slower: dict[str, float], host_s: float = 0.0, loading_s: float = 0.0) -> Comparison:
+    """A run that took what was predicted, but for kinds of nodes that were slower by some seconds."""
+    timeline = replay(GRAPH, PLAN, PROFILES, CLUSTER)
+    kinds = predicted_by_kind(GRAPH, PROFILES["train"], timeline, "train")
+    measured = {kind: seconds + slower.get(kind, 0.0) for kind, seconds in kinds.items()}
+    profile = PROFILES["train"]
+    host = profile.host_s + profile.outside.total_s + profile.optimizer_s + host_s
+    period = timeline.step_s + sum(slower.values()) + host_s + loading_s
+    run = Measured(period, host, 0.0, measured, profile.loading_s + loading_s)
+    return compare("run", GRAPH, PROFILES, timeline, PLAN, {"train": run})
+
+
+@pytest.mark.parametrize(
+    ("slower", "host_s", "loading_s", "cause"),
+    [
+        ({"linear int8": 1.0}, 0.0, 0.0, "kernel"),
+        ({"cast fp32 to int8_row": 1.0}, 0.0, 0.0, "cast"),
+        ({}, 1.0, 0.0, "host"),
+        ({}, 0.0, 1.0, "loading"),
+        ({"linear int8": -1e-6, "gelu bf16": 1e-7}, 0.0, 0.0, "kernel"),
+    ],
+)
+def test_a_miss_has_the_cause_that_was_put_there(slower, host_s, loading_s, cause):
+    found = compared(slower, host_s, loading_s)
+    assert found.cause[:2] == ("train", cause)
+    misses = found.misses_s["train"]
+    assert sum(misses.values()) == pytest.approx(found.measured_s - found.predicted_s, abs=1e-12)
+    assert misses["rest"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_as_predicted_has_no_error_and_lies_inside():
+    found = compared({})
+    assert found.error == pytest.approx(0.0, abs=1e-12) and found.inside
+    assert not compared({"linear int8": 1.0}).inside
+
+
+def test_waiting_is_measured_against_the_class_that_is_blocked_least():
+    cluster = cluster_of()
+    profiles = {name: profile_of(GRAPH, name) for name in ("train", "infer")}
+    plan = {"train": {}, "infer": {}}
+    timeline = replay(GRAPH, plan, profiles, cluster)
+    runs = {
+        name: Measured(timeline.step_s, 0.0, blocked, {})
+        for name, blocked in (("train", 5.0), ("infer", 2.0))
+    }
+    found = compare("run", GRAPH, profiles, timeline, plan, runs)
+    assert found.misses_s["train"]["wait"] == pytest.approx(3.0, abs=1e-6)
+    assert found.misses_s["infer"]["wait"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_percentiles_are_of_the_values():
+    assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
+    assert percentile(list(range(1, 101)), 0.95) == 95
+    assert percentile([7.0], 0.95) == 7.0
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+BATCH = (torch.randn(8, 16), torch.randint(0, 4, (8,)))
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_one_process_validates_alone_and_keeps_the_result(tmp_path):
+    loader = torch.utils.data.DataLoader(Counts(), batch_size=None)
+    validation, basis = qsync.validate(
+        Net(), BATCH, loss, num_plans=3, turns=2, steps=2, folder=tmp_path, loader=loader
+    )
+    assert len(validation.comparisons) == 3
+    assert Validation.load(tmp_path / "validation.json") == validation
+    assert (tmp_path / "graph.json").is_file() and basis.profiles
+    name = basis.cluster.classes[0].name
+    assert basis.profiles[name].loading_s >= 0.005
+    for one in validation.comparisons:
+        assert one.predicted_s >= 0.005 and one.measured_s >= 0.005  # both wait for the loader
+        assert "loading" in one.misses_s[name]
+        assert one.measured_s > 0 and one.predicted_s > 0
+        products = [kind for kind in one.by_kind[name] if kind.startswith("linear ")]
+        assert products and all(one.by_kind[name][kind][1] > 0 for kind in products)
+    drawn = {json.dumps(one.assignments, sort_keys=True) for one in validation.comparisons}
+    assert len(drawn) > 1
+    table(validation), kinds_table(validation)
+    again = qsync.validate(Net(), BATCH, loss, num_plans=3, turns=1, steps=1)[0]
+    assert [one.assignments for one in again.comparisons] == [
+        one.assignments for one in validation.comparisons
+    ]
+
+
+def test_plans_that_are_given_are_run_in_place_of_random_ones():
+    name = qsync.capture(Net(), (BATCH[0],)).adjustable[0].name
+    given = {"low": {"here": {name: Precision.BF16}}, "high": {"here": {}}}
+    options = {"turns": 1, "steps": 1, "device_class": "here", "plans": given}
+    validation = qsync.validate(Net(), BATCH, loss, precisions=["fp32", "bf16"], **options)[0]
+    low, high = validation.comparisons
+    assert (low.name, high.name) == ("low", "high")
+    assert low.assignments["here"] == {name: "bf16"} and high.assignments["here"] == {}
+    assert "linear bf16" in low.by_kind["here"] and "linear bf16" not in high.by_kind["here"]
+
+
+def test_phases_add_up_to_periods_and_hooks_are_left_nowhere():
+    model = Net()
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, Net()))
+    timer = step_phases.PhaseTimer(model, model)
+    for _ in range(4):
+        for _ in range(2):  # gradient accumulation is one step
+            loss(model, BATCH).backward()
+        other.step()  # somebody else's
+        optimizer.step()
+        optimizer.zero_grad()
+    timer.settle()
+    assert len(timer.steps) == 3  # the first one has no beginning
+    step = step_phases.median(timer.steps)
+    assert (
+        all(value >= 0 for value in step.to_json().values()) and step.compute_s > 0 and step.optimizer_s > 0
+    )
+    timer.stop()
+    loss(model, BATCH).backward()
+    optimizer.step()
+    timer.settle()
+    assert len(timer.steps) == 3
+    assert not model._forward_pre_hooks and not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+class Counts(torch.utils.data.Dataset):
+    """Batches that are tensors by themselves; `made` says in which threads."""
+
+    def __init__(self, inner: torch.utils.data.DataLoader | None = None) -> None:
+        self.inner, self.made = inner, []
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.made.append(threading.get_ident())
+        time.sleep(0.005)
+        return next(iter(self.inner)) if self.inner else BATCH[0]
+
+
+def test_what_a_loader_keeps_the_loop_waiting_is_loading_and_the_rest_is_host():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inner = torch.utils.data.DataLoader(Counts(), batch_size=None)
+    loader = torch.utils.data.DataLoader(Counts(inner), batch_size=None)
+    asked = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    timer = step_phases.PhaseTimer(model, model)
+    for _ in range(2):  # epochs
+        for batch in loader:
+            ahead = threading.Thread(target=lambda: next(iter(inner)))  # keeps nobody waiting
+            ahead.start()
+            ahead.join()
+            with timer.fetching():  # what is no DataLoader
+                time.sleep(0.005)
+            loss(model, (batch, BATCH[1])).backward()
+            next(iter(inner))  # after forward: not before the step
+            optimizer.step()
+    timer.settle()
+    assert len(timer.steps) == 5
+    for step in timer.steps:
+        assert step.loading_s >= 0.015 and step.host_s >= 0.005  # a fetch and its inner one count once
+        assert step.compute_s > 0 and step.period_s == pytest.approx(sum(step.to_json().values()))
+    timer.stop()
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is asked
+
+
+def test_what_happens_before_the_model_inside_is_called_is_communication():
+    class Around(nn.Module):  # as DDP, which hands out buffers there
+        def __init__(self, inside: nn.Module) -> None:
+            super().__init__()
+            self.inside = inside
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01)
+            return self.inside(x)
+
+    model = Around(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    timer = step_phases.PhaseTimer(model, model.inside)
+    for _ in range(3):
+        loss(model, BATCH).backward()
+        optimizer.step()
+    timer.settle()
+    timer.stop()
+    assert len(timer.steps) == 2 and all(step.blocked_s >= 0.01 for step in timer.steps)
+    assert not model._forward_pre_hooks and not model.inside._forward_pre_hooks
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_two_unequal_ranks_are_validated_from_the_command_line(tmp_path):
+    out = tmp_path / "vgg-2"
+    command = [
+        sys.executable,
+        "-m",
+        "qsync.commands.main",
+        "validate",
+        "--model",
+        "vgg",
+        "--plans",
+        "2",
+        "--turns",
+        "1",
+    ]
+    done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    validation = Validation.load(out / "validation.json")
+    assert {c for one in validation.comparisons for c in one.misses_s} == {"train", "infer"}
+    assert all("communication" in m for one in validation.comparisons for m in one.misses_s.values())
+    assert "random 2" in done.stdout and "kept in" in " ".join(done.stdout.split())
+    judged = judge("vgg", 2, out)
+    assert judged["errors"]["replay"] == pytest.approx([one.error for one in validation.comparisons])
+    assert min(judged["errors"]["replay"]) > min(judged["errors"]["no casts"])
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"model": "lstm"}, "no model 'lstm'"),
+        ({"model": "gpt", "num_ranks": 3}, "--ranks must be 1 or 2"),
+        ({"model": "gpt", "weak_share": 0.0}, "--weak-share must lie in"),
+        ({"model": "gpt", "num_plans": 0}, "--plans must be at least 1"),
+        ({"model": "gpt", "out": Path(__file__)}, "is a file; name a folder"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(options, match):
+    with pytest.raises(QSyncError, match=match):
+        run_validation(**options)
+
+
+def test_numbers_that_measure_nothing_are_refused():
+    with pytest.raises(CalibrationError, match="num_plans must be at least 1, found 0"):
+        qsync.validate(Net(), BATCH, loss, num_plans=0)
+
+
+def test_a_file_that_cannot_be_read_is_refused():
+    body = {"kind": "validation", "version": 1, "model": "m", "machine": {}, "seed": 0, "comparisons": [{}]}
+    with pytest.raises(FormatError, match="the validation file cannot be read"):
+        Validation.from_json(body)

@@ -1,0 +1,149 @@
+"""The main job: real ranks, real data, all that it promises to write, and what it refuses at the start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qsync.allocator import check_plan, explain
+from qsync.errors import QSyncError
+from qsync.experiments.demo.launch import run_demo
+from qsync.experiments.demo.report import heldout_difference, table
+from qsync.experiments.demo.runs import NAMES
+from qsync.records.basis import Basis
+from qsync.records.plans import Plan
+
+WEAK_SHARE = 0.35
+OF_A_RUN = (
+    "measured_step_s", "predicted_step_s", "wait_fraction", "low_precision_op_fraction",
+    "low_precision_flop_fraction", "added_variance", "heldout_loss", "peak_memory_bytes",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory) -> tuple[Path, dict]:
+    # At this share the weak rank stays slower whatever it lowers, so that noise cannot turn the plan around.
+    out = tmp_path_factory.mktemp("demo")
+    return out, run_demo(workload="resnet", steps=4, weak_share=WEAK_SHARE, out=out)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
+    out, content = demo
+    assert json.loads((out / "report.json").read_text()) == content
+    assert tuple(content["runs"]) == NAMES
+    for run in content["runs"].values():
+        assert all(run[name] is not None for name in OF_A_RUN)
+        assert run["measured_step_s"] > 0 and run["predicted_step_s"] > 0
+    for name in ("machine", "seed", "commit", "emulated", "measured_or_simulated", "steps"):
+        assert name in content
+    assert content["emulated"] is True and content["emulated_share"] == {"infer": WEAK_SHARE}
+    assert set(content["runs"]["qsync"]["wait_fraction"]) == {"0", "1"}
+    assert table(content).row_count == len(NAMES)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_end_every_run_with_the_same_parameters(demo):
+    assert demo[1]["parameters_identical_across_ranks"] is True
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(demo):
+    out, content = demo
+    plan, basis = Plan.load(out / "plan.json"), Basis.load(out)
+    plan.check_graph(basis.graph)
+    assert plan["train"].lowered == () and plan["infer"].lowered
+    reasons = explain(basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
+    assert tuple(reason.op for reason in reasons) == plan["infer"].lowered
+    certificate = check_plan(basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
+    # The basis holds what was learned while training; the plan was made before. What may differ is time.
+    assert all("memory" not in violation for violation in certificate.violations)
+    runs = content["runs"]
+    assert runs["qsync"]["low_precision_flop_fraction"] <= runs["weak_bf16"]["low_precision_flop_fraction"]
+    assert runs["fast_alone"]["added_variance"] == runs["ddp_fp32"]["added_variance"] == 0.0
+    assert runs["all_int8"]["added_variance"] > runs["weak_int8"]["added_variance"] > 0.0
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_memory_is_predicted_as_it_was_measured(demo):
+    classes = {"0": "train", "1": "infer"}
+    for name, run in demo[1]["runs"].items():
+        for rank, measured in run["peak_memory_bytes"].items():
+            device_class = "alone" if name == "fast_alone" else classes[rank]
+            assert run["predicted_memory_bytes"][device_class] == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pictures_and_trace_are_there(demo):
+    out, _ = demo
+    for name in ("allocation.png", "timeline.png", "steps.png", "memory.png"):
+        assert (out / name).read_bytes().startswith(b"\x89PNG")
+    events = json.loads((out / "trace.json").read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X"}
+    assert not list(out.glob("*.tmp")) and not list(out.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workload": "vgg"}, "there is no workload 'vgg'; choose one of gpt, resnet"),
+        ({"weak_share": 0.0}, "--weak-share must lie in .0, 1., found 0.0"),
+        ({"weak_share": 1.5}, "--weak-share must lie in .0, 1., found 1.5"),
+        ({"seeds": 0}, "--seeds must be at least 1, found 0"),
+        ({"steps": 0}, "--steps must be at least 2, found 0"),
+        ({"steps": 1}, "--steps must be at least 2, found 1"),
+        ({"workload": "resnet", "data": Path("x.txt")}, "leave out --data"),
+        ({"data": Path("nowhere.txt")}, "nowhere.txt"),
+    ],
+)
+def test_bad_options_are_one_sentence_and_nothing_is_written(options, message, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(QSyncError, match=message):
+        run_demo(out=out, **options)
+    assert not out.exists()
+
+
+def test_an_output_that_is_a_file_is_refused_and_kept(tmp_path):
+    out = tmp_path / "out"
+    out.write_text("mine")
+    with pytest.raises(QSyncError, match="is a file; name a folder"):
+        run_demo(workload="resnet", out=out)
+    assert out.read_text() == "mine"
+
+
+def test_the_command_line_exits_with_2(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "qsync.commands.main",
+        "demo",
+        "--workload",
+        "vgg",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().count("\n") == 0 and "there is no workload 'vgg'" in done.stderr
+
+
+def test_the_held_out_difference_pairs_seeds():
+    runs = {"qsync": {"heldout_losses": [1.0, 2.0, 3.0]}, "ddp_fp32": {"heldout_losses": [0.9, 1.8, 2.7]}}
+    found = heldout_difference(runs)
+    assert found["mean"] == pytest.approx(0.2)
+    assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
+    assert heldout_difference({name: {"heldout_losses": [1.0]} for name in runs})["standard_error"] is None

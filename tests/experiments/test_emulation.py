@@ -1,0 +1,145 @@
+"""The emulated device: a true share of the core, and no process left stopped or behind, however one of them
+dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from qsync.errors import QSyncError
+from qsync.experiments.harness.emulation import Throttle, busy_share, throttled
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the emulation is for Linux")
+
+RANK = """
+import sys, time
+from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
+pin_to_core(0)
+throttle = Throttle(float(sys.argv[1]))
+throttle.start()
+print(throttle.helper_pid, flush=True)
+while True:
+    print(busy_share(1.0), flush=True)
+"""
+
+
+@contextlib.contextmanager
+def throttled_rank(share: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A throttled process of its own, and the process id of its helper."""
+    rank = subprocess.Popen([sys.executable, "-c", RANK, str(share)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert rank.stdout
+        yield rank, int(rank.stdout.readline())
+    finally:
+        rank.kill()
+        rank.wait()
+        rank.stdout.close()
+
+
+def state(pid: int) -> str:
+    """R, S, T (stopped), Z ... or "gone"."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_a_rank_gets_its_share(share):
+    with throttled_rank(share) as (rank, _):
+        # Other load on the machine takes from the share and nothing adds to it: wait for a window without.
+        windows = (float(rank.stdout.readline()) for _ in range(15))
+        assert any(0.8 * share <= window <= 1.2 * share for window in windows)
+
+
+def test_a_killed_rank_takes_its_helper_along():
+    with throttled_rank(0.5) as (rank, helper):
+        assert state(helper) != "gone"
+        rank.kill()
+        rank.wait()
+        assert wait_until(lambda: state(helper) in ("gone", "Z"))
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_runs_on_when_its_helper_dies(how):
+    with throttled_rank(0.1) as (rank, helper):  # at 0.1 it would most likely be caught stopped
+        os.kill(helper, how)
+        assert wait_until(lambda: state(helper) in ("gone", "Z"))
+        time.sleep(0.1)
+        assert all(state(rank.pid) != "T" for _ in range(1000))
+
+
+def test_stop_gives_the_whole_core_back_and_leaves_no_process():
+    with throttled(0.2) as throttle:
+        helper = throttle.helper_pid
+        slow = throttle.measured_share()
+    assert state(helper) == "gone"
+    assert throttle.helper_pid is None
+    assert max(busy_share(0.3) for _ in range(3)) > 1.5 * slow
+
+
+def test_lifted_runs_at_full_speed_and_resumes_afterwards():
+    with throttled(0.2) as throttle:
+        with throttle.lifted():
+            assert throttle.helper_pid is None
+        assert state(throttle.helper_pid) != "gone"
+
+
+def test_a_whole_share_needs_no_helper():
+    with throttled(1.0) as throttle:
+        assert throttle.helper_pid is None
+
+
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, float("nan")])
+def test_a_share_outside_its_range_is_refused(share):
+    with pytest.raises(QSyncError, match="must lie above 0 and not above 1"):
+        Throttle(share)
+
+
+def test_every_thread_is_pinned():
+    code = (
+        "import os, threading, time\n"
+        "threading.Thread(target=time.sleep, args=(1,), daemon=True).start()\n"
+        "from qsync.experiments.harness.emulation import pin_to_core\n"
+        "core = pin_to_core(1)\n"
+        "print(all(os.sched_getaffinity(int(t)) == {core} for t in os.listdir('/proc/self/task')))\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"
+
+
+def test_the_helper_imports_neither_torch_nor_qsync():
+    code = (
+        "import runpy, sys; from pathlib import Path\n"
+        "runpy.run_path(sys.argv[1], run_name='pausing')\n"
+        "print(any(name.split('.')[0] in ('torch', 'qsync') for name in sys.modules))\n"
+    )
+    from qsync.experiments.harness import pausing
+
+    command = [sys.executable, "-I", "-S", "-c", code, pausing.__file__]
+    assert subprocess.check_output(command, text=True).strip() == "False"
+
+
+def test_pinning_counts_within_the_cores_allowed():
+    code = (
+        "import os; from qsync.experiments.harness.emulation import pin_to_core\n"
+        "cores = os.sched_getaffinity(0)\n"
+        "print(pin_to_core(len(cores)) == min(cores))\n"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "True"

@@ -1,0 +1,239 @@
+"""experiments/expansion/compare_growth.py on tiny models: how runs begin, what is kept, what a curve is said to save."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import qsync
+from qsync.errors import MismatchError, QSyncError
+from qsync.experiments.allocation.bases import HALF
+from qsync.experiments.expansion import compare_growth
+from qsync.experiments.expansion.growth_report import markdown, picture, reached, summary, table
+from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Sizes, setting, workload_of
+from qsync.experiments.expansion.hybrid_plans import CLASSES, in_ranks, make_plan
+from qsync.experiments.expansion.stacking import stacked
+from qsync.experiments.expansion.starts import begun, source_of
+from qsync.experiments.expansion.training_runs import Method, _gradients, kept, run, run_path
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.records.json_files import read_json
+
+TINY = setting(
+    "vit", small=Sizes(16, 2, 2), large=Sizes(24, 3, 3), batch=8, steps=8, source_steps=8, evaluations=4
+)
+STARTS = ("expanded", "even", "stacked", "plan")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the runs of a seed by every method, and the plan."""
+    found = tmp_path_factory.mktemp("expansion")
+    for start in ("scratch", "source"):
+        run(TINY, Method(start), 0, found)
+    make_plan(TINY, found, rounds=1)
+    for start in STARTS:
+        run(TINY, Method(start, 0.5), 0, found)
+    return found
+
+
+def row(folder, start: str, ratio: float = 0.5) -> dict:
+    found = kept(TINY, Method(start, ratio), 0, folder)
+    assert found is not None
+    return found
+
+
+def test_a_run_has_its_curve_and_where_it_was_made(folder):
+    scratch = row(folder, "scratch", 1.0)
+    assert [point["step"] for point in scratch["curve"]] == [0, 2, 4, 6, 8]
+    assert [point["items"] for point in scratch["curve"]] == [0, 16, 32, 48, 64]
+    assert scratch["step_cpu_s"] > 0 and scratch["machine"]["torch"] and scratch["commit"]
+    assert [point["step"] for point in row(folder, "expanded")["curve"]] == [0, 2, 4]
+
+
+def test_growing_begins_where_the_source_ended_and_stacking_does_not(folder):
+    source = row(folder, "source", 1.0)["curve"][-1]["heldout"]
+    first = {start: row(folder, start)["curve"][0]["heldout"] for start in STARTS}
+    for start in ("expanded", "even", "plan"):
+        assert first[start] == pytest.approx(source, abs=1e-5)
+    assert abs(first["stacked"] - source) > 1e-3
+
+
+def test_the_copies_of_the_even_split_are_alike_and_those_of_the_other_are_not(folder):
+    def apart(start: str) -> float:
+        weight = begun(TINY, start, 0, folder).blocks[0].mlp.proj.weight.detach()
+        return float((weight[:16, :32] - weight[:16, 64:]).abs().max())
+
+    assert apart("even") == 0.0 < apart("expanded")
+
+
+def test_the_source_sees_other_batches_than_the_large_model(folder):
+    batch = workload_of(TINY).batch
+    own, other, again = batch(0, 0, SOURCE), batch(0, 0, LARGE), batch(0, 0, LARGE)
+    assert torch.equal(other[0], again[0]) and not torch.equal(own[0], other[0])
+    assert own[0].shape == (8, 1, 16, 16)
+
+
+def test_finished_runs_are_kept_and_those_of_other_settings_refused(folder, monkeypatch):
+    path = run_path(folder, TINY, Method("expanded", 0.5), 0)
+    tasks = [(TINY, Method("source"), 0), (TINY, Method("expanded", 0.5), 0)]
+    monkeypatch.setattr(compare_growth, "run", lambda *task: pytest.fail("ran again"))
+    said = []
+    rows = compare_growth.train_all(tasks, folder, 1, lambda *of: said.append(of))
+    assert rows[1] == read_json(path)
+    assert [(step, loss) for _, step, loss in said] == [(8, None), (4, None)]
+    with pytest.raises(MismatchError, match=r"with steps = 8, not 9; give another --out"):
+        kept(replace(TINY, steps=9), Method("expanded", 0.5), 0, folder)
+    assert kept(TINY, Method("expanded", 0.25), 0, folder) is None
+
+
+def test_two_ranks_in_one_process_have_the_gradient_of_the_whole_batch(folder):
+    """Without anything lowered; and what one trains is what the other computes with."""
+    workload = workload_of(TINY)
+    model = begun(TINY, "expanded", 0, folder)
+    plan = qsync.Plan.load(folder / "plan-vit.json").pin("*", "fp32")
+    twin = copy.deepcopy(model)
+    batch = workload.batch(0, 0, LARGE)
+    _gradients(workload, [twin], batch)
+    ranks = in_ranks(model, plan)
+    assert tuple(ranks) == CLASSES
+    _gradients(workload, list(ranks.values()), batch)
+    for own, whole in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(own.grad, whole.grad, atol=1e-6)
+
+
+def test_a_run_under_a_plan_says_what_was_lowered_and_what_that_adds(folder):
+    found = row(folder, "plan")
+    assert set(found["first_under_plan"]) == set(found["final_under_plan"]) == set(CLASSES)
+    assert found["first_under_plan"]["train"] == pytest.approx(found["curve"][0]["heldout"], abs=1e-5)
+    assert sum(found["lowered"].values()) <= found["adjustable"]
+
+
+def test_stacking_repeats_the_stack_and_tiles_every_axis():
+    small = Gpt(2, 8, 2, context=4, vocab=5)
+    for value in small.parameters():
+        nn.init.normal_(value)
+    big = stacked(small, Gpt(3, 12, 3, context=4, vocab=5))
+    small_state, state = small.state_dict(), big.state_dict()
+    wide = state["blocks.2.mlp.fc.weight"]
+    source = small_state["blocks.0.mlp.fc.weight"]
+    assert torch.equal(wide[:32, :8], source * (8 / 12)) and torch.equal(
+        wide[32:, 8:], source[:16, :4] * (8 / 12)
+    )
+    keys, of_source = (
+        state["blocks.1.attention.qkv.bias"][12:24],
+        small_state["blocks.1.attention.qkv.bias"][8:16],
+    )
+    assert torch.equal(keys, torch.cat([of_source, of_source[:4]]))
+    assert torch.equal(state["tokens.weight"][:, 8:], small_state["tokens.weight"][:, :4])
+
+
+def curve(*losses: float) -> list[dict]:
+    return [{"step": at, "items": 10 * at, "heldout": loss} for at, loss in enumerate(losses)]
+
+
+def test_a_loss_is_reached_where_the_curve_stays_below():
+    assert reached(curve(4, 3, 1), 2) == 15
+    assert reached(curve(4, 1, 3, 1), 2) == 25
+    assert reached(curve(4, 3, 2.5), 2) is None
+    assert reached(curve(1, 1), 2) == 0
+    assert reached(curve(3, 2), 2) == 10
+
+
+def made(start: str, losses: list[float], seed: int = 0, ratio: float = 1.0, **more) -> dict:
+    points = curve(*losses)
+    return {
+        "setting": {"workload": "gpt"}, "method": Method(start, ratio).name, "start": start, "ratio": ratio,
+        "seed": seed, "curve": points, "steps": len(points) - 1, "parameters": 1,
+        "step_cpu_s": {"source": 1.0, "plan": 9.0}.get(start, 4.0), **more,
+    }  # fmt: skip
+
+
+def made_rows() -> list[dict]:
+    under = {
+        "adjustable": 4, "lowered": {"int8": 2}, "first_under_plan": {"train": 3.0, HALF: 2.9},
+        "final_under_plan": {"train": 1.0, HALF: 1.5},
+    }  # fmt: skip
+    return [
+        *(made("scratch", [6, 5, 4, 3, 2], seed) for seed in (0, 1)),
+        *(made("source", [6, 4, 3], seed) for seed in (0, 1)),
+        made("expanded", [3, 2, 1], 0, 0.5), made("expanded", [3, 3, 1], 1, 0.5),
+        made("stacked", [4, 3, 2.5], 0, 0.5), made("stacked", [4, 3, 2], 1, 0.5),
+        made("plan", [3, 2, 1], 0, 0.5, **under), made("plan", [3, 2, 1], 1, 0.5, **under),
+    ]  # fmt: skip
+
+
+def test_savings_are_shares_of_the_run_from_scratch():
+    found = summary(made_rows())["gpt"]
+    assert found["step_cpu_s"] == 4.0 and found["source_step_cpu_s"] == 1.0
+    methods = found["methods"]
+    assert set(methods) == {"scratch", "expanded 0.5", "stacked 0.5", "plan 0.5"}
+    expanded = methods["expanded 0.5"]
+    # 10 and 15 of 40 tokens; the source took 20, at a quarter of the seconds each.
+    assert expanded["items"] == {"mean": 0.6875, "least": 0.625, "most": 0.75}
+    assert expanded["with_source"]["mean"] == 0.1875 and expanded["seconds_with_source"]["mean"] == 0.5625
+    assert expanded["first"]["mean"] == 0.0 and expanded["final"]["mean"] == -1.0
+    assert methods["scratch"]["with_source"]["mean"] == 0.0
+    assert methods["stacked 0.5"]["reached"] == 1 and methods["stacked 0.5"]["items"] is None
+    assert methods["plan 0.5"]["gap_first"]["mean"] == pytest.approx(-0.1)
+    assert methods["plan 0.5"]["gap_final"]["mean"] == pytest.approx(0.5)
+
+
+def test_the_report_is_a_table_a_sentence_and_a_picture(tmp_path):
+    rows = made_rows()
+    sizes = {"width": 16, "layers": 2, "heads": 2}
+    content = {
+        "summary": summary(rows), "rows": rows, "seeds": [0, 1], "commit": "abc",
+        "machine": {"processor": "CPU", "torch": "2"},
+        "settings": [
+            {"workload": "gpt", "small": sizes, "large": sizes, "source_steps": 2, "steps": 4, "batch": 1}
+        ],
+    }  # fmt: skip
+    text = markdown(content)
+    cells = "| expanded, 50% of the steps | +0.000 | -1.000 | 2 of 2 | 69% (62% to 75%) | 19% (12% to 25%) | "
+    assert cells + "56% (50% to 62%) |" in text
+    assert "| stacked and tiled, 50% of the steps | +1.000 | +0.250 | 1 of 2 | - | - | - |" in text
+    assert "Of 4 operators the weak class has 2 in INT8, which adds -1e-01 to" in text
+    assert table(content["summary"]).row_count == 4
+    assert picture(rows, tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_runs_everything_and_says_so(tmp_path, capsys):
+    options = {
+        "small": "16,2,2",
+        "large": "24,3,3",
+        "steps": 4,
+        "source_steps": 4,
+        "batch": 4,
+        "processes": 1,
+    }
+    compare_growth.main(tmp_path, ["vit"], seeds=1, ratios=[0.5, 0.25], with_plan=False, **options)
+    content = read_json(tmp_path / "expansion.json")
+    assert [row["method"] for row in content["rows"]] == [
+        "scratch", "source", "expanded 0.5", "expanded 0.25", "even 0.5", "stacked 0.5"
+    ]  # fmt: skip
+    assert (tmp_path / "expansion.md").exists() and (tmp_path / "expansion.png").exists()
+    assert "vit, seed 0, scratch: held-out" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workloads": ["bert"]}, "no workload 'bert' to grow; choose from gpt, vit"),
+        ({"workloads": ["gpt"], "small": "12"}, "sizes are WIDTH,LAYERS,HEADS, found '12'"),
+        ({"workloads": ["gpt", "vit"], "small": "16,2,2"}, "name its --workload"),
+        ({"workloads": ["gpt"], "seeds": 0}, "--seeds and --processes must be at least 1"),
+    ],
+)
+def test_bad_options_are_said_before_anything_runs(tmp_path, options, message):
+    with pytest.raises(QSyncError, match=message):
+        compare_growth.main(tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_comes_back_as_it_was_trained(folder):
+    first, second = source_of(TINY, 0, folder), source_of(TINY, 0, folder)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))

@@ -1,0 +1,258 @@
+"""experiments/kernels/compare_kernels.py on tiny shapes: its figures are complete, its ratios paired, its verdicts right."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from qsync.errors import QSyncError, UnsupportedError
+from qsync.experiments.harness import peers
+from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
+from qsync.experiments.kernels import cases, compare_kernels, whole_steps
+from qsync.experiments.kernels.cases import Bar, Bench, Case
+from qsync.experiments.kernels.kernel_picture import draw
+from qsync.experiments.kernels.roofline import (
+    COPIES,
+    Peaks,
+    forward_bytes,
+    measure_peaks,
+    training_bytes,
+    training_flops,
+)
+from qsync.records.precision import Precision
+
+CPU = torch.device("cpu")
+LINEAR, CONV = (32, 48, 64), (2, 16, 8, 3)
+RATES = {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}
+PEAKS = Peaks(RATES, {2**20: 4e10, 2**24: 2e10})
+ROW_FIELDS = {
+    "section", "shape", "variant", "against", "bar", "at_most", "unit", "roofline", "why", "value",
+    "quartiles", "holds", "missed_by", "within_spread",
+}  # fmt: skip
+BERT = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+RESNET = {"depths": [1], "hidden_sizes": [8], "embedding_size": 8}
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench(CPU, PEAKS, inductor=False)
+
+
+def samples(*seconds: float) -> Samples:
+    return Samples(seconds, 1, 1.0)
+
+
+def row(**changes):
+    return {"section": "x", "bar": 2.0, "at_most": False, **changes}
+
+
+def tiny_cases(bench: Bench, section: str):
+    """The real cases of a section on shapes that take no time."""
+    if section == "bert":
+        made = whole_steps.bert(bench, 2, 8, vocab_size=64, max_position_embeddings=8, **BERT)
+        bars = (Bar("bf16", "fp32", 2.0),)
+        yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("bf16", "int8"), bars)
+    elif section == "resnet":
+        made = whole_steps.resnet(bench, 2, 16, **RESNET)
+        yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("int8",), ())
+    elif section.startswith("conv"):
+        yield lambda: compare_kernels.conv_case(bench, section, CONV)
+    else:
+        yield lambda: compare_kernels.linear_case(bench, section, LINEAR)
+
+
+@pytest.mark.slow
+def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare_kernels, "measure_peaks", lambda device, rounds: PEAKS)
+    sections = [section for section in compare_kernels.SECTIONS if section != "memory"]
+    content = json.loads(json.dumps(compare_kernels.run(CPU, sections, 2, False, cases=tiny_cases)))
+    assert content["measured"] is True
+    wanted = {
+        "machine",
+        "versions",
+        "commit",
+        "seed",
+        "threads",
+        "rounds",
+        "peaks",
+        "torchao",
+        "terms",
+        "device",
+    }
+    assert wanted <= set(content)
+    assert {case["section"] for case in content["cases"]} == set(sections)
+    for case in content["cases"]:
+        for entry in case["variants"].values():
+            assert entry["median_s"] > 0 and len(entry["speedup_quartiles"]) == 3
+        assert case["variants"][case["baseline"]]["speedup"] == 1.0
+    assert {row["section"] for row in content["rows"]} == set(sections) - {"resnet"}
+    for found in content["rows"]:
+        assert set(found) == ROW_FIELDS
+        assert found["holds"] == (found["missed_by"] == 0.0)
+        assert found["roofline"] is None or found["roofline"] > 0
+    picture = draw(content, tmp_path / "kernels.png")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_variant_of_a_linear_layer_is_measured(bench):
+    case = compare_kernels.linear_case(bench, "linear training", LINEAR)
+    expected = {"fp32", "bf16", "int8", "int8 bf16 out", "int8_all", "int8_all bf16 out", "autocast"}
+    assert expected <= set(case.runs)
+    assert {bar.variant for bar in case.bars} <= set(case.runs)
+    for run in case.runs.values():
+        gradients = run()
+        assert [g.shape for g in gradients] == [(32, 48), (64, 48), (64,)]
+        assert all(g.dtype == torch.float32 for g in gradients)
+
+
+def test_variants_compute_the_same(bench):
+    for layer in (cases.linear(bench, LINEAR), cases.conv2d(bench, CONV)):
+        expected = layer.eager(*layer.operands)
+        for precision in (Precision.BF16, Precision.INT8):
+            got = layer.qsync(precision, "bf16")()
+            assert got.dtype == torch.bfloat16
+            assert (got - expected).norm() < 0.05 * expected.norm()
+
+
+def test_a_weight_that_was_cast_once_is_not_cast_again(bench, monkeypatch):
+    layer = cases.linear(bench, LINEAR)
+    cast, seen = bench.kernels.cast, []
+    once = {1: layer.cast(1, Precision.INT8)}
+    monkeypatch.setattr(bench.kernels, "cast", lambda value, name: seen.append(name) or cast(value, name))
+    layer.qsync(Precision.INT8, "fp32", once)()
+    assert seen == ["int8_row", "fp32"]
+    layer.qsync(Precision.INT8, "fp32")()
+    assert seen[2:] == ["int8_row", "int8_row", "fp32"]
+
+
+def test_an_int8_layer_keeps_a_quarter_of_its_input(bench):
+    for found in compare_kernels.memory_rows(bench, [LINEAR], [CONV]):
+        assert found["holds"] and 0.25 < found["value"] <= found["bar"]
+
+
+@pytest.mark.parametrize(
+    ("value", "at_most", "holds", "missed"),
+    [
+        (2.0, False, True, 0.0),
+        (1.5, False, False, 0.25),
+        (3.0, False, True, 0.0),
+        (2.0, True, True, 0.0),
+        (3.0, True, False, 0.5),
+        (1.0, True, True, 0.0),
+        (None, False, None, None),
+    ],
+)
+def test_a_bar_holds_or_is_missed_by_a_share_of_it(value, at_most, holds, missed):
+    found = compare_kernels.judged(row(at_most=at_most), value, None)
+    assert (found["holds"], found["missed_by"]) == (holds, missed)
+
+
+def test_the_verdict_says_how_much_is_missing_and_whether_it_is_noise():
+    assert compare_kernels.verdict(compare_kernels.judged(row(), 2.5, [2.4, 2.5, 2.6])) == "holds"
+    assert compare_kernels.verdict(compare_kernels.judged(row(), 2.1, [1.9, 2.1, 2.2])) == "holds, in spread"
+    assert (
+        compare_kernels.verdict(compare_kernels.judged(row(), 1.9, [1.8, 1.9, 2.1]))
+        == "missed by 5.0 %, in spread"
+    )
+    assert compare_kernels.verdict(compare_kernels.judged(row(), 1.5, None)) == "missed by 25.0 %"
+    assert compare_kernels.verdict(compare_kernels.judged(row(), None, None)) == "not measured"
+
+
+def test_a_bar_is_judged_by_ratios_within_rounds():
+    """The machine gets three times slower after the first round: every round still says twice as fast."""
+    case = Case("x", "s", "fp32", (Bar("ours", "fp32", 2.0), Bar("ours", "fp32", 0.4, at_most=True)))
+    case.least_s["ours"] = 1.0
+    found = compare_kernels.bar_rows(case, {"fp32": samples(4.0, 12.0, 12.0), "ours": samples(2.0, 6.0, 6.0)})
+    assert [entry["value"] for entry in found] == [2.0, 0.5]
+    assert [entry["holds"] for entry in found] == [True, False]
+    assert [entry["roofline"] for entry in found] == [12.0, 1 / 12]
+
+
+def test_what_cannot_run_is_named_with_the_reason():
+    def unsupported():
+        raise UnsupportedError("no such kernel")
+
+    def broken():
+        raise RuntimeError("theirs\nand more")
+
+    case = Case("x", "s", "fp32", (Bar("ours", "fp32", 2.0),))
+    case.add("ours", unsupported)
+    case.add("peer", broken, theirs=True)
+    assert case.unavailable == {"ours": "no such kernel", "peer": "RuntimeError: theirs"}
+    (found,) = compare_kernels.bar_rows(case, {"fp32": samples(1.0)})
+    assert found["holds"] is None and found["why"] == "ours: no such kernel"
+    with pytest.raises(RuntimeError, match="theirs"):
+        case.add("ours", broken)
+
+
+def test_the_plan_of_a_demo_is_judged_from_its_report(tmp_path):
+    runs = {"qsync": {"measured_step_s": 1.04}, "fast_alone": {"measured_step_s": 1.0}}
+    (tmp_path / "report.json").write_text(json.dumps({"runs": runs}))
+    found = compare_kernels.demo_row(tmp_path / "report.json")
+    assert found["holds"] and set(found) == ROW_FIELDS
+
+
+def test_rounds_are_paired_and_the_order_rotates():
+    order: list[str] = []
+    variants = {name: lambda name=name: order.append(name) for name in "abc"}
+    found = measure(variants, 4, CPU, sample_s=0.0)
+    assert all(len(entry.seconds) == 4 for entry in found.values())
+    assert [entry.calls for entry in found.values()] == [1, 1, 1]
+    rounds = order[-12:]
+    assert [rounds[i : i + 3] for i in range(0, 12, 3)] == [
+        list("abc"),
+        list("acb"),
+        list("cab"),
+        list("cba"),
+    ]
+
+
+def test_ratios_and_quartiles():
+    assert ratios(samples(2.0, 6.0), samples(1.0, 2.0)) == [2.0, 3.0]
+    assert quartiles([1.0]) == [1.0, 1.0, 1.0]
+
+
+def test_the_roofline_adds_products_and_bytes():
+    flops = {"int8": 4e11, "bf16": 2e11}
+    assert PEAKS.least_s(flops, 2e10, 2**24) == pytest.approx(3.0)
+    assert PEAKS.least_s({"fp8": 1.0}) is None
+    assert PEAKS.bytes_per_s(10) == PEAKS.bytes_per_s(2**23) == 4e10
+    assert training_flops("int8_bf16", 1.0) == {"int8": 1.0, "bf16": 2.0}
+    assert training_flops("int8_all", 1.0) == {"int8": 3.0}
+    assert forward_bytes("int8", (10, 1, 1), True) - forward_bytes("int8", (10, 1, 1), False) == 5
+    assert training_bytes("fp32", (1, 1, 1)) == 36
+
+
+def test_a_peak_is_the_best_product_of_its_type():
+    peaks = measure_peaks(CPU, 1, square=32)
+    assert {"fp32 mm", "fp32 onednn", "bf16 conv", "int8 mm"} <= set(peaks.products)
+    assert peaks.flops_per_s["fp32"] == max(v for k, v in peaks.products.items() if k.startswith("fp32"))
+    assert set(peaks.copy_bytes_per_s) == set(COPIES) and set(peaks.to_json()["flops_per_s"]) == set(RATES)
+
+
+def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
+    monkeypatch.setattr(peers, "torchao_version", lambda: None)
+    assert peers.what_torchao_runs(CPU) == {"installed": False, "seen": "torchao is not installed"}
+    case = compare_kernels.linear_case(bench, "linear forward", LINEAR)
+    assert "not installed" in case.unavailable["torchao int8"]
+
+
+@pytest.mark.skipif(peers.torchao_version() is None, reason="torchao is not installed")
+def test_what_torchao_multiplies_is_seen():
+    found = peers.what_torchao_runs(CPU)
+    assert set(found["module_swap"]["products"]) <= set(peers.PRODUCTS)
+    assert found["module_swap"]["runs_int8"]
+    assert str(found["version"]) == peers.torchao_version()
+
+
+def test_operators_are_counted_as_the_profiler_names_them():
+    a = torch.randn(8, 8)
+    ran = peers.operators_run(lambda: torch._int_mm(a.to(torch.int8), a.to(torch.int8)), CPU)
+    assert ran["aten::_int_mm"] == 1
+
+
+def test_an_unknown_section_is_refused_in_a_sentence():
+    with pytest.raises(QSyncError, match="choose among quantize"):
+        compare_kernels.main(only=["nothing"])

@@ -1,0 +1,109 @@
+"""The workloads: deterministic data, splits that share nothing, models that fit their descriptions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsync.errors import QSyncError
+from qsync.experiments.workloads import demo_workloads
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.text import load_text
+
+
+@pytest.fixture(scope="module", params=demo_workloads.NAMES)
+def workload(request):
+    return demo_workloads.load(request.param)
+
+
+def test_batch_is_a_function_of_seed_step_and_rank(workload):
+    first = workload.batch(0, 3, 1)
+    again = workload.batch(0, 3, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    for other in ((1, 3, 1), (0, 4, 1), (0, 3, 0)):
+        assert not torch.equal(first[0], workload.batch(*other)[0])
+
+
+def test_model_is_a_function_of_the_seed_and_leaves_random_state_alone(workload):
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    one, two = workload.make_model(5), workload.make_model(5)
+    assert torch.equal(torch.rand(3), expected)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_loss_is_a_scalar_with_gradients_for_every_parameter(workload):
+    model = workload.make_model(0)
+    inputs, targets = workload.batch(0, 0, 0)
+    loss = workload.loss_fn(model(inputs), targets)
+    loss.backward()
+    assert loss.shape == ()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_evaluate_is_repeatable_and_puts_the_mode_back(workload):
+    model = workload.make_model(0)
+    assert demo_workloads.evaluate(model, workload, num_batches=2) == demo_workloads.evaluate(
+        model, workload, num_batches=2
+    )
+    assert model.training
+
+
+def test_gpt_has_ten_million_parameters_and_starts_uniform():
+    workload = demo_workloads.load("gpt")
+    model = workload.make_model(0)
+    assert sum(parameter.numel() for parameter in model.parameters()) >= 10_000_000
+    assert abs(demo_workloads.evaluate(model, workload, num_batches=1) - 5.545) < 0.2  # ln 256
+
+
+def test_tied_gpt_shares_one_parameter():
+    model = Gpt(num_layers=1, width=32, num_heads=2, tied=True)
+    assert model.head.weight is model.tokens.weight
+
+
+def test_targets_are_the_bytes_that_follow():
+    inputs, targets = demo_workloads.load("gpt").batch(0, 0, 0)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_one_file_holds_out_its_last_twentieth(tmp_path):
+    path = tmp_path / "mine.bin"
+    path.write_bytes(bytes(range(1, 251)) * 100)
+    text = load_text(path)
+    assert len(text.heldout) == 25_000 // 20
+    assert text.train.tobytes() + text.heldout.tobytes() == path.read_bytes()
+
+
+def test_a_folder_holds_out_whole_files_and_skips_what_is_not_text(tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_bytes(f"{i:03d} ".encode() * 200)
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0\0")
+    text = load_text(tmp_path)
+    train, heldout = (set(part.tobytes().split()) for part in (text.train, text.heldout))
+    assert heldout and not train & heldout
+    assert len(train | heldout) == 100
+
+
+def test_a_folder_with_few_files_is_split_by_bytes(tmp_path):
+    (tmp_path / "only.txt").write_bytes(b"0123456789" * 1000)
+    assert len(load_text(tmp_path).heldout) == 500
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"", "holds no text"), (b"x" * 100, r"holds 100 bytes.*at least 5,140")]
+)
+def test_too_little_text_says_how_much_is_needed(tmp_path, content, says):
+    (tmp_path / "small.txt").write_bytes(content)
+    for data in (tmp_path, tmp_path / "small.txt"):
+        with pytest.raises(QSyncError, match=says):
+            load_text(data)
+
+
+def test_bad_requests_name_what_to_do(tmp_path):
+    with pytest.raises(QSyncError, match="no file or folder"):
+        demo_workloads.load("gpt", data=tmp_path / "absent")
+    with pytest.raises(QSyncError, match="choose one of gpt, resnet"):
+        demo_workloads.load("bert")
+    with pytest.raises(QSyncError, match="leave out --data"):
+        demo_workloads.load("resnet", data=tmp_path)

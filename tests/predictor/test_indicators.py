@@ -1,0 +1,190 @@
+"""The truth and the peers, each against its equation by hand; the registry."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync import backend
+from qsync.api import calibrating
+from qsync.backend.encoding import Operand, decode, encode
+from qsync.errors import CalibrationError, UnsupportedError
+from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
+from qsync.predictor.sensitivity.registry import INDICATORS
+from qsync.records.precision import Precision
+
+
+def summed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().sum()
+
+
+def linear() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 16)), torch.randn(8, 32)
+
+
+def mixed() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.second(F.gelu(self.first(x)))
+            return torch.matmul(y, y.mT)
+
+    return Mixed(), torch.randn(2, 8, 16)
+
+
+def test_the_truth_of_a_linear_layer_is_the_difference_that_its_kernel_makes():
+    model, x = linear()
+    layer = model[0]
+    operands = [Operand(t, encode(t.detach(), "int8_row")) for t in (x, layer.weight)]
+    kernel = backend.select("cpu").kernel("linear", Precision.INT8)
+    parameters = [layer.weight, layer.bias]
+    low = torch.autograd.grad(kernel(F.linear, "fp32", *operands, layer.bias).square().sum(), parameters)
+    exact = torch.autograd.grad(summed(model, x), parameters)
+    by_hand = sum(float((a - b).square().sum()) for a, b in zip(low, exact, strict=True))
+    truth = qsync.sensitivity(model, [x], summed, indicator="empirical", precisions=["int8"])
+    assert truth.omega == {"0": {"int8": pytest.approx(by_hand, rel=1e-5)}}
+    assert (truth.indicator, truth.num_batches) == ("empirical", 1)
+
+
+def test_the_truth_is_a_mean_over_batches_and_draws():
+    model, x = linear()
+    one, other, both = (
+        qsync.sensitivity(model, data, summed, indicator="empirical", precisions=["bf16"]).omega["0"]["bf16"]
+        for data in ([x], [2 * x], [x, 2 * x])
+    )
+    assert both == pytest.approx((one + other) / 2)
+    with calibrating(model, [x, 2 * x], summed) as calibration:
+        by_batch = errors_by_batch(calibration, [{"0": Precision.BF16}])
+        few, many = (gradient_errors(calibration, [{"0": Precision.INT8_ALL}], draws)[0] for draws in (1, 4))
+    assert by_batch == [[pytest.approx(one), pytest.approx(other)]]
+    assert few != many  # every draw rounds otherwise
+    assert few == pytest.approx(many, rel=0.3)
+
+
+def test_joint_effects_are_measured_and_no_lowering_is_no_error():
+    model, x = mixed()
+    with calibrating(model, [x], summed) as calibration:
+        single = {name: Precision.INT8 for name in ("first", "second")}
+        errors = gradient_errors(calibration, [{}, *({name: p} for name, p in single.items()), single])
+    assert errors[0] == 0.0
+    assert errors[3] == pytest.approx(errors[1] + errors[2], rel=0.6)
+
+
+def test_dropout_is_no_part_of_the_truth():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 16), nn.Dropout(0.5)), torch.randn(8, 32)
+    noisy = qsync.sensitivity(model, [x], summed, indicator="empirical", precisions=["bf16"])
+    gradient = torch.autograd.grad(summed(model, x), list(model.parameters()))
+    assert noisy.omega["0"]["bf16"] < 1e-3 * sum(float(g.square().sum()) for g in gradient)
+
+
+@pytest.mark.parametrize("indicator", ["empirical", "depth", "fisher", "hessian"])
+def test_every_indicator_of_gradients_names_the_operator_where_there_is_no_gradient(indicator):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), torch.randn(8, 4)
+    for loss, words in (
+        (lambda model, batch: (model(batch) * 0).sqrt().sum(), "^the gradient that reaches 2 is NaN or Inf"),
+        (lambda model, batch: (model(batch) * 0).sum(), "^the gradient is zero everywhere, from 2 on"),
+    ):
+        with pytest.raises(CalibrationError, match=words):
+            qsync.sensitivity(model, [x], loss, indicator=indicator, precisions=["bf16"])
+    with torch.no_grad():
+        model[2].weight[0, 0] = float("nan")
+    with pytest.raises(CalibrationError, match="^2 met NaN or Inf in the calibration data; clean"):
+        qsync.sensitivity(model, [x], summed, indicator=indicator, precisions=["bf16"])
+
+
+def test_what_is_nan_only_when_lowered_is_named_with_what_was_lowered():
+    """1e6 is beyond FP16, and FP32 has no trouble with it."""
+    model, x = linear()
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return (model(batch) * 1e-6).square().sum()
+
+    with pytest.raises(CalibrationError, match="^with 0 in fp16 the loss is NaN or Inf; clean the batch, or"):
+        qsync.sensitivity(model, [1e6 * x], loss, indicator="empirical", precisions=["fp16"])
+
+
+def test_fisher_is_the_squared_change_of_the_loss_by_independent_errors():
+    model, x = linear()
+    layer = model[0]
+    w, b, x = layer.weight, layer.bias, x.clone().requires_grad_()
+    gradients = torch.autograd.grad(F.linear(x, w, b).square().sum(), (x, w, b))
+    errors = [t.detach().bfloat16().float() - t.detach() for t in (x, w, b)]
+    by_hand = sum(float((g * e).square().sum()) for g, e in zip(gradients, errors, strict=True))
+    found = qsync.sensitivity(model, [x.detach()], summed, indicator="fisher", precisions=["bf16"])
+    assert found.omega["0"]["bf16"] == pytest.approx(by_hand, rel=1e-5)
+
+
+def test_hessian_is_the_trace_times_the_squared_error_of_the_weight():
+    """Of sum (x W' + b)^2 the trace is 2 N |x|^2 for the weight and 2 M N for the bias, M rows, N outputs."""
+    model, x = linear()
+    w = model[0].weight.detach()
+    error = float((decode(encode(w, "int8_row")) - w).square().mean())
+    found = qsync.sensitivity(model, [x] * 8, summed, indicator="hessian", precisions=["int8"])
+    assert found.omega["0"]["int8"] == pytest.approx(2 * 16 * float(x.square().sum()) * error, rel=0.3)
+
+
+def test_weight_is_the_squared_error_of_the_parameters():
+    model, x = linear()
+    w = model[0].weight.detach()
+    error = float((decode(encode(w, "int8_row")) - w).square().sum())
+    found = qsync.sensitivity(model, [x], summed, indicator="weight", precisions=["int8"])
+    assert found.omega["0"]["int8"] == pytest.approx(error, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["hessian", "weight"])
+def test_what_has_no_weight_scores_zero_by_weights(name):
+    model, x = mixed()
+    omega = qsync.sensitivity(model, [x], summed, indicator=name, precisions=["bf16"]).omega
+    assert omega["matmul"]["bf16"] == 0.0
+    assert omega["first"]["bf16"] > 0.0
+
+
+@pytest.mark.parametrize("name", INDICATORS)
+def test_every_indicator_scores_every_operator_from_its_seed_and_leaves_the_model_alone(name):
+    model, x = mixed()
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    first, again = (
+        qsync.sensitivity(model, [x], summed, indicator=name, precisions=["bf16", "int8"], seed=2)
+        for _ in "ab"
+    )
+    assert first.omega == again.omega
+    assert first.indicator == name
+    assert first.graph_hash == qsync.capture(model, x).hash
+    assert set(first.omega) == {"first", "second", "matmul"}
+    assert all(added >= 0 for modes in first.omega.values() for added in modes.values())
+    assert min(first.omega["first"].values()) > 0
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_random_differs_by_seed():
+    model, x = mixed()
+    one, other = (qsync.sensitivity(model, [x], summed, indicator="random", seed=s).omega for s in (0, 1))
+    assert one != other
+
+
+def test_an_unknown_indicator_is_one_sentence_with_the_nearest():
+    model, x = linear()
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^there is no indicator 'varience' \(nearest: 'variance'\); choose one of variance, ",
+    ):
+        qsync.sensitivity(model, [x], summed, indicator="varience")
+
+
+def test_what_is_to_be_measured_has_to_run_here():
+    model, x = linear()
+    with pytest.raises(UnsupportedError, match="has no tf32 to measure; it has fp32, bf16"):
+        qsync.sensitivity(model, [x], summed, indicator="empirical", precisions=["tf32"])
+    assert "tf32" not in qsync.sensitivity(model, [x], summed, indicator="empirical").omega["0"]

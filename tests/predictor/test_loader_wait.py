@@ -1,0 +1,108 @@
+"""Data loading: what a step waits for its next batch is measured where the step pays it, and only there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+import torch
+from torch import nn
+
+import qsync
+from qsync.errors import CalibrationError
+from qsync.predictor.profiling.loader_wait import Loading, endless
+from qsync.records.profiles import Profile
+
+
+class Told:
+    """A clock that shows what it is told."""
+
+    time = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        pass
+
+
+def test_a_wait_is_the_median_fetch_once_workers_have_nothing_in_store():
+    clock = Told()
+    waits = [9.0, 0.0, 0.0, 0.0, 2.0, 3.0, 2.0, 8.0]
+
+    def loader() -> Iterator[int]:
+        for batch, wait in enumerate(waits):
+            clock.time += wait
+            yield batch
+
+    loading = Loading(loader(), clock)
+    for batch in range(len(waits)):
+        assert loading.fetch() == batch
+        clock.time += 100.0  # the step
+    assert loading.wait_s == 2.5
+
+
+def test_a_loader_that_ends_is_begun_again():
+    assert list(islice(endless([1, 2, 3]), 7)) == [1, 2, 3, 1, 2, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        ([], "the loader gives no batch; pass what"),
+        (iter([1, 2]), "ended after 2 batches and cannot be begun again; pass one that can"),
+        (3, "is a int that cannot be iterated"),
+    ],
+)
+def test_a_loader_that_cannot_go_on_is_one_sentence(loader, message):
+    with pytest.raises(CalibrationError, match=message):
+        list(islice(endless(loader), 3))
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.002)
+        return torch.full((8,), float(index))
+
+
+def own_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def test_a_profile_knows_how_long_its_loader_takes():
+    model, batch = nn.Linear(8, 8), torch.randn(2, 8)
+    loader = torch.utils.data.DataLoader(Slow(), batch_size=2)
+    state = torch.get_rng_state()
+    profile = qsync.profile(model, batch, own_loss, precisions=["fp32"], rounds=1, loader=loader)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert profile.loading_s >= 2 * 0.002
+    assert Profile.from_json(profile.to_json()) == profile
+    without = qsync.profile(model, batch, own_loss, precisions=["fp32"], rounds=1)
+    assert without.loading_s == 0.0
+    assert "loading_s" not in without.to_json()  # as in files from before there was such a field
+    with pytest.raises(CalibrationError, match="gives no batch"):
+        qsync.profile(model, batch, own_loss, precisions=["fp32"], rounds=1, loader=[])
+
+
+def test_hybrid_plans_with_the_loader_and_not_with_a_plan_made_without(tmp_path):
+    loader = torch.utils.data.DataLoader(Slow(), batch_size=2)
+    for given in (None, loader):
+        torch.manual_seed(0)
+        qsync.hybrid(
+            nn.Linear(8, 8),
+            torch.randn(2, 8),
+            own_loss,
+            precisions=["fp32"],
+            cache_dir=tmp_path,
+            loader=given,
+        )
+    profiles = [Profile.load(path) for path in tmp_path.glob("*/profile-*.json")]
+    assert sorted(profile.loading_s >= 2 * 0.002 for profile in profiles) == [False, True]

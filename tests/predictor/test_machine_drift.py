@@ -1,0 +1,49 @@
+"""How slow the machine was: a walk over time is told from what differs between labels, and from noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from qsync.predictor.profiling.machine_drift import pace
+
+DRAW = np.random.default_rng(0)
+NUM, TURNS = 24, 5
+LABELS = [int(k) for _ in range(TURNS) for k in DRAW.permutation(NUM)]
+AT_S = [0.5 * i for i in range(NUM * TURNS)]
+OWN = DRAW.normal(0.0, 0.3, NUM)  # logarithms of what each label takes
+
+
+def typical(log: np.ndarray) -> np.ndarray:
+    """Error of each label's median, up to a common factor."""
+    found = np.array([np.median(log[np.array(LABELS) == k]) for k in range(NUM)]) - OWN
+    return found - found.mean()
+
+
+def test_a_wandering_machine_is_followed():
+    walk = np.cumsum(DRAW.normal(0.0, 0.02, len(LABELS)))
+    log = OWN[LABELS] + walk + DRAW.normal(0.0, 0.01, len(LABELS))
+    slow = np.log(pace(LABELS, np.exp(log), AT_S))
+    assert slow.mean() == pytest.approx(0.0, abs=1e-9)
+    assert np.std(slow - (walk - walk.mean())) < 0.02 < 0.5 * np.std(walk)
+    assert np.std(typical(log - slow)) < 0.5 * np.std(typical(log))
+
+
+def test_a_steady_machine_is_left_alone_and_a_hiccup_is_not_followed():
+    log = OWN[LABELS] + DRAW.normal(0.0, 0.01, len(LABELS))
+    assert np.std(np.log(pace(LABELS, np.exp(log), AT_S))) < 0.004
+    log[50] += 1.0
+    slow = np.log(pace(LABELS, np.exp(log), AT_S))
+    assert abs(slow[50]) < 0.05
+
+
+def test_the_order_in_which_samples_are_given_does_not_matter():
+    log = OWN[LABELS] + np.linspace(0.0, 0.3, len(LABELS))
+    forward = pace(LABELS, np.exp(log), AT_S)
+    backward = pace(LABELS[::-1], np.exp(log)[::-1], AT_S[::-1])
+    assert backward[::-1] == pytest.approx(forward, rel=1e-6)
+    assert forward[-1] / forward[0] == pytest.approx(np.exp(0.3), rel=0.05)
+
+
+def test_where_nothing_was_timed_twice_nothing_is_said():
+    assert pace(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == [1.0, 1.0]

@@ -1,0 +1,573 @@
+"""The memory model: what is kept for backward, once each, and the largest sum over a step."""
+
+from __future__ import annotations
+
+import pytest
+from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from qsync.backend.kernels.conv_strategy import windows_bytes
+from qsync.lowering.rules import Cast, Lowering, lower
+from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
+from qsync.records.graph import Role
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
+from qsync.records.save_less import ops_that_save_less
+
+BF16, INT8 = Precision.BF16, Precision.INT8
+ROWS, WIDTH = 1024, 16
+VALUE = 4 * ROWS * WIDTH  # one activation in FP32
+
+
+def peak(builder: Builder, assignment=None, **options) -> Memory:
+    return peak_memory(lower(builder.build(), assignment or {}), **options)
+
+
+def chain(*kinds: str) -> Builder:
+    """A product and then these followers, one after the other, with a loss."""
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    for number, kind in enumerate(kinds):
+        x = builder.follow(f"{kind}{number}", kind, x)
+    builder.loss("loss", x)
+    return builder
+
+
+def test_what_a_step_always_holds():
+    memory = peak(chain(), optimizer_bytes=1000)
+    weight = 4 * WIDTH * WIDTH
+    assert (memory.parameters, memory.gradients, memory.inputs) == (weight, weight, VALUE)
+    assert (memory.optimizer, memory.buckets) == (1000, 0)
+
+
+def test_frozen_parameters_have_no_gradient_and_whole_buffers_count():
+    builder = Builder()
+    x = builder.enter("x", (ROWS, WIDTH))
+    weight = builder.enter("w", (WIDTH, WIDTH), "parameter", grad=False)
+    builder.enter("running", (100,), "buffer")
+    builder.op("fc", "linear", Role.ADJUSTABLE, [x, weight], requires_grad=False)
+    memory = peak(builder)
+    assert (memory.gradients, memory.inputs, memory.saved) == (0, VALUE + 400, 0)
+
+
+def test_buckets_are_the_gradients_unless_ddp_keeps_both():
+    assert peak(chain(), num_ranks=2).buckets == 0
+    apart = peak(chain(), num_ranks=2, gradient_as_bucket_view=False)
+    assert apart.buckets == apart.gradients
+    assert peak(chain(), num_ranks=1, gradient_as_bucket_view=False).buckets == 0
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (("gelu",), 2),  # its input and, for the loss, its output
+        (("add",), 1),  # only what the loss keeps
+        (("relu",), 1),  # its output, which the loss keeps as well
+        (("gelu", "relu"), 2),
+        (("softmax", "gelu"), 2),
+        (("view", "view", "gelu"), 2),  # views have no storage
+        (("contiguous", "gelu"), 2),
+        (("layer_norm",), 2 + 2 / WIDTH),  # and mean and deviation per row
+        (("max_pool2d",), 2 + 2),  # and an int64 index per element
+        (("some_unknown_kind",), 2),
+    ],
+)
+def test_what_is_kept_for_backward(kinds, kept):
+    # At the end of forward; one more gradient is made in backward, when the loss's input can already be let
+    # go.
+    builder = chain(*kinds)
+    memory = peak(builder)
+    assert memory.saved == int(kept * VALUE)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kept"),
+    [
+        (("gelu",), 1 / 4),  # eight bits of its derivative
+        (("relu",), 1 / 32),  # a bit
+        (("dropout",), 1 / 32),
+        (("softmax",), 1 / 4 + 1 / WIDTH),  # and a scale per row
+        (("layer_norm",), 1 / 4 + 2 / WIDTH),  # and a deviation
+        (("batch_norm",), 1 / 4 + (ROWS + WIDTH) / (ROWS * WIDTH)),
+    ],
+)
+def test_what_is_kept_by_operators_that_save_less(kinds, kept):
+    graph = chain(*kinds).build()
+    memory = peak_memory(lower(graph, {}, saving_less=ops_that_save_less(graph, ["*"])))
+    assert memory.saved_by[f"{kinds[0]}0"] == int(kept * VALUE)
+
+
+def test_a_result_that_the_next_product_keeps_is_kept_once():
+    def kept(kind, saving_less=("follower",)):
+        builder = Builder()
+        x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+        x = builder.norm("follower", x) if kind == "norm" else builder.follow("follower", kind, x)
+        builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+        saved_by = peak_memory(lower(builder.build(), {}, saving_less=saving_less)).saved_by
+        return sum(num_bytes for op, num_bytes in saved_by.items() if op != "loss")
+
+    assert kept("gelu", ()) == 2 * VALUE
+    assert kept("gelu") == VALUE + VALUE // 32
+    assert kept("norm", ()) == 2 * VALUE + 8 * ROWS
+    assert kept("norm") == VALUE + 4 * ROWS
+
+
+@given(graphs(), st.data())
+def test_following_changes_of_precision_and_of_what_is_saved_equals_starting_anew(graph, data):
+    assume(graph.adjustable)
+    able = ops_that_save_less(graph, ["*"])
+    lowering = Lowering(graph, data.draw(assignments_for(graph)))
+    memory = StepMemory(lowering.lowered())
+    before = memory.peak_bytes
+    made = [lowering.save_less(name) for name in able]
+    made.append(lowering.assign(*data.draw(precisions_for(graph))))
+    for change in made:
+        memory.update(lowering, change.touched)
+    assert memory.at_peak() == StepMemory(lowering.lowered()).at_peak()
+    for change in reversed(made):
+        lowering.undo(change)
+        memory.update(lowering, change.touched)
+    assert memory.peak_bytes == before
+
+
+def test_a_value_kept_by_three_operators_counts_once():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    values = [builder.linear(name, x, WIDTH) for name in ("q", "k", "v")]
+    total = builder.follow("sum", "cat", *values)
+    builder.op("loss", "cross_entropy", Role.FIXED, [total], ())
+    # fc's result as BF16, kept by q for all three. What q, k and v make is only read by the sum.
+    assert peak(builder, dict.fromkeys(("q", "k", "v"), BF16)).saved_by == {"q": VALUE // 2, "loss": VALUE}
+
+
+def test_dropout_keeps_a_mask_of_its_device():
+    byte, four = (peak(chain("dropout"), device=device).saved for device in ("cuda", "cpu"))
+    assert four - byte == 3 * ROWS * WIDTH
+
+
+def test_a_product_keeps_its_operands_in_the_type_it_takes_them():
+    def kept(precision):
+        builder = Builder()
+        x = builder.follow("gelu", "gelu", builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH))
+        builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+        memory = peak(builder, {"b": precision})
+        return memory.saved_by["b"], memory.casts
+
+    weight = WIDTH * WIDTH
+    assert kept(Precision.FP32) == (VALUE, 0)
+    assert kept(BF16) == (VALUE // 2, 2 * weight)
+    assert kept(INT8) == (VALUE // 4 + 4 * ROWS, weight + 4 * WIDTH)
+
+
+def test_an_operand_is_kept_only_if_the_other_one_has_a_gradient():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    constant = builder.enter("constant", (WIDTH, WIDTH), "buffer")
+    builder.op("loss", "cross_entropy", Role.FIXED, [builder.matmul("product", x, constant)], ())
+    assert peak(builder).saved_by == {"loss": VALUE}
+
+
+def test_attention_keeps_its_result_and_a_sum_per_row():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    y = builder.op("attention", "attention", Role.ADJUSTABLE, [x, x, x])
+    builder.op("loss", "cross_entropy", Role.FIXED, [y], ())
+    assert peak(builder).saved_by == {"attention": 2 * VALUE + 4 * ROWS, "loss": VALUE}
+
+
+def test_a_loss_outside_the_graph_keeps_as_much_as_it_reads():
+    builder = Builder()
+    x = builder.linear("fc", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.output(x)
+    memory = peak(builder)
+    assert memory.transient == 3 * VALUE  # the output, its gradient, and the loss's own
+
+
+def test_a_sum_hands_its_gradient_on():
+    """One tensor for the sum and both of its operands; the third is what the product makes, for a moment."""
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    y = builder.linear("b", x, WIDTH)
+    builder.loss("loss", builder.follow("sum", "add", x, y))
+    memory = StepMemory(lower(builder.build(), {}), num_ranks=2)
+    end, (a, b, total) = memory.end, range(3)
+    gradients = {
+        value: [
+            (s.birth, s.death) for s in memory._spans[value] if s.num_bytes == VALUE and s.birth >= end // 2
+        ]
+        for value in ("a", "b", "sum")
+    }
+    assert gradients["sum"] == [(end - 3, end - total)]
+    assert gradients["b"] == []  # it is that of the sum, which a goes on with
+    assert sorted(gradients["a"]) == [(end - b, end - b), (end - total + 1, end - a)]
+
+
+def test_a_part_of_a_value_brings_the_gradient_of_the_whole():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), 2 * WIDTH)
+    part = builder.op("part", "view", Role.FOLLOWING, [x], (ROWS, WIDTH))
+    builder.loss("loss", part)
+    memory = StepMemory(lower(builder.build(), {}))
+    assert [s.num_bytes for s in memory._spans["a"] if s.birth == s.death == memory.end - 1] == [2 * VALUE]
+
+
+def test_an_8_bit_product_is_handed_the_value_beside_its_codes():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.op("loss", "cross_entropy", Role.FIXED, [builder.linear("b", x, WIDTH)], ())
+    for precision, death in ((BF16, 0), (INT8, 1)):
+        memory = StepMemory(lower(builder.build(), {"b": precision}))
+        (value,) = (s for s in memory._spans["a"] if s.num_bytes == VALUE and s.birth == 0)
+        assert value.death == death
+
+
+def test_the_curve_s_parts_sum_to_what_is_in_use():
+    memory = StepMemory(lower(encoder(2), {}), optimizer_bytes=1000)
+    totals = [sum(parts) for parts in zip(*memory.curve().values(), strict=True)]
+    assert max(totals) == memory.at_peak().estimate_bytes and len(totals) == memory.end + 1
+
+
+def test_inference_keeps_nothing():
+    builder = Builder()
+    x = builder.enter("x", (ROWS, WIDTH))
+    for number in range(5):
+        x = builder.op(f"gelu{number}", "gelu", Role.FOLLOWING, [x], requires_grad=False)
+    memory = peak(builder)
+    assert (memory.saved, memory.transient) == (0, 2 * VALUE)
+
+
+def test_the_operator_that_holds_most_is_named():
+    builder = chain("gelu")
+    wide = builder.linear("wide", "gelu0", 64 * WIDTH)
+    builder.loss("loss2", builder.follow("wide_gelu", "gelu", wide))
+    memory = peak(builder)
+    assert (memory.largest, memory.saved_by["wide_gelu"]) == ("wide_gelu", 64 * VALUE)
+
+
+def test_a_copy_of_a_weight_is_kept_until_the_optimizer_changes_it():
+    builder = Builder()
+    x = builder.linear("a", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    builder.loss("loss", builder.linear("b", x, WIDTH))
+    for precision in (BF16, INT8):
+        memory = StepMemory(lower(builder.build(), {"b": precision}))
+        assert [(span.part, span.death) for span in memory._spans["b.weight"]] == [("casts", memory.end)]
+
+
+@pytest.mark.parametrize(
+    ("precision", "num_ranks", "more"),
+    [
+        (Precision.FP32, 2, [4 * WIDTH * WIDTH]),  # the weight's gradient, before it is copied to its bucket
+        # The gradients of the result, narrowed, of the input, before it is widened, and of the weight.
+        (BF16, 1, [2 * ROWS * WIDTH, 2 * ROWS * WIDTH, 2 * WIDTH * WIDTH]),
+        (INT8, 1, [2 * WIDTH * WIDTH + 2 * 2 * ROWS * WIDTH]),  # of all three
+    ],
+)
+def test_what_backward_of_a_product_needs_for_a_while(precision, num_ranks, more):
+    builder = Builder()
+    builder.output(builder.linear("b", builder.enter("x", (ROWS, WIDTH), grad=True), WIDTH))
+    graph = builder.build()
+    memory = StepMemory(lower(graph, {"b": precision}), num_ranks=num_ranks, device="other")  # no oneDNN
+    backward = [span.num_bytes for span in memory.spans() if span.birth == span.death == 2 * len(graph.ops)]
+    assert sorted(backward, reverse=True) == more
+
+
+def test_the_gradient_of_a_cast_waits_in_its_own_type_until_the_value_s_turn_comes():
+    builder = Builder()
+    early = builder.linear("early", builder.enter("x", (ROWS, WIDTH)), WIDTH)
+    late = builder.linear("late", builder.linear("between", early, WIDTH), WIDTH)
+    builder.loss("loss", builder.follow("add", "add", late, early))
+    graph = builder.build()
+    memory = StepMemory(lower(graph, {"early": BF16, "between": BF16}))
+    times = {op.name: 2 * len(graph.ops) - i for i, op in enumerate(graph.ops)}
+    found = [(s.num_bytes, s.birth, s.death) for s in memory._spans["early"] if s.birth > len(graph.ops)]
+    # What the sum brings in FP32 is there until `early`, and only then rounded to its 16 bits; by then the
+    # other reader's gradient has come in BF16.
+    assert (4 * ROWS * WIDTH, times["add"] + 1, times["early"]) in found
+    assert (2 * ROWS * WIDTH, times["between"], times["early"]) in found
+
+
+@pytest.mark.parametrize(("side", "packed"), [(32, 9 * 32 * 32 + 12 * 32), (4, 0)])
+def test_what_onednn_packs_of_an_int8_weight_stays_with_its_copy(side, packed):
+    """Small images are multiplied as windows, and nothing is packed."""
+    builder = Builder()
+    x = builder.enter("x", (8, 32, side, side))
+    weight = builder.enter("w", (32, 32, 3, 3), "parameter")
+    builder.loss("loss", builder.op("conv", "conv2d", Role.ADJUSTABLE, [x, weight], (8, 32, side, side)))
+    on_cpu, on_gpu = (
+        StepMemory(lower(builder.build(), {"conv": INT8}), device=device)._spans["w"][0].num_bytes
+        for device in ("cpu", "other")
+    )
+    assert on_cpu - on_gpu == packed
+
+
+@pytest.mark.parametrize(
+    ("precision", "forward", "backward"),
+    [
+        (Precision.FP32, [], []),
+        (BF16, [VALUE], [VALUE]),  # the rows before they are rounded; their gradient once it is widened
+        (INT8, [VALUE + VALUE // 4], []),  # beside the codes; what is handed on is FP32 here
+    ],
+)
+def test_what_an_embedding_needs_for_a_while(precision, forward, backward):
+    builder = Builder()
+    places = builder.enter("places", (ROWS,), dtype="int64")
+    table = builder.enter("table", (100, WIDTH), "parameter")
+    builder.output(
+        builder.op("embedding", "embedding", Role.ADJUSTABLE, [table], (ROWS, WIDTH), kept=[places])
+    )
+    graph = builder.build()
+    memory = StepMemory(lower(graph, {"embedding": precision}))
+    spans = [span for span in memory._spans[0] if span.birth == span.death]
+    assert [span.num_bytes for span in spans if span.birth == 0] == forward
+    assert [span.num_bytes for span in spans if span.birth == 2 * len(graph.ops)] == backward
+    assert not memory.at_peak().saved_by and not memory.at_peak().casts
+
+
+@pytest.mark.parametrize("kind", ["gelu", "relu"])
+def test_a_product_keeps_for_the_activation_in_its_epilogue_what_torch_would(kind):
+    """gelu's input or relu's result, both from the product's time (0) to its backward's (6)."""
+    memory = StepMemory(lower(chain(kind).build(), {"fc": INT8}))
+    lives = {
+        name: [(span.part, span.birth, span.death) for span in memory._spans[name]]
+        for name in ("fc", f"{kind}0")
+    }
+    before = [("saved", 0, 6)] if kind == "gelu" else []  # relu's result takes the place of the product's
+    assert lives["fc"] == [*before, ("transient", 6, 6)]
+    loss_or_relu = 4 if kind == "gelu" else 6
+    assert lives[f"{kind}0"] == [("saved", 0, loss_or_relu), ("transient", 4, 6)]
+    assert memory.at_peak().saved_by[f"{kind}0" if kind == "relu" else "gelu0"] == VALUE
+
+
+def test_int8_keeps_a_quarter_of_an_encoder_s_products():
+    graph = encoder(2, rows=2048)
+    products = {op.name: INT8 for op in graph.adjustable if op.kind == "linear"}
+    encoded, full = (peak_memory(lower(graph, assignment)).saved_by for assignment in (products, {}))
+    assert encoded["layer.0.query"] * 3.5 < full["layer.0.query"] == 4 * 2048 * 64
+    assert sum(encoded.values()) < 0.8 * sum(full.values())
+
+
+@given(graphs(), st.data())
+def test_the_parts_sum_to_the_peak_and_adding_ranks_or_state_never_lowers_it(graph, data):
+    assume(graph.adjustable)
+    lowered = lower(graph, data.draw(assignments_for(graph)))
+    memory = peak_memory(lowered, optimizer_bytes=100)
+    parts = {key: value for key, value in memory.to_json().items() if key not in ("saved_by", "peak_bytes")}
+    assert sum(parts.values()) == memory.peak_bytes
+    assert min(parts.values()) >= 0
+    assert peak_memory(lowered).peak_bytes == memory.peak_bytes - 100
+    assert peak_memory(lowered, optimizer_bytes=100, num_ranks=2).peak_bytes >= memory.peak_bytes
+
+
+def test_a_wider_batch_needs_more():
+    assert peak_memory(lower(mlp(rows=64), {})).peak_bytes > peak_memory(lower(mlp(rows=32), {})).peak_bytes
+
+
+def saved_by_torch(model, batch) -> int:
+    """Bytes that autograd keeps for backward; parameters, buffers and the batch left out."""
+    from qsync.experiments.memory.saved_bytes import saved_bytes
+
+    return saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
+
+
+def transformer(written_out: bool = False):
+    import torch
+    from torch.nn import functional
+
+    class Block(torch.nn.Module):
+        def __init__(self, width: int = 64, heads: int = 4) -> None:
+            super().__init__()
+            self.heads = heads
+            self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+            self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+            self.fc1, self.fc2 = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+            self.drop = torch.nn.Dropout(0.1)
+
+        def forward(self, x):
+            batch, length, width = x.shape
+            split = [
+                y.view(batch, length, self.heads, -1).transpose(1, 2)
+                for y in self.qkv(self.norm1(x)).chunk(3, -1)
+            ]
+            if written_out:
+                q, k, v = split
+                y = functional.softmax(q @ k.transpose(-1, -2), -1) @ v
+            else:
+                y = functional.scaled_dot_product_attention(*split, is_causal=True)
+            x = x + self.drop(self.out(y.transpose(1, 2).reshape(batch, length, width)))
+            return x + self.drop(self.fc2(functional.gelu(self.fc1(self.norm2(x)))))
+
+    class Transformer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = torch.nn.Embedding(256, 64), torch.nn.Linear(64, 256)
+            self.blocks = torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return self.head(x)
+
+    return Transformer(), torch.randint(0, 256, (4, 32))
+
+
+def written_out():
+    return transformer(True)
+
+
+def convolutional():
+    import torch
+    from torch.nn import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU, Sequential
+
+    first = (Conv2d(3, 16, 3, padding=1), BatchNorm2d(16), ReLU(), MaxPool2d(2))
+    second = (Conv2d(16, 16, 3), BatchNorm2d(16), ReLU(), AdaptiveAvgPool2d(1), Flatten(), Linear(16, 10))
+    return Sequential(*first, *second), torch.randn(8, 3, 16, 16)
+
+
+@pytest.mark.parametrize("less", [False, True])
+@pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
+@pytest.mark.parametrize("build", [transformer, written_out, convolutional])
+def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
+    """With the copies of the weights, which live until the optimizer changes them."""
+    pytest.importorskip("torch")
+    import qsync
+
+    model, batch = build()
+    graph = qsync.capture(model, batch)
+    chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+    lowered = lower(graph, chosen, saving_less=ops_that_save_less(graph, ["*"]) if less else ())
+    copies = sum(
+        type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
+        for cast, rows in casts_of_weights(lowered)
+    )
+    wrapped = qsync.wrap(model, str(precision), save_less=less)
+    wrapped(batch)  # compiled here, so that only the step is seen below
+    assert sum(peak_memory(lowered).saved_by.values()) + copies == saved_by_torch(wrapped, batch)
+
+
+def casts_of_weights(lowered):
+    """Those that are kept for backward, with the number of their scales: not biases, and not what an INT8
+    product needs for the gradient of an input that has none."""
+    shapes = {value.name: value.shape for value in lowered.graph.parameters}
+    grads = {value.name: value.requires_grad for value in (*lowered.graph.inputs, *lowered.graph.ops)}
+    casts = [node for node in lowered.nodes if isinstance(node, Cast) and node.of_parameter]
+    for cast in casts:
+        users = [op for op in lowered.graph.ops if cast.value in op.inputs]
+        needed = not is_encoded(cast.target) or any(grads[op.inputs[0]] for op in users)
+        if len(shapes[cast.value]) > 1 and needed:
+            yield cast, shapes[cast.value][0]
+
+
+# --- The bar: what an INT8 product keeps ---
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_all"])
+def test_an_int8_linear_keeps_a_quarter_of_fp32_and_its_scales(precision):
+    torch = pytest.importorskip("torch")
+    import qsync
+    from qsync.experiments.memory.saved_bytes import saved_bytes
+
+    rows, inner, outer = 96, 40, 24
+    x = torch.randn(rows, inner)
+
+    def kept(model) -> int:
+        model(x)
+        return saved_bytes(lambda: model(x), model.parameters())
+
+    full = kept(torch.nn.Linear(inner, outer))
+    assert full == 4 * rows * inner
+    assert kept(qsync.wrap(torch.nn.Linear(inner, outer), precision)) == full // 4 + 4 * rows
+
+
+def test_after_forward_nothing_is_alive_but_codes_scales_and_the_result():
+    """Of everything that forward allocated, seen by the allocator: no FP32 input waits anywhere."""
+    torch = pytest.importorskip("torch")
+    import qsync
+
+    rows = 256
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.0), torch.nn.Linear(16, 4), torch.nn.Linear(4, 32)
+    )
+    x = torch.randn(rows, 8)
+    qsync.wrap(model, "int8")
+    model(x)
+    codes = sum(rows * inner + 4 * rows for inner in (8, 16, 4))
+    weights = sum(inner * outer + 4 * outer for inner, outer in ((8, 16), (16, 4), (4, 32)))
+    alive = alive_after(lambda: model(x))
+    assert codes <= alive - 4 * rows * 32 <= codes + weights + 1024
+
+
+def alive_after(forward) -> int:
+    """Bytes that `forward` allocated and that are still there while its result is held."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = forward()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert result.requires_grad
+    return sum(event.nbytes() for event in events)
+
+
+def test_query_key_and_value_share_one_int8_input():
+    torch = pytest.importorskip("torch")
+    import qsync
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(64, 64, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) + self.k(x) + self.v(x)
+
+    rows = 128
+    x = torch.randn(rows, 64)
+    model = qsync.wrap(Model(), "int8")
+    model(x)
+    assert saved_by_torch(model, x) == 64 * rows + 4 * rows
+    seen: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        model(x)
+    codes = [tensor.data_ptr() for tensor in seen if tensor.shape == (rows, 64)]
+    assert len(codes) == 3 and len(set(codes)) == 1
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
+def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
+    """Attention makes numbers of a mask of bools, and leaves its result in the order that BERT asks for."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from models import build
+
+    import qsync
+    from qsync.experiments.memory.saved_bytes import saved_bytes
+
+    model, batch = build("bert", dropout=0.0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):  # attention reads its own, and has another kernel for it
+            module.p = 0.1
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.dropout.p = 0.0
+    graph = qsync.capture(model, batch)
+    lowered = lower(graph, {op.name: precision for op in graph.adjustable})
+    qsync.wrap(model, str(precision))
+    model(**batch)
+    copies = sum(
+        type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
+        for cast, rows in casts_of_weights(lowered)
+    )
+    known = [*batch.values(), *model.parameters(), *model.buffers()]
+    counted = saved_bytes(lambda: model(**batch)["loss"], known)
+    # Four bytes more: the weight of all targets together, which cross_entropy keeps.
+    assert sum(peak_memory(lowered).saved_by.values()) + copies + 4 == counted
+
+
+def test_windows_of_convolutions_are_counted_where_they_are_made():
+    """1536 result pixels of 3x3x256 BF16 windows, forward and backward; none through oneDNN."""
+    heavy = ((96, 256, 4, 4), (256, 256, 3, 3), (96, 256, 4, 4))
+    assert windows_bytes("bf16", *heavy) == (2 * 1536 * 2304, 2 * 1536 * 2304)
+    assert windows_bytes("int8", *heavy) == (1536 * 2304, 2 * 1536 * 2304)
+    light = ((96, 64, 16, 16), (64, 64, 3, 3), (96, 64, 16, 16))
+    assert windows_bytes("bf16", *light) == windows_bytes("int8", *light) == (0, 0)
+    grouped = ((96, 256, 4, 4), (256, 64, 3, 3), (96, 256, 4, 4))
+    assert windows_bytes("bf16", *grouped) == windows_bytes("int8", *grouped) == (0, 0)

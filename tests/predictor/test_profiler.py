@@ -1,0 +1,274 @@
+"""Profiles: every node of every lowered graph that ran has a time, and the model is left alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync.errors import CalibrationError, UnsupportedError
+from qsync.lowering.rules import Cast, Run, lower
+from qsync.predictor.profiling.clocks import ShareClock, WallClock
+from qsync.predictor.profiling.node_timer import Recorder
+from qsync.predictor.profiling.profiler import Profiler
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
+from qsync.records.save_less import ops_that_save_less
+from qsync.replayer import Timeline, replay
+from qsync.replayer.costs import cast_cost, run_cost
+from qsync.runtime import program as runtime
+
+PRECISIONS = ["fp32", "bf16", "int8"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(32, 48), nn.BatchNorm1d(48), nn.Linear(48, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training))
+
+
+def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+class Ticks:
+    """A clock that moves one second a look, or `pace`."""
+
+    def __init__(self) -> None:
+        self.time, self.pace = 0.0, 1.0
+
+    def now(self) -> float:
+        self.time += self.pace
+        return self.time
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def settle(self) -> None:
+        pass
+
+
+BATCH = (torch.randn(64, 32), torch.randint(0, 8, (64,)))
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[nn.Module, qsync.OpGraph, Profile]:
+    torch.manual_seed(0)
+    model = Net()
+    profile = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=2)
+    return model, qsync.capture(model, BATCH[0]), profile
+
+
+def test_every_node_of_any_lowering_has_a_cost(measured):
+    _, graph, profile = measured
+    assert profile.graph_hash == graph.hash and profile.shapes_hash == graph.shapes_hash
+    ops = {op.name: op for op in graph.ops}
+    for first in PRECISIONS:
+        for second in PRECISIONS:
+            lowered = lower(graph, {"first": Precision(first), "second": Precision(second)})
+            for node in lowered.nodes:
+                if isinstance(node, Cast):
+                    assert cast_cost(profile, node).total_s >= 0
+                else:
+                    assert run_cost(profile, node, ops[node.op]).total_s >= 0
+
+
+def test_products_have_forward_and_backward_times_at_each_precision(measured):
+    _, _, profile = measured
+    for op in ("first", "second"):
+        assert {mode.partition(" ")[0] for mode in profile.ops[op]} == set(PRECISIONS)
+        for cost in profile.ops[op].values():
+            assert cost.forward_s > 0 and cost.backward_s > 0
+    assert profile.optimizer_s > 0 and profile.host_s > 0 and profile.outside.forward_s > 0
+
+
+def test_the_parts_of_a_profiled_step_make_up_the_whole():
+    """Replayed from its own profile, a step takes what it took, to the last tick of the clock."""
+    model = Net()
+    program = runtime.attach(model, lambda graph: {})
+    parameters = list(model.parameters())
+    profiler = Profiler(program, lambda: loss(model, BATCH), parameters, [Precision.FP32], Ticks())
+    for _ in range(3):
+        profiler.round()
+    profile = profiler.profile("only", machine={})
+    cluster = qsync.Cluster(
+        (qsync.DeviceClass("only", "cpu", 1, 2**30, (Precision.FP32,)),), qsync.Link(0.0, 1e12)
+    )
+    timeline = replay(profiler.graph, {"only": {}}, {"only": profile}, cluster)
+    assert timeline.step_s - profile.optimizer_s == pytest.approx(profile.step_s["fp32"], rel=1e-9)
+
+
+def test_the_weights_are_put_back_though_real_steps_are_taken():
+    torch.manual_seed(5)
+    model = Net()
+    before = copy.deepcopy(model.state_dict())
+    seen: list[bool] = []
+
+    def watched(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        seen.append(torch.equal(model.first.weight, before["first.weight"]))
+        return loss(model, batch)
+
+    qsync.profile(model, BATCH, watched, precisions=["fp32", "bf16"], rounds=1)
+    assert not all(seen), "no step of the optimizer was ever taken"
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def ticking(paces: list[float]) -> Profile:
+    """A profile of rounds in which every look at the clock takes so long."""
+    model = Net()
+    program = runtime.attach(model, lambda graph: {})
+    clock = Ticks()
+    precisions = [Precision.FP32, Precision.BF16]
+    profiler = Profiler(program, lambda: loss(model, BATCH), list(model.parameters()), precisions, clock)
+    for clock.pace in paces:
+        profiler.round()
+    return profiler.profile("x", {})
+
+
+def test_a_slow_round_is_drift_and_not_noise():
+    steady, slow = ticking([1.0, 1.0, 1.0]), ticking([1.0, 2.0, 3.0])
+    assert steady.drift == 0.0 and steady.noise == 0.0
+    assert slow.drift > 0.3 and slow.noise < 0.05 * slow.drift
+    spreads = [cost.spread_s / cost.total_s for cost in slow.ops["first"].values()]
+    assert max(spreads) < 0.3  # as they came, they differ by a factor of three
+
+
+def test_rounds_end_when_a_step_is_known_or_time_is_up():
+    steps = [
+        qsync.profile(Net(), BATCH, loss, precisions=["fp32"], seconds=seconds).num_steps
+        for seconds in (0.0, 3600.0)
+    ]
+    warm_up, per_round = 2, 4  # the first step traces the model; one so short is taken four times
+    assert steps[0] == warm_up + 2 * per_round
+    assert warm_up + 2 * per_round <= steps[1] <= warm_up + 12 * per_round
+
+
+def test_the_interval_is_as_wide_as_the_profile_is_uncertain(measured):
+    _, graph, profile = measured
+    cluster = qsync.Cluster(
+        (qsync.DeviceClass(profile.device_class, "cpu", 1, 2**30, tuple(map(Precision, PRECISIONS))),),
+        qsync.Link(0.0, 1e12),
+    )
+    name = profile.device_class
+
+    def replayed(**changes: float) -> Timeline:
+        return replay(graph, {name: {}}, {name: replace(profile, **changes)}, cluster)
+
+    sure, unsure = replayed(error=0.0, drift=0.0), replayed(error=0.03, drift=0.04)
+    assert sure.interval_s is None
+    assert unsure.interval_s is not None
+    low, high = unsure.interval_s
+    assert (low, high) == pytest.approx(
+        ((1 - 1.645 * 0.05) * unsure.step_s, (1 + 1.645 * 0.05) * unsure.step_s)
+    )
+    assert Timeline.from_json(unsure.to_json()) == unsure
+
+
+def test_optimizer_state_is_counted():
+    model = nn.Linear(16, 16)
+    made = qsync.profile(model, torch.randn(4, 16), lambda m, b: m(b).sum(), precisions=["fp32"], rounds=1)
+    parameters = sum(p.numel() for p in model.parameters())
+    assert made.optimizer_bytes == 2 * 4 * parameters + 2 * 4  # two moments, and a step count per tensor
+
+
+def test_a_profile_survives_json(measured, tmp_path):
+    _, _, profile = measured
+    assert Profile.load(profile.save(tmp_path / "profile.json")) == profile
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    torch.manual_seed(3)
+    model = Net()
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    before, keys = copy.deepcopy(model.state_dict()), list(model.state_dict())
+    random = torch.get_rng_state()
+    qsync.profile(model, BATCH, loss, precisions=["fp32", "int8"], rounds=1)
+    qsync.sensitivity(model, [BATCH], loss)
+    assert list(model.state_dict()) == keys
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert torch.equal(model.first.weight.grad, torch.ones_like(model.first.weight))
+    assert model.second.weight.grad is None
+    assert model._compiled_call_impl is None
+
+
+def test_profiling_a_wrapped_model_leaves_it_wrapped():
+    model = qsync.wrap(Net(), "bf16")
+    program = runtime.program_of(model)
+    qsync.profile(model, BATCH, loss, precisions=["fp32"], rounds=1)
+    assert runtime.program_of(model) is program
+    model(BATCH[0])
+    assert any(getattr(node, "mode", "") == "bf16" for lowered in program.lowered for node in lowered.nodes)
+
+
+@pytest.mark.parametrize(
+    ("batch", "fn", "message"),
+    [
+        ((torch.zeros(0, 32), torch.zeros(0)), loss, "shape .0, 32.; pass one that is not empty"),
+        (None, loss, "there is no example batch; pass one real batch"),
+        (
+            (torch.full((8, 32), float("nan")), torch.zeros(8, dtype=torch.long)),
+            loss,
+            "first met NaN or Inf in the calibration data; clean",
+        ),
+        (BATCH, lambda model, batch: model(batch[0]), "the loss has shape .64, 8.; return one number"),
+    ],
+)
+def test_data_that_cannot_be_used_is_one_sentence(batch, fn, message):
+    with pytest.raises(CalibrationError, match=message):
+        qsync.profile(Net(), batch, fn, precisions=["fp32"], rounds=1)
+
+
+def test_a_precision_the_device_lacks_is_refused():
+    with pytest.raises(UnsupportedError, match="has no fp8; it has fp32"):
+        qsync.profile(Net(), BATCH, loss, precisions=["fp32", "fp8"])
+
+
+def test_an_emulated_share_stretches_cpu_time():
+    clock = ShareClock(0.25)
+    assert clock.seconds(1.0, 2.0) == 4.0
+    assert WallClock().seconds(1.0, 2.0) == 1.0
+
+
+def test_the_recorder_gives_each_node_the_time_between_marks():
+    model = Net()
+    recorder = Recorder(Ticks())
+    program = runtime.attach(model, lambda graph: {})
+    program.choose(lambda graph: {}, recorder)
+    recorder.start()
+    value = loss(model, BATCH)
+    recorder.loss_ready()
+    value.backward()
+    step = recorder.finish()
+    costs = {node.op: cost for node, cost in step.nodes}
+    assert all(cost.forward_s == 1.0 for cost in costs.values())
+    assert costs["first"].backward_s == costs["second"].backward_s == 1.0
+    parts = step.before + step.outside.total_s + sum(cost.total_s for _, cost in step.nodes)
+    assert parts == step.total
+
+
+def test_saving_less_is_measured_beside():
+    model = Net()
+    plain = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=1)
+    assert not any(
+        form in mode for modes in plain.ops.values() for mode in modes for form in ("output", "codes")
+    )
+    profile = qsync.profile(model, BATCH, loss, precisions=PRECISIONS, rounds=1, save_less=True)
+    graph = qsync.capture(model, BATCH[0])
+    ops = {op.name: op for op in graph.ops}
+    able = ops_that_save_less(graph, ["*"])
+    assert able
+    for first in PRECISIONS:
+        lowered = lower(graph, {"first": Precision(first)}, saving_less=able)
+        for node in lowered.nodes:
+            if isinstance(node, Run):
+                assert run_cost(profile, node, ops[node.op]).total_s >= 0
+    assert set(plain.step_s) < set(profile.step_s)

@@ -1,0 +1,189 @@
+"""Memory looked up by number: byte for byte, at every time of the step, what following every tensor gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from graphs import Builder, assignments_for, encoder, graphs, images, mlp
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from qsync.lowering.rules import lower
+from qsync.lowering.vectorized import Tabulated
+from qsync.predictor.memory import lifetimes
+from qsync.predictor.memory.peak import StepMemory
+from qsync.predictor.memory.vectorized_peak import Footprints, peak_bytes
+from qsync.records.graph import OpGraph, Role
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.save_less import can_save_less, ops_that_save_less
+
+DEVICES = ("cpu", "cuda", "other")
+
+
+def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2) -> None:
+    """The same bytes at every time, and the same peak."""
+    lowered = Tabulated(graph, assignment, "bf16", less)
+    options = {"optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device}
+    memory = StepMemory(lower(graph, assignment, "bf16", less), **options)
+    assert peak_bytes(lowered, **options) == memory.peak_bytes
+    curve = memory.curve()
+    expected = np.sum([curve[part] for part in ("casts", "saved", "transient")], axis=0)
+    found = Footprints(graph, device, num_ranks > 1).in_use(lowered)
+    assert np.array_equal(found[: len(expected)], expected)
+
+
+def drawn(graph: OpGraph, seed: int) -> dict[str, Precision]:
+    rng = random.Random(seed)
+    return {op.name: rng.choice(PRECISIONS_BY_KIND[op.kind]) for op in graph.adjustable}
+
+
+@given(graphs(), st.sampled_from(DEVICES), st.sampled_from([1, 2]), st.booleans(), st.data())
+def test_random_graphs_take_the_same_memory_either_way(graph, device, num_ranks, ends, data):
+    assume(graph.adjustable)
+    if ends:  # what a loss outside reads
+        names = data.draw(st.lists(st.sampled_from([op.name for op in graph.ops]), min_size=1, max_size=3))
+        output = replace(
+            graph.ops[-1], name="output", kind="output", role=Role.FIXED, inputs=tuple(names), kept=(),
+            dtype="none", shape=(0,), requires_grad=False,
+        )  # fmt: skip
+        graph = replace(graph, ops=(*graph.ops, output))
+    able = [op.name for op in graph.ops if can_save_less(op)]
+    for _ in range(3):
+        less = data.draw(st.sets(st.sampled_from(able))) if able else set()
+        check(graph, data.draw(assignments_for(graph)), less, device, num_ranks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("graph", [mlp(3), encoder(4), images(4)], ids=["mlp", "encoder", "images"])
+def test_blocks_take_the_same_memory_either_way(graph, device):
+    for seed in range(12):
+        less = ops_that_save_less(graph, ["*"]) if seed % 3 == 0 else ()
+        check(graph, drawn(graph, seed), less, device)
+
+
+def views_and_sums(num_blocks: int) -> OpGraph:
+    """Blocks of views, parts, sums of several residuals, a mask that all of them read, and an output."""
+    builder = Builder("views")
+    x = builder.enter("x", (4, 2, 8, 8))
+    mask = builder.enter("mask", (8, 8), dtype="fp32")
+    for block in range(num_blocks):
+        at = f"{block}."
+        y = builder.linear(at + "fc", x, 8)
+        part = builder.op(at + "part", "view", Role.FOLLOWING, [y], (4, 1, 8, 8))
+        z = builder.matmul(at + "product", part, part)
+        y = builder.follow(at + "add", "add", builder.follow(at + "scaled", "mul", y, mask), x)
+        x = builder.follow(at + "sum", "add", builder.follow(at + "sub", "sub", y, x), z)
+        x = builder.follow(at + "relu", "relu", builder.linear(at + "fc2", x, 8))
+    builder.output(x, y)
+    return builder.build()
+
+
+def test_views_sums_and_what_all_blocks_read_take_the_same_memory_either_way():
+    graph = views_and_sums(5)
+    for seed in range(30):
+        check(graph, drawn(graph, seed), num_ranks=1 + seed % 2)
+
+
+def test_what_is_made_at_the_very_start_is_no_example_for_what_is_made_later():
+    """Its last moment is the end of the step, which is nobody else's."""
+    builder = Builder()
+    x = builder.enter("x", (4, 8))
+    for j in range(3):
+        builder.follow(f"relu{j}", "relu", x)
+    builder.loss("loss", builder.linear("fc", x, 8))
+    check(builder.build(), {})
+
+
+def test_of_two_operands_of_a_sum_the_one_made_first_goes_on():
+    """In the second block the operands are made in the other order, at the same distances from the sum."""
+    builder = Builder()
+    p = builder.linear("p", builder.enter("x", (4, 8)), 8)
+    first = (
+        builder.follow("a1", "relu", p),
+        builder.follow("b1", "gelu", p),
+        builder.follow("c1", "tanh", p),
+    )
+    builder.loss("loss1", builder.follow("sum1", "add", *first[:2]))
+    second = [builder.follow("b2", "gelu", p), builder.follow("a2", "relu", p)]
+    builder.follow("c2", "tanh", p)
+    builder.follow("d2", "tanh", p)
+    builder.loss("loss2", builder.follow("sum2", "add", *second[::-1]))
+    check(builder.build(), {})
+
+
+def test_an_activation_runs_with_its_product_however_far_that_is():
+    builder = Builder()
+    x = builder.enter("x", (4, 8))
+    for block, num_between in enumerate((0, 3, 1)):
+        y = builder.linear(f"fc{block}", x, 8)
+        for j in range(num_between):
+            builder.loss(f"between{block}.{j}", x)
+        builder.loss(f"loss{block}", builder.follow(f"relu{block}", "relu", y))
+    check(builder.build(), {f"fc{block}": Precision.INT8 for block in range(3)})
+
+
+def test_images_are_put_in_order_only_where_the_first_operand_was_not():
+    """Two sums of the same two results, of which a lowered convolution turned one."""
+    builder = Builder()
+    shape = (4, 8, 8, 8)
+    x = builder.enter("x", shape)
+
+    def conv(name: str, x: str) -> str:
+        return builder.op(
+            name,
+            "conv2d",
+            Role.ADJUSTABLE,
+            [x, builder.enter(f"{name}.weight", (8, 8, 3, 3), "parameter")],
+            shape,
+        )
+
+    plain, turned = conv("plain", x), conv("turned", x)
+    for block, operands in enumerate(((plain, turned), (turned, plain))):
+        summed = builder.follow(f"sum{block}", "add", *operands)
+        builder.loss(f"loss{block}", conv(f"reads{block}", summed))
+    lowered = ("turned", "reads0", "reads1")
+    check(builder.build(), dict.fromkeys(lowered, Precision.INT8), device="other")
+
+
+def test_a_weight_is_cast_where_its_first_product_stands():
+    """An embedding reads the table before the product does, and at different distances."""
+    builder = Builder()
+    for block in range(2):
+        tokens = builder.enter(f"tokens{block}", (4,), dtype="int64")
+        table = builder.enter(f"table{block}", (8, 8), "parameter")
+        x = builder.op(f"rows{block}", "embedding", Role.ADJUSTABLE, [table], (4, 8), kept=[tokens])
+        ends = [f"between{block}", f"head{block}"][:: 1 if block else -1]
+        for name in ends:
+            x = (
+                builder.linear(name, x, 8, weight=table)
+                if name.startswith("head")
+                else builder.follow(name, "gelu", x)
+            )
+        builder.loss(f"loss{block}", x)
+    graph = builder.build()
+    for seed in range(8):
+        check(graph, drawn(graph, seed))
+
+
+def test_tensors_are_followed_once_for_every_distinct_case(monkeypatch):
+    followed = []
+    real = lifetimes.Lifetimes.of
+    monkeypatch.setattr(
+        lifetimes.Lifetimes, "of", lambda self, what: (followed.append(what), real(self, what))[1]
+    )
+    counts = []
+    for num_layers in (3, 6, 12):
+        graph = encoder(num_layers)
+        assignment = {op.name: Precision.INT8 for op in graph.adjustable}
+        followed.clear()
+        first = peak_bytes(Tabulated(graph, assignment))
+        counts.append(len(followed))
+        followed.clear()
+        assert peak_bytes(Tabulated(graph, assignment)) == first and not followed
+        # A changed plan asks about what is new in it only.
+        peak_bytes(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
+        assert 0 < len(followed) < 20
+    assert counts[0] == counts[1] == counts[2] > 0

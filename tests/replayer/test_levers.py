@@ -1,0 +1,213 @@
+"""Shares of the batch and passes: priced from what was measured, refused where it was not."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from graphs import Builder, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
+
+from qsync.allocator import allocate, check_plan
+from qsync.allocator.explanation import plan_warnings
+from qsync.allocator.problem import pose
+from qsync.errors import FormatError, MismatchError
+from qsync.lowering.vectorized import Tabulated
+from qsync.records.levers import ClassLevers, Levers, Without, samples_of
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Cost
+from qsync.replayer import Exchange, Sized, replay, under
+from qsync.replayer.levers.batch_size import carried, resized
+from qsync.replayer.vectorized_costs import price
+
+BF16, INT8 = Precision.BF16, Precision.INT8
+SLOW = {"train": 1.0, "infer": 3.0}
+
+
+def profiles_of(graph, **changes):
+    return {
+        name: profile_of(graph, name, slow=slow, latency_s=1e-8, cast_s=1e-11, **changes)
+        for name, slow in SLOW.items()
+    }
+
+
+GRAPH, SMALLER = mlp(3, rows=16), mlp(3, rows=8)
+PROFILES, OTHER = profiles_of(GRAPH), Sized(SMALLER, profiles_of(SMALLER))
+ALONE = Sized(SMALLER, {})
+CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
+
+
+def levered(other=OTHER, profiles=PROFILES, **classes):
+    return under(GRAPH, profiles, CLUSTER, Levers(classes), other)
+
+
+def test_a_graph_between_two_captures_is_the_one_that_would_be_captured():
+    for make in (mlp, encoder):
+        expected = make(2, rows=12)
+        found = resized(make(2, rows=16), make(2, rows=8), 12)
+        assert found.shapes_hash == expected.shapes_hash and found.hash == expected.hash
+        assert [value.shape for value in found.inputs] == [value.shape for value in expected.inputs]
+    assert resized(GRAPH, SMALLER, 12) == mlp(3, rows=12)
+    assert resized(GRAPH, SMALLER, 16) is GRAPH
+
+
+def test_between_two_profiles_costs_lie_on_the_line_through_them():
+    at = resized(GRAPH, SMALLER, 12)
+    found, expected = carried(PROFILES["infer"], GRAPH, OTHER, 12, at), profile_of(mlp(3, rows=12), slow=3.0)
+    assert found.origin == "interpolated" and found.shapes_hash == at.shapes_hash
+    for op, modes in expected.ops.items():
+        for mode, cost in modes.items():
+            assert found.ops[op][mode].total_s == pytest.approx(cost.total_s)
+    casts = {("x", "fp32", "bf16"): Cost(1.0)}, {("x", "fp32", "bf16"): Cost(0.5)}
+    one = replace(PROFILES["infer"], host_s=3e-5, outside=Cost(2e-6, 4e-6), casts=casts[0])
+    two = replace(OTHER.profiles["infer"], host_s=1e-5, outside=Cost(1e-6, 2e-6), casts=casts[1])
+    found = carried(one, GRAPH, Sized(SMALLER, {"infer": two}), 12, at)
+    assert (found.host_s, found.outside.total_s) == pytest.approx((2e-5, 4.5e-6))
+    assert found.casts["x", "fp32", "bf16"].forward_s == pytest.approx(0.75)
+
+
+def test_with_one_profile_what_has_samples_costs_in_proportion_and_it_says_so():
+    casts = {("x", "fp32", "bf16"): Cost(1.0), ("fc0.weight", "fp32", "bf16"): Cost(1.0)}
+    measured = replace(PROFILES["infer"], loading_s=1.0, casts=casts)
+    found = carried(measured, GRAPH, ALONE, 8, SMALLER, loaded=16)
+    assert found.origin == "proportional"
+    assert found.ops["fc1"]["bf16"].total_s == pytest.approx(measured.ops["fc1"]["bf16"].total_s / 2)
+    assert found.ops["loss"]["fp32"].total_s == pytest.approx(measured.ops["loss"]["fp32"].total_s / 2)
+    assert [cost.forward_s for cost in found.casts.values()] == [0.5, 1.0]
+    assert (found.host_s, found.optimizer_s, found.loading_s) == (measured.host_s, measured.optimizer_s, 1.0)
+
+
+def test_costs_too_far_from_what_was_profiled_are_refused():
+    with pytest.raises(
+        FormatError, match="30 samples in one pass are too far from the 16 and 8 .* choose 6 to 24"
+    ):
+        levered(infer=ClassLevers(2), train=ClassLevers(30))
+    with pytest.raises(FormatError, match="2 samples in one pass are too far from the 16 .* choose 4 to 64"):
+        levered(ALONE, train=ClassLevers(30), infer=ClassLevers(2))
+
+
+def test_passes_cost_their_sum_but_for_weights_that_are_cast_once():
+    half = profile_of(SMALLER, "infer", slow=3.0, latency_s=1e-8, cast_s=1e-11, bucket_s_per_byte=1e-12)
+    whole = {**PROFILES, "infer": replace(PROFILES["infer"], bucket_s_per_byte=1e-12)}
+    twice = levered(Sized(SMALLER, {"infer": half}), whole, infer=ClassLevers(passes=2))["infer"]
+
+    def work(profile, graph):
+        costs = price(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
+        return Exchange(GRAPH, CLUSTER).work(costs)
+
+    one, both = work(half, SMALLER), work(twice, twice.graph_of(GRAPH))
+    base, slope = half.cast_fit["fp32", "bf16"]
+    cast_s = sum(base.forward_s + n * slope.forward_s for n in (32 * 32, 32))  # fc1's weight and bias
+    added_s = 4 * 3 * (32 * 32 + 32) * 1e-12  # gradients of the first pass, to which the second adds its own
+    copied_s = added_s  # and which are copied into buckets in the last pass alone
+    first_s = one.lead_s + one.backward_s - copied_s
+    assert both.lead_s == pytest.approx(first_s + added_s + one.lead_s - cast_s, rel=1e-12)
+    assert (both.ready_s, both.backward_s) == (one.ready_s, one.backward_s)
+    assert both.optimizer_s == one.optimizer_s
+
+
+def test_passes_save_what_waits_for_backward_and_pay_with_a_second_gradient():
+    wide, narrow = mlp(3, width=16, rows=1024), mlp(3, width=16, rows=512)
+    cluster = cluster_of()
+
+    def memory(graph, profiles):
+        return replay(graph, {"train": {}, "infer": {}}, profiles, cluster)["infer"].memory_bytes
+
+    profiles = profiles_of(wide)
+    whole, half = memory(wide, profiles), memory(narrow, profiles_of(narrow))
+    found = under(wide, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), Sized(narrow, {}))
+    gradients, rest = 4 * 3 * (16 * 16 + 16), 4 * 512 * 16
+    assert memory(wide, found) == half + gradients + rest < whole
+
+
+def test_unequal_shares_are_faster_and_weigh_by_samples():
+    plain = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, slack=0.3)
+    profiles = levered(train=ClassLevers(22), infer=ClassLevers(10))
+    assert profiles["infer"].origin == "interpolated"
+    shared = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER, target_s=plain.target_s)
+    assert shared.added_variance < plain.added_variance
+    assert check_plan(GRAPH, shared, profiles, SENSITIVITY, CLUSTER).ok
+    assert shared.levers == Levers({"train": ClassLevers(22), "infer": ClassLevers(10)})
+    assert shared.levers.used == ("share",)
+    # What 10 of 32 samples add, which 16 were measured to: their own rounding averages out less.
+    weight = (10 / 32) ** 2 * 16 / 10
+    problem = pose(GRAPH, profiles, SENSITIVITY, CLUSTER)
+    assert problem.classes["infer"].variance["fc2"][INT8] == pytest.approx(weight * SENSITIVITY["fc2", INT8])
+    assert problem.classes["train"].variance["fc2"][INT8] == pytest.approx(
+        (22 / 32) ** 2 * SENSITIVITY["fc2", INT8]
+    )
+
+
+def test_under_levers_the_exact_solver_is_exact():
+    graph, smaller = mlp(3, rows=16), mlp(3, rows=8)
+    profiles = under(
+        graph, profiles_of(graph), CLUSTER,
+        Levers({"train": ClassLevers(20, passes=2), "infer": ClassLevers(12, passes=2)}), Sized(smaller, {}),
+    )  # fmt: skip
+    plan = allocate(graph, profiles, SENSITIVITY, CLUSTER, slack=0.1, gap=0.0)
+    names, problem = [op.name for op in graph.adjustable], pose(graph, profiles, SENSITIVITY, CLUSTER)
+    least = min(
+        sum(problem.classes["infer"].variance[op][p] for op, p in zip(names, chosen, strict=True))
+        for chosen in itertools.product((Precision.FP32, BF16, INT8), repeat=len(names))
+        if replay(
+            graph, {"train": {}, "infer": dict(zip(names, chosen, strict=True))}, profiles, CLUSTER
+        ).step_s
+        <= plan.target_s * (1 + 1e-9)
+    )
+    assert 0.0 < plan.added_variance == pytest.approx(least) and plan.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_plan_with_levers_is_not_priced_without_them():
+    profiles = levered(train=ClassLevers(20), infer=ClassLevers(12))
+    plan = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER)
+    with pytest.raises(
+        MismatchError, match=r"the plan gives train 20 samples, its profile .* carry the profiles over"
+    ):
+        replay(GRAPH, plan, PROFILES, CLUSTER)
+    with pytest.raises(MismatchError, match="its profile is for"):
+        replay(GRAPH, replace(plan, levers=None), profiles, CLUSTER)
+    assert not check_plan(GRAPH, plan, PROFILES, SENSITIVITY, CLUSTER).ok
+    assert replay(GRAPH, plan, profiles, CLUSTER).step_s == plan.step_s
+
+
+def test_levers_come_through_files_and_plans_without_them_stay_as_they_were(tmp_path):
+    profiles = levered(train=ClassLevers(20), infer=ClassLevers(12, passes=2))
+    plan = allocate(GRAPH, profiles, SENSITIVITY, CLUSTER)
+    plan = replace(plan, levers=replace(plan.levers, without={"share": Without(0.1, 2.0)}))
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    assert plan.levers.used == ("share", "accumulate")
+    assert "infer  levers: 12 samples in 2 passes -> none" in plan.diff(replace(plan, levers=None))
+    assert "levers" not in allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER).to_json()
+    broken = plan.to_json()
+    broken["levers"]["classes"]["infer"]["passes"] = 0
+    with pytest.raises(FormatError, match="class 'infer': passes must be at least 1, found 0"):
+        Plan.from_json(broken)
+
+
+def test_levers_that_cannot_be_are_refused_with_what_to_do():
+    with pytest.raises(FormatError, match="the shares 1 x 20 . 1 x 16 make 36 samples a step, not the 32"):
+        levered(train=ClassLevers(20))
+    with pytest.raises(FormatError, match="the 16 samples of infer cannot be taken in 3 passes"):
+        levered(infer=ClassLevers(passes=3))
+    with pytest.raises(FormatError, match="no device class 'other'"):
+        under(GRAPH, PROFILES, CLUSTER, Levers({"other": ClassLevers(8)}), OTHER)
+    with pytest.raises(MismatchError, match="was captured with 16 alone; capture it"):
+        levered(None, infer=ClassLevers(passes=2))
+    with pytest.raises(MismatchError, match="both captures of mlp have 16 samples"):
+        resized(GRAPH, mlp(3, rows=16), 8)
+    with pytest.raises(MismatchError, match="not of the same operators of mlp, they first differ in"):
+        resized(GRAPH, mlp(2, rows=8), 8)
+    builder = Builder("odd")
+    builder.op("loss", "loss", "fixed", [builder.enter("w", (4,), "parameter")], ())
+    with pytest.raises(FormatError, match="no tensor of a batch enters odd"):
+        samples_of(builder.build())
+
+
+def test_batch_norm_under_unequal_shares_is_doubted():
+    graph, smaller = images(2, rows=16), images(2, rows=8)
+    for levers, expected in (({"infer": ClassLevers(passes=2)}, 1), ({}, 0)):
+        profiles = under(graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {}))
+        plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
+        found = [text for text in plan_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]
+        assert len(found) == expected and all("(accumulate)" in text for text in found)

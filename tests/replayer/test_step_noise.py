@@ -1,0 +1,91 @@
+"""Steps that vary: the same seed, the same steps; more noise or ranks, more waiting. And links of hosts."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import replace
+
+import pytest
+from graphs import cluster_of, mlp, profile_of
+
+from qsync.errors import FormatError
+from qsync.records.cluster import Cluster, Link
+from qsync.replayer import all_reduce_s, cluster_all_reduce_s, replay, vary
+
+GRAPH = mlp(4)
+PLAN = {"train": {}, "infer": {}}
+
+
+def profiles(noise: float):
+    return {name: replace(profile_of(GRAPH, name), noise=noise) for name in PLAN}
+
+
+def read(cluster: Cluster):
+    """What a file of this cluster holds."""
+    return json.loads(json.dumps(cluster.to_json()))
+
+
+def test_the_same_seed_gives_the_same_thousand_steps():
+    one, again = (vary(GRAPH, PLAN, profiles(0.05), cluster_of(), seed=3) for _ in range(2))
+    assert one == again and len(one.steps_s) == 1000
+    assert one.steps_s != vary(GRAPH, PLAN, profiles(0.05), cluster_of(), seed=4).steps_s
+
+
+def test_without_noise_every_step_is_the_steady_one():
+    varied = vary(GRAPH, PLAN, profiles(0.0), cluster_of(), num_steps=5)
+    steady = replay(GRAPH, PLAN, profiles(0.0), cluster_of()).step_s
+    assert varied.steps_s == pytest.approx([steady] * 5) and varied.lost == pytest.approx(0.0)
+
+
+def test_noise_costs_waiting_and_more_so_with_more_ranks():
+    few = vary(GRAPH, PLAN, profiles(0.05), cluster_of({"train": 1, "infer": 1}))
+    many = vary(GRAPH, PLAN, profiles(0.05), cluster_of({"train": 500, "infer": 500}))
+    assert 0.0 < few.lost < many.lost
+    assert few.range_s[0] < statistics.median(few.steps_s) < few.range_s[1]
+
+
+def test_no_steps_are_refused():
+    with pytest.raises(FormatError, match="at least 1, found 0"):
+        vary(GRAPH, PLAN, profiles(0.0), cluster_of(), num_steps=0)
+
+
+def test_a_link_is_carried_over_to_other_numbers_of_ranks_as_a_ring():
+    link = Link(1e-4, 1e9, num_ranks=2)
+    assert all_reduce_s(link, 10**9, 2) == pytest.approx(1.0001)
+    assert all_reduce_s(link, 10**9, 4) == pytest.approx(3e-4 + 1.5)
+    assert all_reduce_s(link, 10**9, 1) == 0.0
+    assert all_reduce_s(replace(link, num_ranks=None), 10**9, 4) == pytest.approx(1.0001)
+
+
+def test_between_hosts_the_slower_link_counts_beside_the_one_within():
+    flat = cluster_of({"train": 4, "infer": 4}, link=Link(1e-5, 1e10, num_ranks=2))
+    two = replace(flat, between=Link(1e-4, 1e9, num_ranks=2), num_hosts=2)
+    num_bytes = 10**8
+    within = all_reduce_s(flat.link, num_bytes, 4)
+    assert cluster_all_reduce_s(two, num_bytes) == pytest.approx(within + 1e-4 + 0.1)
+    assert cluster_all_reduce_s(flat, num_bytes) == pytest.approx(all_reduce_s(flat.link, num_bytes, 8))
+    alone = replace(two, num_hosts=8)
+    assert cluster_all_reduce_s(alone, num_bytes) == pytest.approx(all_reduce_s(two.between, num_bytes, 8))
+    step = replay(GRAPH, PLAN, profiles(0.0), two).step_s
+    assert step > replay(GRAPH, PLAN, profiles(0.0), flat).step_s
+    assert Cluster.from_json(read(two)) == two
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"num_hosts": 2}, "go together; give both or neither"),
+        ({"num_hosts": 0}, "num_hosts must be at least 1, found 0"),
+        ({"between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "go together"),
+        ({"num_hosts": 9, "between": {"latency_s": 1e-4, "bytes_per_s": 1e9}}, "9 hosts for 2 ranks"),
+        (
+            {"num_hosts": 2, "between": {"latency_s": -1, "bytes_per_s": 1e9}},
+            "between: latency_s must be finite and not negative, found -1",
+        ),
+        ({"link": {"latency_s": 0, "bytes_per_s": 1e9, "num_ranks": 1}}, "num_ranks must be a whole"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(change, match):
+    with pytest.raises(FormatError, match=match):
+        Cluster.from_json({**read(cluster_of()), **change})

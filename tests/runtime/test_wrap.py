@@ -1,0 +1,636 @@
+"""wrap, profile and sensitivity: in place, through all of training, refused with a reason."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import cluster_of, profile_of, sensitivity_of
+from models import MLP, build, loss_of, step
+from observing import decibels
+from torch import nn
+from traced_models import Applied, X
+
+import qsync
+from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncError, UnsupportedError
+from qsync.records.plans import ClassPlan, Plan
+from qsync.records.precision import Precision
+from qsync.runtime import program
+from qsync.runtime.weight_cache import WeightCast
+
+
+def plan_for(model: nn.Module, batch, precision: str = "bf16", classes=("train", "infer")) -> Plan:
+    """Everything in one precision on `infer`, FP32 on the others."""
+    graph = qsync.capture(model, batch)
+    full = dict.fromkeys((op.name for op in graph.adjustable), Precision.FP32)
+    low = dict.fromkeys(full, Precision(precision))
+    return Plan(
+        graph.model, graph.hash, {name: ClassPlan(low if name == "infer" else full) for name in classes}
+    )
+
+
+def modes_of(model: nn.Module) -> dict[str, str]:
+    """What the last call ran each product in."""
+    lowered = program.program_of(model).lowered
+    adjustable = {op.name for part in lowered for op in part.graph.adjustable}
+    return {n.op: n.mode for part in lowered for n in part.nodes if getattr(n, "op", None) in adjustable}
+
+
+@pytest.fixture
+def casts(monkeypatch) -> list[str]:
+    """The target of every weight that is cast, as it happens."""
+    seen: list[str] = []
+    forward = WeightCast.forward
+
+    def counted(self, weight):
+        kernels = self._kernels
+
+        class Counting:
+            def cast_weight(self, tensor, target):
+                seen.append(target)
+                return kernels.cast_weight(tensor, target)
+
+        self._kernels = Counting()
+        try:
+            return forward(self, weight)
+        finally:
+            self._kernels = kernels
+
+    monkeypatch.setattr(WeightCast, "forward", counted)
+    return seen
+
+
+# --- In place ---
+
+
+def test_wrapping_is_in_place():
+    model, batch = build("bert")
+    kind, keys, modules = type(model), list(model.state_dict()), list(dict(model.named_modules()))
+    assert qsync.wrap(model, "int8") is model
+    step(model, batch)
+    assert type(model) is kind and list(model.state_dict()) == keys
+    assert list(dict(model.named_modules())) == modules
+    assert set(modes_of(model).values()) == {"int8"}
+
+
+def test_a_plan_gives_each_class_its_own_precisions():
+    model, batch = build("mlp")
+    plan = plan_for(model, batch)
+    for name, mode in (("infer", "bf16"), ("train", "fp32")):
+        qsync.wrap(model, plan, device_class=name)
+        step(model, batch)
+        assert set(modes_of(model).values()) == {mode}
+
+
+def test_wrapping_again_replaces_the_plan():
+    model, batch = build("mlp")
+    expected = step(model, batch)[0]
+    for precision in ("int8", "bf16", "fp32"):
+        qsync.wrap(model, precision)
+        loss, _ = step(model, batch)
+        assert set(modes_of(model).values()) == {precision}
+    assert torch.equal(loss, expected)
+
+
+def test_a_plan_with_one_class_needs_no_name():
+    model, batch = build("mlp")
+    qsync.wrap(model, plan_for(model, batch, classes=("infer",)))
+    step(model, batch)
+    assert set(modes_of(model).values()) == {"bf16"}
+
+
+def test_a_plan_made_on_the_meta_device_runs_on_this_one():
+    model, batch = build("mlp")
+    with torch.device("meta"):
+        abstract = MLP()
+    plan = plan_for(abstract, {name: tensor.to("meta") for name, tensor in batch.items()})
+    qsync.wrap(model, plan, device_class="infer")
+    step(model, batch)
+    assert set(modes_of(model).values()) == {"bf16"}
+
+
+def test_copies_and_files_of_a_wrapped_model_are_plain_models():
+    model, batch = build("mlp")
+    expected, _ = step(model, batch)
+    qsync.wrap(model, "int8")
+    step(model, batch)
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    fresh = MLP()
+    fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
+        assert torch.equal(step(other, batch)[0], expected)
+
+
+# --- Training ---
+
+
+def test_training_in_low_precision_learns_what_full_precision_learns():
+    losses = {}
+    for precision in ("fp32", "bf16", "int8"):
+        model, batch = build("mlp", batch_size=32)
+        qsync.wrap(model, precision)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(40):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch, number)
+            loss.backward()
+            optimizer.step()
+        losses[precision] = loss.item()
+    assert losses["fp32"] < 0.6
+    assert abs(losses["bf16"] - losses["fp32"]) < 0.05 and abs(losses["int8"] - losses["fp32"]) < 0.1
+
+
+@pytest.mark.parametrize("family", ["bert", "resnet", "mlp"])
+def test_batches_may_change_their_size(family):
+    """An epoch with a partial last batch, a batch of one, and back. Batch norm needs two."""
+    plain, _ = build(family)
+    model, batch = build(family)
+    qsync.wrap(model, plan_for(model, batch, "fp32"), device_class="train")
+    for size in (4, 4, 3, 1 if family != "resnet" else 2, 7, 4):
+        _, batch = build(family, batch_size=size)
+        assert torch.equal(step(model, batch)[0], step(plain, batch)[0]), size
+    low, _ = build(family)
+    qsync.wrap(low, "bf16")
+    for size in (4, 3, 2, 4):
+        _, batch = build(family, batch_size=size)
+        loss, gradients = step(low, batch)
+        assert loss.isfinite() and all(g.isfinite().all() for g in gradients.values())
+        assert set(modes_of(low).values()) == {"bf16"}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_weights_are_cast_once_per_optimizer_step(casts, precision):
+    model, _ = build("mlp")
+    qsync.wrap(model, precision)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    per_step = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        for micro in range(4):
+            _, batch = build("mlp", batch_size=8)
+            loss_of(model, batch, micro).backward()
+        optimizer.step()
+        per_step.append(casts.copy())
+        casts.clear()
+    num_parameters_cast = {"bf16": 4, "int8": 2}[precision]  # INT8 adds its bias in FP32
+    assert [len(seen) for seen in per_step] == [num_parameters_cast] * 3
+
+
+def test_micro_batches_add_up_to_what_they_give_alone():
+    model, batch = build("mlp")
+    qsync.wrap(model, "int8")
+    halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(0, 4), slice(4, 8))]
+    alone = [step(model, half, seed)[1] for seed, half in enumerate(halves)]
+    model.zero_grad()
+    for seed, half in enumerate(halves):
+        loss_of(model, half, seed).backward()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.grad, alone[0][name] + alone[1][name])
+
+
+def test_a_weight_shared_by_two_operators_gets_both_gradients():
+    for family in ("gpt2",):
+        model, batch = build(family, dropout=0.0)
+        _, expected = step(model, batch)
+        qsync.wrap(model, "bf16")
+        _, gradients = step(model, batch)
+        assert gradients.keys() == expected.keys()
+        only = {"transformer.wte.weight": expected["transformer.wte.weight"]}
+        assert decibels(gradients, only) > 30
+    shared = Applied(lambda m, x: m.fc1(x))
+    shared(X).backward()
+    expected = {name: p.grad.clone() for name, p in shared.named_parameters()}
+    shared.zero_grad()
+    qsync.wrap(shared, "bf16")(X).backward()
+    assert decibels({name: p.grad for name, p in shared.named_parameters()}, expected) > 30
+
+
+def test_frozen_parameters_get_no_gradient():
+    model, batch = build("mlp")
+    model.fc1.requires_grad_(False)
+    _, expected = step(model, batch)
+    qsync.wrap(model, "int8")
+    _, gradients = step(model, batch)
+    assert gradients.keys() == expected.keys() and "fc1.weight" not in gradients
+    model.fc1.requires_grad_(True)
+    assert "fc1.weight" in step(model, batch)[1]
+
+
+# --- Weights that change ---
+
+
+def by_optimizer(model: MLP) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def by_loading(model: MLP) -> None:
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+
+
+def by_hand(model: MLP) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 1
+
+
+def behind_autograds_back(model: MLP) -> None:
+    """As exponential moving averages are swapped in: autograd's version of the weight stays as it was."""
+    for parameter in model.parameters():
+        parameter.data.copy_(parameter.data + 1)
+
+
+def by_other_storage(model: MLP) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data + 1
+
+
+@pytest.mark.parametrize(
+    "change", [by_optimizer, by_loading, by_hand, behind_autograds_back, by_other_storage]
+)
+@pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
+def test_changed_weights_are_used(change, mode):
+    model, batch = build("mlp")
+    qsync.wrap(model, "int8")
+    model.train(mode == "train")
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        with torch.set_grad_enabled(mode != "no_grad"):
+            found = loss_of(model, batch)
+        if mode != "no_grad":
+            found.backward()
+        return found.detach()
+
+    before = loss(model)
+    if mode == "train":  # a step begins with fresh gradients; in evaluation they may be left over
+        model.zero_grad()
+    change(model)
+    fresh = MLP().train(mode == "train")
+    fresh.load_state_dict(model.state_dict())
+    expected = loss(qsync.wrap(fresh, "int8"))
+    if mode == "train":
+        model.zero_grad()
+    assert torch.equal(loss(model), expected) and not torch.equal(expected, before)
+
+
+def test_a_loop_that_steps_by_hand_trains():
+    model, batch = build("mlp")
+    qsync.wrap(model, "int8")
+    losses = []
+    for _ in range(5):
+        loss, gradients = step(model, batch)
+        losses.append(loss.item())
+        for name, parameter in model.named_parameters():
+            parameter.data -= 0.5 * gradients[name]
+    assert losses[-1] < losses[0] - 0.1
+
+
+# --- Evaluation ---
+
+
+@pytest.mark.parametrize("family", ["bert", "resnet", "mlp"])
+def test_evaluation_and_training_alternate(family):
+    plain, batch = build(family)
+    model, _ = build(family)
+    qsync.wrap(model, plan_for(model, batch, "fp32"), device_class="train")
+    for _ in range(2):
+        assert torch.equal(step(model, batch)[0], step(plain, batch)[0])
+        with torch.no_grad():
+            one, two = model.eval()(**batch), plain.eval()(**batch)
+        assert torch.equal(one["logits"], two["logits"])
+        assert one["logits"].requires_grad is False
+        model.train(), plain.train()
+
+
+def test_running_statistics_move_in_training_only():
+    model, batch = build("resnet")
+    qsync.wrap(model, "bf16")
+    step(model, batch)
+    norm = model.layer1.bn1
+    moved = norm.running_mean.clone()
+    assert norm.num_batches_tracked == 1 and moved.any() and moved.dtype is torch.float32
+    with torch.no_grad():
+        model.eval()(**batch)
+    assert norm.num_batches_tracked == 1 and torch.equal(norm.running_mean, moved)
+
+
+def test_outputs_keep_their_types():
+    model, batch = build("bert")
+    qsync.wrap(model, "bf16")
+    output = model(**batch)
+    assert output["logits"].dtype is torch.float32 and output["loss"].dtype is torch.float32
+
+
+# --- Refused ---
+
+
+def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_autocast_would_undo_the_plan():
+    model, batch = build("mlp")
+    qsync.wrap(model, "bf16")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
+        model(**batch)
+    step(model, batch)
+
+
+def test_a_plan_of_another_model_is_refused_at_every_call_and_changes_nothing():
+    model, batch = build("resnet")
+    other, other_batch = build("mlp")
+    qsync.wrap(model, plan_for(other, other_batch), device_class="infer")
+    before = copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        with pytest.raises(MismatchError, match=r"fc1.*ResNet") as error:
+            model(**batch)
+        assert "\n" not in str(error.value)
+    assert_untouched(model, before)
+
+
+def test_a_plan_of_other_widths_is_refused_with_both_hashes():
+    model, batch = build("mlp")
+    wider = MLP(width=8)
+    plan = plan_for(wider, {"x": torch.randn(2, 8)})
+    qsync.wrap(model, plan, device_class="infer")
+    with pytest.raises(MismatchError) as error:
+        model(**batch)
+    assert plan.graph_hash in str(error.value) and qsync.capture(model, batch).hash in str(error.value)
+
+
+def test_an_unknown_device_class_is_named_with_the_known_ones():
+    model, batch = build("mlp")
+    with pytest.raises(MismatchError, match=r"'t4'.*train, infer"):
+        qsync.wrap(model, plan_for(model, batch), device_class="t4")
+    with pytest.raises(UnsupportedError, match="device_class= one of train, infer"):
+        qsync.wrap(model, plan_for(model, batch))
+    assert model._compiled_call_impl is None
+
+
+def test_unknown_precisions_are_named_with_the_known_ones():
+    with pytest.raises(FormatError, match=r"'int4'.*bf16"):
+        qsync.wrap(MLP(), "int4")
+
+
+def test_a_precision_this_device_lacks_is_refused():
+    model, batch = build("mlp")
+    with pytest.raises(UnsupportedError, match=r"cpu has no tf32.*bf16"):
+        qsync.wrap(model, "tf32")
+    plan = plan_for(model, batch).pin("fc1", "tf32")
+    with pytest.raises(UnsupportedError, match=r"fc1 in tf32 on infer"):
+        qsync.wrap(model, plan, device_class="infer")
+    assert model._compiled_call_impl is None
+
+
+def edited(tmp_path, plan: Plan, change) -> Plan:
+    """The plan after its file was edited by hand."""
+    path = plan.save(tmp_path / "plan.json")
+    content = json.loads(path.read_text())
+    change(content["classes"]["infer"]["assignment"])
+    path.write_text(json.dumps(content))
+    return Plan.load(path)
+
+
+def test_a_hand_edited_plan_with_an_unknown_precision_does_not_load(tmp_path):
+    plan = plan_for(*build("mlp"))
+    with pytest.raises(FormatError, match="'infer', operator 'fc1': unknown precision 'int7'"):
+        edited(tmp_path, plan, lambda assignment: assignment.update(fc1="int7"))
+
+
+def test_a_hand_edited_plan_with_an_unknown_operator_is_refused(tmp_path):
+    model, batch = build("mlp")
+    plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.update(fc3="bf16"))
+    qsync.wrap(model, plan, device_class="infer")
+    with pytest.raises(MismatchError, match=r"'fc3'.*nearest: 'fc"):
+        model(**batch)
+
+
+def test_a_hand_edited_plan_that_leaves_an_operator_out_is_refused(tmp_path):
+    model, batch = build("mlp")
+    plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.pop("fc2"))
+    qsync.wrap(model, plan, device_class="infer")
+    with pytest.raises(MismatchError, match="nothing of 'fc2'"):
+        model(**batch)
+
+
+def test_a_precision_without_a_kernel_for_its_operator_is_refused(tmp_path):
+    model, batch = build("bert")
+    name = "bert.encoder.layer.0.attention.self.attention"
+    plan = edited(tmp_path, plan_for(model, batch), lambda assignment: assignment.update({name: "int8_all"}))
+    qsync.wrap(model, plan, device_class="infer")
+    with pytest.raises(FormatError, match=f"{name}.*int8_all"):
+        model(**batch)
+
+
+def test_a_pinned_plan_runs_and_a_pattern_without_match_is_refused():
+    model, batch = build("mlp")
+    plan = plan_for(model, batch)
+    qsync.wrap(model, plan.pin("fc1", "int8"), device_class="infer")
+    step(model, batch)
+    assert modes_of(model) == {"fc1": "int8", "fc2": "bf16"}
+    with pytest.raises(MismatchError, match="encoder"):
+        plan.pin("encoder.*", "fp32")
+
+
+# --- Measuring ---
+
+
+def test_profile_and_sensitivity_leave_the_model_as_it_was():
+    for family in ("mlp", "resnet"):
+        model, batch = build(family)
+        _, gradients = step(model, batch)
+        before = copy.deepcopy(model.state_dict())
+        random_state = torch.get_rng_state()
+        profile = qsync.profile(model, batch, rounds=1)
+        sensitivity = qsync.sensitivity(model, [batch])
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert_untouched(model, before)
+        assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+        assert model._compiled_call_impl is None and model.training
+        graph = qsync.capture(model, batch)
+        profile.check_graph(graph)
+        assert sensitivity.graph_hash == graph.hash
+
+
+def test_measuring_a_wrapped_model_leaves_it_wrapped():
+    model, batch = build("mlp")
+    qsync.wrap(model, "int8")
+    loss, _ = step(model, batch)
+    qsync.sensitivity(model, [batch], precisions=["bf16"])
+    qsync.profile(model, batch, rounds=1, precisions=["fp32"])
+    assert torch.equal(step(model, batch)[0], loss)
+    assert set(modes_of(model).values()) == {"int8"}
+
+
+def test_a_measured_model_can_be_planned_and_replayed_also_across_graph_breaks():
+    model, batch = build("gpt2")
+    graph = qsync.capture(model, batch)
+    profile = qsync.profile(model, batch, rounds=1, precisions=["fp32", "bf16", "int8"])
+    sensitivity = qsync.sensitivity(model, [batch])
+    cluster = cluster_of({"only": 1})
+    plan = qsync.plan(graph, {"only": profile}, sensitivity, cluster)
+    timeline = qsync.replay(graph, plan, {"only": profile}, cluster)
+    assert timeline.step_s > 0 and timeline.sequence("only")
+    qsync.wrap(model, plan)
+    assert step(model, batch)[0].isfinite()
+
+
+def test_the_loss_function_sees_the_users_batch():
+    model = nn.Sequential(nn.Linear(16, 4))
+    batch = {"pixels": torch.randn(8, 16), "target": torch.arange(8) % 4}
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(batch)
+        return F.cross_entropy(model(batch["pixels"]), batch["target"])
+
+    assert set(qsync.sensitivity(model, [batch, batch], loss_fn).omega) == {"0"}
+    assert all(entry is batch for entry in seen) and seen
+
+
+def test_what_was_planned_and_what_was_measured_must_belong_together():
+    model, batch = build("mlp")
+    graph = qsync.capture(model, batch)
+    other = qsync.capture(*build("mlp", batch_size=3))
+    profiles = {"train": profile_of(graph), "infer": profile_of(other)}
+    with pytest.raises(MismatchError, match="batch shape"):
+        qsync.plan(graph, profiles, sensitivity_of(graph), cluster_of())
+
+
+BROKEN_BATCHES = [
+    (None, "no example batch"),
+    ({}, "no tensor"),
+    ({"x": torch.randn(0, 16), "labels": torch.arange(0)}, "not empty"),
+]
+
+
+@pytest.mark.parametrize(("batch", "words"), BROKEN_BATCHES)
+def test_batches_that_cannot_be_used_are_refused(batch, words):
+    for call in (lambda: qsync.profile(MLP(), batch), lambda: qsync.sensitivity(MLP(), [batch])):
+        with pytest.raises(CalibrationError, match=words):
+            call()
+    with pytest.raises(CalibrationError, match="no calibration batch"):
+        qsync.sensitivity(MLP(), [])
+    for one in (torch.randn(2, 16), {"x": torch.randn(2, 16)}):
+        with pytest.raises(CalibrationError, match=r"found one batch; pass \[batch\]"):
+            qsync.sensitivity(MLP(), one)
+    with pytest.raises(CalibrationError, match="rounds must be at least 1, found 0"):
+        qsync.profile(MLP(), torch.randn(2, 16), rounds=0)
+
+
+@pytest.mark.parametrize("where", ["batch", "weights"])
+def test_numbers_that_are_not_finite_are_found_with_the_operator_that_met_them(where):
+    model, batch = build("mlp")
+    broken = {**batch, "x": batch["x"].clone()}
+    if where == "batch":
+        broken["x"][3, 3] = float("nan")
+        first = "fc1"
+    else:
+        model.fc2.weight.data[0, 0] = float("inf")
+        first = "fc2"
+    for call in (lambda: qsync.sensitivity(model, [broken]), lambda: qsync.profile(model, broken)):
+        with pytest.raises(CalibrationError, match=f"{first}.*NaN or Inf") as error:
+            call()
+        assert "\n" not in str(error.value)
+    assert model._compiled_call_impl is None
+
+
+def test_a_loss_that_is_no_single_number_is_refused():
+    model, batch = build("mlp")
+
+    def per_sample(model, batch):
+        return F.cross_entropy(model(batch["x"])["logits"], batch["labels"], reduction="none")
+
+    for call in (
+        lambda: qsync.profile(model, batch, per_sample),
+        lambda: qsync.sensitivity(model, [batch], per_sample),
+    ):
+        with pytest.raises(CalibrationError, match=r"shape \(8,\)"):
+            call()
+
+
+def test_a_model_without_a_loss_asks_for_loss_fn():
+    model = nn.Linear(16, 4)
+    for call in (
+        lambda: qsync.profile(model, X.repeat(1, 2)),
+        lambda: qsync.sensitivity(model, [X.repeat(1, 2)]),
+    ):
+        with pytest.raises(QSyncError, match="loss_fn"):
+            call()
+
+
+def test_a_model_that_trains_nothing_is_refused():
+    model, batch = build("mlp")
+    with pytest.raises(CalibrationError, match="no parameter of MLP"):
+        qsync.profile(model.requires_grad_(False), batch)
+
+
+def test_unknown_indicators_and_precisions_are_refused():
+    model, batch = build("mlp")
+    with pytest.raises(UnsupportedError, match="'magic'"):
+        qsync.sensitivity(model, [batch], indicator="magic")
+    with pytest.raises(UnsupportedError, match="tf32"):
+        qsync.profile(model, batch, precisions=["tf32"])
+    with pytest.raises(FormatError, match="int7"):
+        qsync.profile(model, batch, precisions=["int7"])
+
+
+def test_only_wrapped_models_have_a_program():
+    with pytest.raises(MismatchError, match="not wrapped"):
+        program.program_of(MLP())
+
+
+# --- Saving less for backward ---
+
+
+def forms_of(model: nn.Module) -> dict[str, str]:
+    """How the operators of the last call run that run otherwise than as torch does."""
+    lowered = program.program_of(model).lowered
+    return {n.op: n.form for part in lowered for n in part.nodes if getattr(n, "form", "plain") != "plain"}
+
+
+def test_a_plan_says_which_operators_save_less():
+    model, batch = build("bert")
+    graph = qsync.capture(model, batch)
+    int8 = {op.name: Precision.INT8 if op.kind == "linear" else Precision.FP32 for op in graph.adjustable}
+    plain = Plan(graph.model, graph.hash, {"train": ClassPlan(int8), "infer": ClassPlan(int8)})
+    plan = plain.save_less("*.layer.0.*", device_class="infer")
+    other = copy.deepcopy(model)
+    expected, _ = step(qsync.wrap(other, plan, device_class="train"), batch)
+    loss, gradients = step(qsync.wrap(model, plan, device_class="infer"), batch)
+    # Codes of gelu beside a product, not in its epilogue: the same but for the last digits of layer 0's.
+    assert (loss - expected).abs() < 1e-3 * expected.abs()
+    assert set(forms_of(other).values()) == {"gelu", "fused"}
+    forms = forms_of(model)
+    less = {name: form for name, form in forms.items() if form not in ("gelu", "fused")}
+    assert {name.split(".")[3] for name in less} == {"0"}
+    assert sorted(less.values()) == ["bits", "bits", "codes", "codes", "codes"]
+    assert {name.split(".")[3] for name in forms.keys() - less.keys()} == {"1"}
+    assert all(torch.isfinite(gradient).all() for gradient in gradients.values())
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"), [("bert", {"gelu", "layer_norm", "dropout"}), ("resnet", {"relu", "batch_norm"})]
+)
+def test_wrap_can_let_every_operator_save_less(family, kinds):
+    model, batch = build(family)
+    qsync.wrap(model, "int8", save_less=True)
+    for _ in range(2):
+        loss, _ = step(model, batch)
+    assert torch.isfinite(loss)
+    assert {name.rpartition(".")[2].partition("#")[0] for name in forms_of(model)} >= kinds
+
+
+def test_a_pattern_that_no_operator_matches_is_refused_at_the_first_call():
+    model, batch = build("mlp")
+    qsync.wrap(model, plan_for(model, batch).save_less("nobody"), device_class="infer")
+    with pytest.raises(MismatchError, match="lets 'nobody' save less"):
+        model(**batch)

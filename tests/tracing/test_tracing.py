@@ -1,0 +1,678 @@
+"""Capture: what torch models become as an OpGraph, and that the models do not notice."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import ResNet, build, mlp, step
+from torch import nn
+from traced_models import Applied, Broken, Checkpointed, X
+
+import qsync
+from qsync.errors import CalibrationError, TracingError
+from qsync.records.graph import Op, OpGraph, Role
+from qsync.tracing.functionalize import make_out_of_place
+from qsync.tracing.tracer import trace
+
+
+def ops_of(graph: OpGraph) -> dict[str, Op]:
+    return {op.name: op for op in graph.ops}
+
+
+def inputs_of(graph: OpGraph) -> dict[str, object]:
+    return {value.name: value for value in graph.inputs}
+
+
+def captured(body) -> dict[str, Op]:
+    return ops_of(qsync.capture(Applied(body), X))
+
+
+def assert_bitwise(body, precision: str = "fp32") -> None:
+    """Wrapped in one precision, the model computes bitwise what it computes unwrapped (FP32 only)."""
+    plain, wrapped = Applied(body), qsync.wrap(Applied(body), precision)
+    losses = []
+    for model in (plain, wrapped):
+        torch.manual_seed(1)
+        loss = model(X)
+        loss.backward()
+        losses.append(loss)
+    assert torch.equal(*losses)
+    for one, two in zip(plain.parameters(), wrapped.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    assert torch.equal(plain.buffer, wrapped.buffer)
+
+
+# --- Real architectures ---
+
+
+def test_bert_is_one_segment_with_operators_named_by_module_path():
+    graph = qsync.capture(*build("bert"))
+    ops = ops_of(graph)
+    assert graph.num_segments == 1
+    for layer in (0, 1):
+        at = f"bert.encoder.layer.{layer}."
+        for name in ("attention.self.query", "attention.self.key", "attention.self.value"):
+            op = ops[at + name]
+            assert (op.kind, op.role, op.dtype, op.shape) == ("linear", Role.ADJUSTABLE, "fp32", (2, 8, 32))
+            assert op.inputs[1:] == (f"{at}{name}.weight", f"{at}{name}.bias")
+            assert op.flops == 2 * (2 * 8) * 32 * 32
+        assert ops[at + "intermediate.dense"].flops == 2 * (2 * 8) * 32 * 64
+        assert ops[at + "attention.self.attention"].role is Role.ADJUSTABLE
+        # Two products of (8 x 16) (16 x 8) and (8 x 8) (8 x 16), for each of 2 x 2 heads.
+        assert ops[at + "attention.self.attention"].flops == 4 * 2 * (2 * 8 * 8 * 16)
+        assert ops[at + "output.LayerNorm.layer_norm"].role is Role.FOLLOWING
+    embedding = ops["bert.embeddings.word_embeddings.embedding"]
+    assert (embedding.role, embedding.depth, embedding.flops) == (Role.ADJUSTABLE, 0, 0)
+    assert ops["cross_entropy"].role is Role.FIXED
+
+
+def test_queries_keys_and_values_read_one_value():
+    ops = ops_of(qsync.capture(*build("bert")))
+    read = {
+        ops[f"bert.encoder.layer.0.attention.self.{name}"].inputs[0] for name in ("query", "key", "value")
+    }
+    assert read == {"bert.embeddings.dropout"}
+
+
+def test_all_parameters_are_inputs_with_their_shapes():
+    for family in ("bert", "llama", "vit", "resnet"):
+        model, batch = build(family)
+        found = {value.name: value.shape for value in qsync.capture(model, batch).parameters}
+        expected = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        assert found.items() <= expected.items()
+        assert set(expected) - set(found) <= {"bert.pooler.dense.weight", "bert.pooler.dense.bias"}
+
+
+def test_a_graph_break_gives_segments_joined_in_order():
+    """Hugging Face's GPT-2 breaks once, before the loss."""
+    graph = qsync.capture(*build("gpt2"))
+    names = [op.name for op in graph.ops]
+    assert graph.num_segments == 2
+    assert len(set(names)) == len(names)
+    assert names.index("transformer.h.0.attn.c_attn") < names.index("transformer.h.1.mlp.c_proj")
+    assert names.index("lm_head") < names.index("cross_entropy")
+    assert ops_of(graph)["transformer.h.0.attn.c_attn"].kind == "addmm"
+    assert ops_of(graph)["transformer.h.0.attn.c_attn"].flops == 2 * 16 * 32 * 96
+
+
+def test_a_tied_weight_feeds_two_operators_under_one_name():
+    graph = qsync.capture(*build("gpt2"))
+    ops = ops_of(graph)
+    assert "transformer.wte.weight" in ops["transformer.wte.embedding"].inputs
+    assert ops["lm_head"].inputs[1] == "transformer.wte.weight"
+    assert "lm_head.weight" not in inputs_of(graph)
+
+
+def test_llama_norms_keep_their_authors_fp32():
+    """RMSNorm says `.to(torch.float32)`: an FP32 request, though it does nothing in an FP32 model."""
+    graph = qsync.capture(*build("llama"))
+    ops = ops_of(graph)
+    assert ops["model.layers.0.input_layernorm.float"].role is Role.FIXED
+    assert {op.kind for op in graph.adjustable} == {"embedding", "linear", "attention"}
+    assert ops["model.layers.0.mlp.gate_proj"].flops == 2 * 16 * 32 * 64
+
+
+def test_vit_patches_are_a_convolution():
+    ops = ops_of(qsync.capture(*build("vit")))
+    convolution = next(op for op in ops.values() if op.kind == "conv2d")
+    assert convolution.name == "vit.embeddings.patch_embeddings.projection"
+    assert convolution.shape == (2, 32, 4, 4)
+    assert convolution.flops == 2 * (2 * 32 * 4 * 4) * (3 * 4 * 4)
+
+
+def test_resnet_convolutions_are_adjustable_and_norms_keep_their_statistics():
+    model, batch = build("resnet")
+    graph = qsync.capture(model, batch)
+    ops = ops_of(graph)
+    assert [op.name for op in graph.adjustable if op.kind == "conv2d"] == [
+        "stem.0", "layer1.conv1", "layer1.conv2", "layer1.down.0", "layer2.conv1", "layer2.conv2",
+        "layer2.down.0",
+    ]  # fmt: skip
+    assert ops["layer2.conv1"].flops == 2 * (4 * 16 * 4 * 4) * (8 * 3 * 3)
+    norm = ops["layer1.bn1.batch_norm"]
+    assert norm.role is Role.FOLLOWING and norm.inputs == ("layer1.conv1",)
+    assert {"layer1.bn1.running_mean", "layer1.bn1.running_var", "layer1.bn1.weight"} <= set(norm.kept)
+
+
+def test_depth_counts_products_on_the_longest_path():
+    ops = ops_of(qsync.capture(*build("resnet")))
+    assert ops["stem.0"].depth == 1 and ops["layer1.conv2"].depth == 3 and ops["layer1.down.0"].depth == 2
+    assert ops["fc"].depth == 6
+
+
+def test_grouped_convolutions_count_only_their_own_channels():
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(8, 16, 3, padding=1, groups=4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x).mean()
+
+    ops = ops_of(qsync.capture(Grouped(), torch.randn(2, 8, 5, 5)))
+    assert ops["conv"].flops == 2 * (2 * 16 * 5 * 5) * (2 * 3 * 3)
+
+
+def test_products_of_activations_are_counted():
+    graph = qsync.capture(Products(), (torch.randn(2, 3, 4), torch.randn(2, 4, 5)))
+    assert [(op.kind, op.flops) for op in graph.adjustable] == [("matmul", 2 * 2 * 3 * 5 * 4)] * 4
+
+
+class Products(nn.Module):
+    """Four spellings of one product."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ y + torch.bmm(x, y) + torch.matmul(input=x, other=y) + x.matmul(y)).sum()
+
+
+# --- Identity ---
+
+
+def test_the_hash_is_of_the_model_and_not_of_the_batch_or_mode():
+    hashes = set()
+    for family in ("bert", "resnet"):
+        model, batch = build(family)
+        _, larger = build(family, batch_size=5)
+        graphs = [
+            qsync.capture(model, batch),
+            qsync.capture(model, larger),
+            qsync.capture(model.eval(), batch),
+        ]
+        assert len({graph.hash for graph in graphs}) == 1
+        assert graphs[0].shapes_hash != graphs[1].shapes_hash
+        hashes.add(graphs[0].hash)
+    hashes.add(qsync.capture(ResNet(width=4), build("resnet")[1]).hash)
+    assert len(hashes) == 3
+
+
+def test_a_captured_graph_survives_the_disk(tmp_path):
+    for family in ("gpt2", "resnet"):
+        graph = qsync.capture(*build(family))
+        assert OpGraph.load(graph.save(tmp_path / "graph.json")) == graph
+
+
+def test_the_meta_device_gives_the_same_graph():
+    for family in ("bert", "llama"):
+        model, batch = build(family)
+        on_cpu = qsync.capture(model, batch)
+        on_meta = qsync.capture(model.to("meta"), {name: tensor.to("meta") for name, tensor in batch.items()})
+        assert on_meta.hash == on_cpu.hash and on_meta.shapes_hash == on_cpu.shapes_hash
+
+
+LARGE = """
+import json, resource, time, torch, qsync
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(
+    vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, use_cache=False,
+)
+with torch.device("meta"):
+    model, tokens = LlamaForCausalLM(config), torch.zeros(1, 128, dtype=torch.int64)
+start = time.perf_counter()
+graph = qsync.capture(model, {"input_ids": tokens, "labels": tokens})
+seconds = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+num_parameters = sum(p.numel() for p in model.parameters())
+print(json.dumps([len(graph.adjustable), num_parameters, graph.num_segments, seconds, peak]))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_of_70_billion_parameters_is_captured_within_2_gib():
+    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    num_ops, num_parameters, num_segments, seconds, peak_bytes = json.loads(done.stdout.splitlines()[-1])
+    print(f"measured: {seconds:.1f} s, peak {peak_bytes / 2**30:.2f} GiB, {num_ops} adjustable operators")
+    assert num_parameters > 70e9
+    assert num_ops == 80 * 8 + 2 and num_segments == 1
+    assert peak_bytes < 2 * 2**30
+
+
+# --- In-place calls ---
+
+
+def test_an_inplace_relu_is_made_out_of_place():
+    assert captured(lambda m, x: F.relu(x, inplace=True))["relu"].role is Role.FOLLOWING
+    assert_bitwise(lambda m, x: F.relu(x, inplace=True))
+
+
+def test_an_inplace_add_follows_even_when_more_inplace_calls_come():
+    """`y += shortcut; relu_(y)`, as ResNets do, leaves everything adjustable or following."""
+
+    def body(m, x):
+        y = m.fc2(x)
+        y += x
+        return F.relu_(y)
+
+    ops = captured(body)
+    assert ops["add"].role is Role.FOLLOWING and ops["fc1"].role is ops["fc2"].role is Role.ADJUSTABLE
+    assert_bitwise(body)
+
+
+def test_readers_of_the_old_name_see_the_write():
+    def body(m, x):
+        y = x * 2
+        y.add_(1)
+        return y * y
+
+    ops = captured(body)
+    assert ops["add"].role is Role.FOLLOWING and ops["mul#2"].inputs == ("add",)
+    assert_bitwise(body)
+
+
+def test_a_write_through_a_view_stays_and_pins_what_shares_its_storage():
+    def body(m, x):
+        y = x * 2
+        y.view(-1)[:8].mul_(3)
+        return y
+
+    ops = captured(body)
+    assert ops["mul"].role is Role.FIXED
+    # What reads the storage after the write is fixed as well: a cast made before the write would miss it.
+    assert ops["fc2"].role is Role.FIXED and ops["fc1"].role is Role.ADJUSTABLE
+    assert_bitwise(body)
+
+
+def test_a_write_through_a_detached_name_stays():
+    """detach is no view to the eye, but shares storage."""
+
+    def body(m, x):
+        y = x * 2
+        y.detach().add_(1)
+        return y
+
+    assert captured(body)["mul"].role is Role.FIXED
+    assert_bitwise(body)
+
+
+def test_setitem_stays_and_pins():
+    def body(m, x):
+        y = x.clone()
+        y[:, 0] = 0.5
+        return y
+
+    assert captured(body)["clone"].role is Role.FIXED
+    assert_bitwise(body)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: m.buffer.add_(1) + x,
+        lambda m, x: m.buffer.view(-1).mul_(0.5).add_(1) + x,
+        lambda m, x: m.buffer[2:4].fill_(7).sum() + x,
+        lambda m, x: m.buffer.copy_(x[0].detach()) + x,
+    ],
+)
+def test_buffers_that_the_model_writes_are_written(body):
+    assert_bitwise(body)
+    model = qsync.wrap(Applied(body), "bf16")
+    model(X)
+    assert model.buffer.any()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda m, x: F.dropout2d(x[None, ..., None], inplace=True)[0, ..., 0],
+        lambda m, x: F.threshold(x, 0.1, 0.2, inplace=True),
+        lambda m, x: F.alpha_dropout(x, 0.5, True, inplace=True),
+        lambda m, x: torch.mul(x, 2, out=torch.empty_like(x).detach()) if not x.requires_grad else x * 2,
+    ],
+)
+def test_inplace_calls_nobody_listed_keep_their_meaning(body):
+    def reads_the_old_name(m, x):
+        y = x * 2
+        body(m, y)
+        return y
+
+    assert_bitwise(reads_the_old_name)
+
+
+def test_a_write_that_keeps_a_narrower_type_stays():
+    """FP32 += FP64 is FP32 in place and would be FP64 out of place."""
+
+    def body(m, x):
+        y = x * 2
+        y += torch.ones(8, dtype=torch.float64)
+        return y
+
+    assert_bitwise(body)
+    model = Applied(body)
+    assert qsync.wrap(model, "bf16")(X).dtype is torch.float32
+
+
+def test_out_of_place_rewriting_drops_no_node():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["example_value"] = torch.zeros(2)
+    y = graph.call_function(torch.add, (x, 1))
+    y.meta["example_value"] = torch.zeros(2)
+    z = graph.call_method("mul_", (y, 2))
+    z.meta["example_value"] = y.meta["example_value"]
+    graph.output((y,))
+    assert make_out_of_place(graph) == set()
+    assert z.target == "mul" and graph.output_node().args == ((z,),)
+
+
+# --- Checkpointing ---
+
+
+def test_operators_inside_a_checkpoint_are_listed():
+    inside = qsync.capture(Checkpointed(), X)
+    outside = qsync.capture(Checkpointed(enabled=False), X)
+    assert [op.name for op in inside.adjustable] == [op.name for op in outside.adjustable]
+    assert inside.hash == outside.hash
+    assert inside.adjustable[0].name == "layers.0.0"
+
+
+# --- What stays in the type its author chose ---
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        (lambda m, x: x.float() * 2, "float"),
+        (lambda m, x: x.to(torch.float32) * 2, "float"),
+        (lambda m, x: F.softmax(x, dim=-1, dtype=torch.float32), "softmax"),
+        (lambda m, x: x.double().float(), "float"),
+        (lambda m, x: torch.fft.rfft(x).abs().mean(-1, keepdim=True) + x, "other"),
+        (lambda m, x: torch.linalg.vector_norm(x) + x, "other"),
+    ],
+)
+def test_types_an_author_asked_for_and_unknown_operators_are_fixed(body, name):
+    assert captured(body)[name].role is Role.FIXED
+    assert_bitwise(body)
+
+
+def test_products_traced_in_another_type_are_left_alone():
+    ops = captured(lambda m, x: (x.double() @ torch.eye(8, dtype=torch.float64)).float())
+    assert ops["matmul"].role is Role.FIXED and ops["matmul"].dtype == "fp64"
+
+
+def test_a_users_operator_may_bear_a_known_name():
+    library = torch.library.Library("qsync_tests", "FRAGMENT")
+    library.define("linear(Tensor x, Tensor weight) -> Tensor")
+    library.impl("linear", lambda x, weight: x * 2, "CompositeImplicitAutograd")
+    ops = captured(lambda m, x: torch.ops.qsync_tests.linear(x, m.fc1.weight))
+    assert [op.name for op in ops.values() if op.role is Role.ADJUSTABLE] == ["fc1", "fc2"]
+
+
+def test_a_mask_of_the_least_number_keeps_its_addition_in_fp32():
+    """finfo(float32).min is -inf in BF16, and a row of -inf has no softmax."""
+
+    def body(m, x):
+        mask = (torch.arange(8) > 3).float() * torch.finfo(torch.float32).min
+        return F.softmax(x + mask, -1)
+
+    ops = captured(body)
+    assert ops["add"].magnitude == pytest.approx(3.4028e38, rel=1e-3)
+    fully_masked = qsync.wrap(Applied(lambda m, x: F.softmax(x + torch.finfo(torch.float32).min, -1)), "bf16")
+    assert fully_masked(X).isfinite()
+
+
+class Masked(nn.Module):
+    """Attention under a mask of floats that comes with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x)[None]
+        return F.scaled_dot_product_attention(y, y, y, attn_mask=mask[None].expand(1, 4, 4)).square().mean()
+
+
+def test_attention_under_a_mask_from_the_batch_stays_in_fp32():
+    """Nobody knows what numbers it will hold; the least one would make a row without softmax in BF16."""
+    least = torch.full((4, 4), torch.finfo(torch.float32).min)
+    assert ops_of(qsync.capture(Masked(), (X, least)))["attention"].role is Role.FIXED
+    assert ops_of(qsync.capture(Masked(), (X, least == 0)))["attention"].role is Role.ADJUSTABLE
+    assert qsync.wrap(Masked(), "bf16")(X, least).isfinite()
+
+
+def test_norms_computed_by_the_model_are_operands():
+    ops = captured(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0]))
+    assert "fc2" in str(ops["layer_norm"].inputs) or len(ops["layer_norm"].inputs) == 2
+    qsync.wrap(Applied(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0])), "bf16")(X)
+
+
+# --- Sharing and breaks ---
+
+
+def test_a_shared_module_is_counted():
+    graph = qsync.capture(Applied(lambda m, x: m.fc1(x)), X)
+    assert [op.name for op in graph.adjustable] == ["fc1", "fc1#2", "fc2"]
+    assert ops_of(graph)["fc1#2"].inputs[1] == "fc1.weight"
+
+
+def test_a_module_shared_across_a_graph_break_is_counted():
+    def body(m, x):
+        torch._dynamo.graph_break()
+        return m.fc1(x)
+
+    graph = qsync.capture(Applied(body), X)
+    assert graph.num_segments > 1
+    assert [op.name for op in graph.adjustable] == ["fc1", "fc1#2", "fc2"]
+    # Each segment casts the weight for itself.
+    assert ops_of(graph)["fc1#2"].inputs[1].startswith("fc1.weight@segment")
+    assert_bitwise(body)
+
+
+@pytest.mark.parametrize("body", [lambda m, x: x * x.detach().sum().item(), lambda m, x: print(x.shape) or x])
+def test_reading_a_number_in_forward_breaks_the_graph_and_loses_nothing(body, capsys):
+    graph = qsync.capture(Applied(body), X)
+    assert graph.num_segments > 1
+    assert [op.name for op in graph.adjustable] == ["fc1", "fc2"]
+    assert_bitwise(body)
+
+
+def test_segments_that_run_again_are_listed_each_time_and_fixed():
+    graph = qsync.capture(Broken(), X)
+    names = [op.name for op in graph.ops]
+    assert len(set(names)) == len(names)
+    assert sum(op.kind == "linear" for op in graph.ops) == 6
+    assert "layers.0.a" in names and "layers.0.b" in names
+    once = {op.name for op in graph.adjustable}
+    assert all(names.count(name) == 1 and not any(n.endswith(f":{name}") for n in names) for name in once)
+
+
+# --- Models that cannot be traced, batches that cannot be used ---
+
+
+class Untraceable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).mean()
+
+
+def test_a_model_that_cannot_be_traced_is_named_with_the_reason():
+    with pytest.raises(TracingError) as error:
+        qsync.capture(Untraceable(), X)
+    assert "Untraceable" in str(error.value) and "\n" not in str(error.value)
+    assert "forward" in str(error.value) or "disable" in str(error.value)
+
+
+def test_a_wrapped_model_that_cannot_be_traced_says_so_instead_of_training_in_fp32():
+    model = qsync.wrap(Untraceable(), "bf16")
+    for _ in range(2):
+        with pytest.raises(TracingError, match="Untraceable"):
+            model(X)
+
+
+def test_a_model_without_products_has_nothing_to_lower():
+    with pytest.raises(TracingError, match="nothing to lower in ReLU"):
+        qsync.capture(nn.ReLU(), X)
+
+
+def test_a_model_of_other_types_or_products_says_that_its_operators_were_traced():
+    with pytest.raises(TracingError, match=r"none of the \d+ operators traced is a product in FP32"):
+        qsync.capture(nn.Linear(8, 8).double(), X.double())
+
+
+class BreaksInALoop(nn.Module):
+    """Torch does not resume in the middle of a loop: it skips the frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            if x.sum() > 0:
+                x = self.fc(x)
+        return x
+
+
+def test_a_frame_that_is_skipped_names_what_the_tracer_met_in_it():
+    for call in (lambda: qsync.capture(BreaksInALoop(), X), lambda: qsync.wrap(BreaksInALoop(), "bf16")(X)):
+        torch._dynamo.reset()
+        with pytest.raises(TracingError, match=r"Data-dependent branching \(.*test_tracing\.py, line \d+\)"):
+            call()
+
+
+def test_a_batch_that_the_model_cannot_take_says_what_torch_said():
+    with pytest.raises(TracingError, match=r"got \[4, 9\] X \[8, 8\]"):
+        qsync.capture(nn.Linear(8, 8), torch.randn(4, 9))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.rnn(x[None])[0])
+
+
+class Mapped(nn.Module):
+    """One product under torch.vmap, where a tensor has a dimension that it does not show, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.fc = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(torch.vmap(self.inner)(x))
+
+
+class Unbatched(nn.Module):
+    """A convolution without a batch dimension has no samples to scale one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.fc = nn.Conv2d(1, 2, 3, padding=1), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(self.conv(x[None]))
+
+
+@pytest.mark.parametrize("make", [Recurrent, Mapped, Unbatched])
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, precision):
+    torch.manual_seed(0)
+    model = make()
+    expected = model(X)
+    assert [op.name for op in qsync.capture(model, X).adjustable] == ["fc"]
+    found = qsync.wrap(model, precision)(X)
+    found.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    if precision == "fp32":
+        assert torch.equal(found, expected)
+    else:
+        assert not torch.equal(found, expected)
+        assert torch.allclose(found, expected, atol=0.1)
+
+
+def test_a_batch_may_be_nested():
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, batch: dict[str, list[torch.Tensor]]) -> torch.Tensor:
+            return self.fc(batch["x"][0])
+
+    assert [op.name for op in qsync.capture(Nested(), ({"x": [X]},)).adjustable] == ["fc"]
+    with pytest.raises(CalibrationError, match="not empty"):
+        qsync.capture(Nested(), ({"x": [X[:0]]},))
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (torch.randn(0, 8), "not empty"),
+        ({}, "no tensor"),
+        ((3,), "no tensor"),
+        ({"x": torch.randn(2, 0)}, "not empty"),
+    ],
+)
+def test_batches_without_data_are_refused(batch, words):
+    with pytest.raises(CalibrationError, match=words):
+        qsync.capture(nn.Linear(8, 8), batch)
+
+
+# --- The model does not notice ---
+
+
+def test_capture_leaves_buffers_gradients_and_random_state():
+    model, batch = build("resnet")
+    _, gradients = step(model, batch)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    qsync.capture(model, batch)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
+    assert model._compiled_call_impl is None and model.training
+
+
+def test_capture_does_not_change_how_the_model_runs():
+    plain, batch = mlp()
+    model, _ = mlp()
+    model.load_state_dict(plain.state_dict())
+    qsync.capture(model, batch)
+    assert torch.equal(step(plain, batch)[0], step(model, batch)[0])
+
+
+def test_a_wrapped_model_is_captured_as_it_was():
+    model, batch = build("mlp")
+    graph = qsync.capture(model, batch)
+    qsync.wrap(model, "bf16")
+    loss, _ = step(model, batch)
+    assert qsync.capture(model, batch) == graph
+    assert torch.equal(step(model, batch)[0], loss)
+
+
+def test_example_inputs_may_be_a_tensor_a_tuple_or_a_dict():
+    model, batch = build("mlp")
+    graphs = [qsync.capture(model, given) for given in (batch["x"], (batch["x"],), {"x": batch["x"]})]
+    assert len({graph.hash for graph in graphs}) == 1
+
+
+def test_two_batch_tensors_never_share_a_name():
+    class Two(nn.Module):
+        def forward(self, X: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return X @ x
+
+    graph = qsync.capture(Two(), (torch.randn(2, 3), torch.randn(3, 4)))
+    assert sorted(value.shape for value in graph.inputs) == [(2, 3), (3, 4)]
+
+
+def test_the_traced_graph_stays_private():
+    """Changing a segment must not change what another trace of the same model finds."""
+    model, batch = build("mlp")
+    segment = trace(model, batch)[0]
+    for node in list(segment.module.graph.nodes):
+        node.meta.clear()
+    assert qsync.capture(model, batch).adjustable
