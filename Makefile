@@ -11,8 +11,6 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
-TYPED := qsync.errors qsync.records qsync.planning qsync.lowering qsync.commands.what_if qsync.replayer qsync.allocator qsync.predictor qsync.expansion
-
 .PHONY: demo test lint types format clean
 
 demo: $(VENV)/installed
@@ -30,7 +28,7 @@ types: $(VENV)/testable
 	rm -rf build/typed && mkdir -p build/typed/qsync
 	ln -s $(CURDIR)/qsync/* build/typed/qsync/
 	for room in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$room build/typed/qsync/$$room; done
-	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache $(TYPED:%=-p %)
+	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p qsync
 
 format: $(VENV)/testable
 	$(BIN)/ruff check --fix .

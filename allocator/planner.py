@@ -101,7 +101,8 @@ def allocate(
 @contextmanager
 def _nothing_collected() -> Iterator[None]:
     """Without Python's search for circles of objects, which finds none here and takes an eighth of the time
-    (Llama-3-70B's graph on an AMD EPYC, greedy)."""
+    (Llama-3-70B's graph on an AMD EPYC, greedy).
+    """
     was = gc.isenabled()
     gc.disable()
     try:

@@ -201,7 +201,6 @@ class State:
 
     def step_s(self) -> float:
         """Seconds of the step as replay predicts them."""
-
         return step_time([state.work for state in self.classes.values()], self.problem.exchange)
 
     def late_step_s(self) -> float:

@@ -1,5 +1,6 @@
 """The public verbs that need a model, wired from the rooms that do the work. Those that need none:
-planning.py."""
+planning.py.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def sensitivity(
 
 def _judged(judge: Indicator, calibration: Calibration) -> Sensitivity:
     """What an indicator says. Where that is NaN, or zero everywhere, the default one looks why: it names the
-    operator that met NaN or Inf, or from which on the gradient is zero."""
+    operator that met NaN or Inf, or from which on the gradient is zero.
+    """
     if judge is variance:
         return variance(calibration)
     looked = replace(calibration, precisions=())

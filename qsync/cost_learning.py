@@ -1,5 +1,6 @@
 """Teaching a cost model on this device: its measured peaks, and a few operators chosen for what they
-teach."""
+teach.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ def measure(
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Sample]:
     """The seconds of every call in every precision and direction on this device, of their casts and of the
-    operators around them."""
+    operators around them.
+    """
     samples: list[Sample] = []
     for start in range(0, len(calls), PART):
         progress(f"measuring operators {start + 1} to {min(start + PART, len(calls))} of {len(calls)}")

@@ -191,7 +191,8 @@ def _on_rank_zero(
 
 def _cached(folder: Path) -> Plan | None:
     """Rank 0's cached plan for every rank, None if there is none (or it is malformed: then it is made
-    anew)."""
+    anew).
+    """
 
     def look() -> dict[str, Any] | None:
         if dist.is_initialized() and dist.get_rank() != 0:

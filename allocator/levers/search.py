@@ -178,7 +178,8 @@ def search(
 
 def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) -> tuple[Setting, Plan]:
     """The same with as few operators that save less on each class as add no more variance: where a trial let
-    more of them, they cost time for nothing. By bisection over blocks (ours)."""
+    more of them, they cost time for nothing. By bisection over blocks (ours).
+    """
     for name, chosen in setting.saving_less.items():
         steps = problem.space.savings(name)
         low, high = -1, steps.index(chosen)

@@ -33,7 +33,8 @@ PASSES = (1, 2, 4, 8)
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One point of the search: the levers of the classes, DDP's bucket cap, and by class patterns of what
-    saves less for backward."""
+    saves less for backward.
+    """
 
     levers: Levers
     bucket_cap_bytes: int | None = None
@@ -110,7 +111,8 @@ class Space:
 
     def _shared(self, part: Callable[[str, int, int], float]) -> dict[str, int]:
         """Shares that keep the batch: every class takes its part of what it may have, given those before it
-        and what those after it can take; the last, of fewest ranks, what is left."""
+        and what those after it can take; the last, of fewest ranks, what is left.
+        """
         order = sorted(self.cluster.classes, key=lambda c: -c.count)
         most_passes = max(PASSES) if ACCUMULATE in self.levers else 1
         left, found = self.cluster.num_ranks * samples_of(self.graph), {}
@@ -134,7 +136,8 @@ class Space:
 
     def starts(self) -> Iterator[dict[str, Any]]:
         """Points that are tried first: no levers; everything saving less that can, and half of it; shares
-        with which every class computes as long in FP32, and half way there, where precisions do the rest."""
+        with which every class computes as long in FP32, and half way there, where precisions do the rest.
+        """
         captured = samples_of(self.graph)
         alike = dict.fromkeys(self.profiles, float(captured))
         yield self._start(alike)

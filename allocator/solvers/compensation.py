@@ -21,7 +21,8 @@ _MOST_PAYERS, _MOST_GAINS = 6, 2000
 @dataclass(frozen=True, slots=True)
 class Changes:
     """Changes one may make: row i changes the operators `of[i]`, adds `variance[i]` and takes `takes[i]` of
-    every kind of room (seconds, bytes at some time). Sorted by variance."""
+    every kind of room (seconds, bytes at some time). Sorted by variance.
+    """
 
     of: BoolArray
     variance: FloatArray

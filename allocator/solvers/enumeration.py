@@ -38,7 +38,8 @@ def fastest_that_fits(state: State, device_class: str) -> bool:
 
 def least_of_all(state: State, classes: Sequence[str], target_s: float) -> bool:
     """Bring each class to the one that adds least variance of all that hold, the others as they are; whether
-    any was better than what stood."""
+    any was better than what stood.
+    """
     changed = False
     for name in classes:
         variance = state.classes[name].part.variance

@@ -179,7 +179,8 @@ class _Round:
 
     def _worth(self, found: list[_Change]) -> list[_Change]:
         """Without those that neither gain nor pay; where only seconds count, without those that another
-        beats in both."""
+        beats in both.
+        """
         found = [c for c in found if c.variance < 0.0 or c.seconds < 0.0 or int(c.in_use.min()) < 0]
         if self._one.is_tight:
             return found

@@ -302,7 +302,8 @@ class _Class:
 
     def _over(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
         """None if replay of this class beside those that stand holds; else the part by which it is late, and
-        a row that memory asks for."""
+        a row that memory asks for.
+        """
         state, move = self._state, self._state.move(self.name, assignment)
         work = self._one.work.slower(1 + state.late.get(self.name, 0.0))
         late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0
@@ -322,7 +323,8 @@ class _Class:
 
     def _less_memory(self, assignment: Mapping[str, Precision]) -> Row:
         """What assignments near this one need when it needs most, as far as single changes say, within the
-        budget (ours)."""
+        budget (ours).
+        """
         state, one = self._state, self._one
         (when, peak), budget = one.bytes_at(), one.part.budget_bytes
         row = Sum(constant=float(peak - budget))

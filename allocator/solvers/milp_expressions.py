@@ -93,7 +93,7 @@ class Program:
         return self._column(0.0, False)
 
     def row(self, what: Sum, least: float = -np.inf, most: float = np.inf) -> None:
-        """least <= what <= most."""
+        """Least <= what <= most."""
         self._rows.append((what, least, most))
 
     def all_of(self, bits: Iterable[Sum]) -> Sum:
@@ -188,7 +188,8 @@ class Program:
 @contextmanager
 def _unheard() -> Iterator[None]:
     """What C code prints to standard output is not seen: HiGHS leaves a line there now and then, whatever it
-    is told, and it would stand in the middle of what `--json` prints."""
+    is told, and it would stand in the middle of what `--json` prints.
+    """
     sys.stdout.flush()
     try:
         kept = os.dup(1)

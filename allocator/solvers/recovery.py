@@ -32,7 +32,8 @@ def variance_regained(regained: float, used: float) -> float:
 
 def regained_per_room(regained: float, used: float) -> float:
     """Variance regained per part of the room in time and memory that it takes: a knapsack's density (Toyoda,
-    Management Science 1975, for several constraints)."""
+    Management Science 1975, for several constraints).
+    """
     return regained / max(used, 1e-9)
 
 

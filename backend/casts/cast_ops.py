@@ -234,7 +234,7 @@ def dequantize_trial(device: torch.device) -> tuple[Any, ...]:
 def dequantize(
     sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
+    """Rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
 
     INT32 sums are overwritten.
     """
@@ -286,7 +286,7 @@ def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_images(d), random_positive(d, 32), random_positive(d, 64), torch.bfloat16))
 def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
+    """Y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
 
     `y` is FP32 in channels-last order, and is overwritten.
     """

@@ -94,7 +94,7 @@ def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor
 
 @cache
 def _derivatives(approximate: str, device: torch.device) -> tuple[Tensor, float, float]:
-    """gelu' at the middle of every step of t, the first t, and steps per unit of t."""
+    """Gelu' at the middle of every step of t, the first t, and steps per unit of t."""
     x = torch.linspace(-14, 9, 1 << 21, dtype=torch.float64)
     y = torch.nn.functional.gelu(x, approximate=approximate)
     slope = _TIMES_SLOPE[approximate](torch.ones_like(x), x)

@@ -158,7 +158,7 @@ class _Convolution(torch.autograd.Function):
 def _input_gradient(
     g: Tensor, w_data: Tensor, w_scale: Tensor | None, shape: torch.Size, plan: _Plan
 ) -> Tensor:
-    """dx (n, C, h, w) in FP32, from g (n, p, q, k) and W (k, C, r, s)."""
+    """Dx (n, C, h, w) in FP32, from g (n, p, q, k) and W (k, C, r, s)."""
     h, back = to_fp16(g, w_scale)
     h, filters = pad_channels(h), _last(w_data.to(torch.float16))
     filters = pad(filters, (0, 0, 0, 0, 0, 0, 0, h.shape[3] - len(filters)))
@@ -173,7 +173,7 @@ def _input_gradient(
 def _weight_gradient(
     g: Tensor, x_data: Tensor, x_scale: Tensor | None, shape: torch.Size, plan: _Plan
 ) -> Tensor:
-    """dW (k, C, r, s) in FP32, from g (n, p, q, k) and x (n, C, h, w)."""
+    """DW (k, C, r, s) in FP32, from g (n, p, q, k) and x (n, C, h, w)."""
     h, back = to_fp16(g, None if x_scale is None else x_scale.view(-1, 1, 1, 1))
     h, images = pad_channels(h), _images(x_data, plan.extra, torch.float16)
     filters = (h.shape[3], shape[2], shape[3], images.shape[3])

@@ -74,7 +74,7 @@ class Library:
         return self._tiles[product]
 
     def gemm(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
-        """out = scaled(A B): the arguments are gemm.h's, pointers as integers or None.
+        """Out = scaled(A B): the arguments are gemm.h's, pointers as integers or None.
 
         Raises UnsupportedError for shapes that the kernels do not take, RuntimeError for what CUDA reports.
         """

@@ -167,26 +167,26 @@ def to_fp16(g: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
 def _input_gradient(
     g: Tensor, w_data: Tensor, w_scale: Tensor | None, turned: bool, dtype: torch.dtype
 ) -> Tensor:
-    """dx (M, K) = (g s_w) W, with g (M, N) and W (N, K), or (K, N) if turned."""
+    """Dx (M, K) = (g s_w) W, with g (M, N) and W (N, K), or (K, N) if turned."""
     h, back = to_fp16(g, w_scale)
     return gemm("fp16_nt" if turned else "fp16_nn", h, w_data.to(torch.float16), Scaling(alpha=back), dtype)
 
 
 def _weight_gradient(g: Tensor, x_data: Tensor, x_scale: Tensor | None, turned: bool) -> Tensor:
-    """dW = (g s_x)' x, (N, K), or its transpose."""
+    """DW = (g s_x)' x, (N, K), or its transpose."""
     h, back = to_fp16(g, None if x_scale is None else x_scale.unsqueeze(1))
     x16 = x_data.to(torch.float16)
     return gemm("fp16_tn", *((x16, h) if turned else (h, x16)), Scaling(alpha=back))
 
 
 def _input_gradient_int8(g: Tensor, w_codes: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """dx = s_h (H W). Integer tensor cores take both operands along the inner dimension: W is transposed."""
+    """Dx = s_h (H W). Integer tensor cores take both operands along the inner dimension: W is transposed."""
     codes, scale = round_rows(g, w_scale)
     return gemm("int8_nt", codes, w_codes.t().contiguous(), Scaling(rows=scale), dtype)
 
 
 def _weight_gradient_int8(g: Tensor, x_codes: Tensor, x_scale: Tensor, turned: bool) -> Tensor:
-    """dW = s_k (K' X), or its transpose, from transposed copies of both."""
+    """DW = s_k (K' X), or its transpose, from transposed copies of both."""
     codes, scale = round_columns(g, x_scale)
     k, x = codes.t().contiguous(), x_codes.t().contiguous()
     if turned:

@@ -31,7 +31,7 @@ def attention_bf16(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """y = dropout(softmax(c Q K' + mask)) V on BF16 operands, as fast as oneDNN's products.
+    """Y = dropout(softmax(c Q K' + mask)) V on BF16 operands, as fast as oneDNN's products.
 
         S = H + R,   H = bf16(Q K'),   R = bf16(Q K' - H)      a second product: 16 bits of S       (ours)
         y = bf16(D P) V,   P = softmax(c S + mask) in FP32,   D = keep / (1 - p)
@@ -69,7 +69,7 @@ def attention_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch's kernel where no weights are dropped; else `attention_bf16`.
+    """Torch's kernel where no weights are dropped; else `attention_bf16`.
 
     With dropout torch writes all scores out on CPUs, in FP32, and keeps them three times: of a layer of 32
     heads of 128x128 25 MB in the place of 0.5. What is kept must not depend on which kernel was faster.

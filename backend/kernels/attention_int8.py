@@ -1,5 +1,6 @@
 """Attention in INT8: scores from INT8 products, softmax in FP32, the other products in BF16, a few heads at a
-time."""
+time.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def attention_int8(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """y = dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
+    """Y = dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
 
         S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`           (ours)
         y = bf16(P) bf16(s_v V),  P = softmax(S + mask) in FP32

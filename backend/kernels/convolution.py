@@ -54,7 +54,7 @@ def conv2d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
+    """Y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
 
         y  = s_x[n] s_w[c] conv(X, W) + b[c]       X, W the INT8 codes, one scale per image and output channel
         dx = conv_x(bf16(g), bf16(s_w W)),   dW = conv_w(bf16(g), bf16(s_x X)),   db = sum g          (ours)
@@ -297,7 +297,7 @@ def _window_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
+    """Dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
     pixels = g.permute(0, 2, 3, 1).contiguous()
     n, p, q, outputs = pixels.shape
     flat = pixels.view(n * p * q, outputs)
@@ -368,7 +368,7 @@ def _through_onednn(
     dtype: torch.dtype,
     geometry: _Geometry,
 ) -> Tensor:
-    """oneDNN's convolution, which takes activations with zero point 128; scaled per image after it."""
+    """OneDNN's convolution, which takes activations with zero point 128; scaled per image after it."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
     place = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)

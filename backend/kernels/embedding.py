@@ -19,7 +19,7 @@ from qsync.backend.kernels.linear import DTYPES
 
 
 def embedding_bf16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """y = bf16(W[i]), dW = sum over lookups of g, in FP32.
+    """Y = bf16(W[i]), dW = sum over lookups of g, in FP32.
 
     `target` and the arguments are those of the original call, the table W (rows, width) in FP32 among them;
     y (..., width) is in `out_type`. The gradient comes in the type of y and is widened before it is added up,
@@ -31,7 +31,7 @@ def embedding_bf16(target: Callable[..., Tensor], out_type: str, *args: Any, **k
 
 
 def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """y = s round(W[i] / s) with s = max |W[i]| / 127, one per lookup, and dW as `embedding_bf16`'s.
+    """Y = s round(W[i] / s) with s = max |W[i]| / 127, one per lookup, and dW as `embedding_bf16`'s.
 
     Handed on as other INT8 operators hand on: already decoded, in `out_type` (ours). Saves the indices only.
 

@@ -22,7 +22,7 @@ from qsync.errors import UnsupportedError
 def linear_fp8(
     target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Tensor:
-    """y = x W' + b with x and W in E4M3, gradients in E5M2, all three products in FP8.
+    """Y = x W' + b with x and W in E4M3, gradients in E5M2, all three products in FP8.
 
         y  = s_x s_w (X W') + b                                                                    (ours)
         dx = s_h (H W),  H = e5m2(g s_w / s_h);   dW = s_k (K' X),  K = e5m2(g s_x / s_k)

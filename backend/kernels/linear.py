@@ -34,7 +34,7 @@ def linear_int8(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """y = x W' + b with x and W in INT8, gradients through 16-bit products.
+    """Y = x W' + b with x and W in INT8, gradients through 16-bit products.
 
         y  = s_x s_w (X W') + b          X, W the INT8 codes; s_x per row, s_w per output          (ours)
         dx = bf16(g) bf16(s_w W),   dW = bf16(g)' bf16(s_x X),   db = sum g
@@ -219,12 +219,12 @@ class _Saved(NamedTuple):
     weight_is_transposed: bool
 
     def weight_gradient(self, h: Tensor, x: Tensor) -> Tensor:
-        """h' x, in the orientation in which the weight is stored."""
+        """H' x, in the orientation in which the weight is stored."""
         return x.t() @ h if self.weight_is_transposed else h.t() @ x
 
 
 def _decoded_gradients(g: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor | None]:
-    """dx = g bf16(s_w W) and dW = g' bf16(s_x X), g in BF16.
+    """Dx = g bf16(s_w W) and dW = g' bf16(s_x X), g in BF16.
 
     Error of both products with an FP32 g: 0.0029, against 0.0023 with the scales in g; INT8's own is 0.01.
     """
@@ -237,7 +237,7 @@ def _decoded_gradients(g: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor 
 
 
 def _folded_gradients(g: Tensor, saved: _Saved) -> tuple[Tensor | None, Tensor | None]:
-    """dx = narrow(g s_w) W and dW = narrow(g s_x)' X: the codes need no rounding."""
+    """Dx = narrow(g s_w) W and dW = narrow(g s_x)' X: the codes need no rounding."""
     dx = dw = None
     # Both scaled gradients go through one buffer: 0.5 ms less than two fresh ones of 6 MB, which are page
     # faults (Zen 5, one thread).

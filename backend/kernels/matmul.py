@@ -20,7 +20,7 @@ LONGEST_FP32_SUM = 2**24 // 127**2
 
 
 def matmul_int8(target: Callable[..., Tensor], out_type: str, input: Operand, other: Operand) -> Tensor:
-    """y = A B with A and B in INT8, gradients through BF16 products.
+    """Y = A B with A and B in INT8, gradients through BF16 products.
 
         y  = s_a s_b (A B)               A, B the INT8 codes; s_a per row of A, s_b per column of B    (ours)
         dA = bf16(g) bf16(s_b B)',   dB = bf16(s_a A)' bf16(g)
@@ -88,8 +88,9 @@ def _narrow(device: torch.device) -> torch.dtype:
 
 
 def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows columns (a b) in `dtype`: codes a (..., M, K) and b (..., K, N), rows (..., M, 1), columns (...,
-    1, N)."""
+    """Rows columns (a b) in `dtype`: codes a (..., M, K) and b (..., K, N), rows (..., M, 1), columns (...,
+    1, N).
+    """
     if b.ndim == 2:  # one product of all rows
         flat = int8_sums(a.reshape(-1, a.shape[-1]), b)
         y = dequantize(flat, rows.reshape(-1), columns.reshape(-1), None, dtype)
@@ -126,7 +127,7 @@ def _products_at_once(a: Tensor, b: Tensor) -> Tensor:
 
 
 def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes * scale in the float of backward products, in the codes' order of elements; `scale` broadcasts.
+    """Codes * scale in the float of backward products, in the codes' order of elements; `scale` broadcasts.
 
     One pass where a scale's elements lie side by side in memory.
     """

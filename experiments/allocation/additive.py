@@ -29,7 +29,8 @@ _MAX_ROUNDS = 16
 @dataclass(frozen=True, slots=True)
 class Additive:
     """The assignments as solved for the target itself, and those for the nominal target that replay asked
-    for: None where no assignment is fast enough, by the program's own times or in replay."""
+    for: None where no assignment is fast enough, by the program's own times or in replay.
+    """
 
     solved: Assignments | None
     repaired: Assignments | None

@@ -75,7 +75,7 @@ class _One:
         self.fastest = self.state.assignments()
 
     def solved(self, method: str, solver: str) -> Row:
-        """qsync's own plan, with its gap and bound."""
+        """Qsync's own plan, with its gap and bound."""
         basis, begun = self.basis, time.process_time()
         plan = allocate(
             basis.graph,

@@ -97,7 +97,8 @@ def _run(config: dict[str, Any], place: Place) -> None:
 
 class Measuring:
     """What every plan is made from, measured round by round. The batch is one of training, of a seed that no
-    run uses."""
+    run uses.
+    """
 
     def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
         self._place, self._show = place, show
@@ -237,7 +238,8 @@ def _warm_up(runner: Runner) -> None:
 
 def _outcome(runner: Runner) -> dict[str, Any]:
     """What one rank knows of a run that is over. The step that measures memory changes the weights after
-    their digest."""
+    their digest.
+    """
     digest = hashlib.sha256()
     for value in runner.model.parameters():
         digest.update(value.detach().cpu().contiguous().numpy().tobytes())
@@ -257,7 +259,8 @@ def _outcome(runner: Runner) -> dict[str, Any]:
 
 def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
     """One run from what its ranks know. A rank waits for as long as it is blocked beyond what the least
-    blocked one is."""
+    blocked one is.
+    """
     periods = entries[0]["periods_s"]
     step_s = statistics.median(periods) if periods else float("nan")
     least = min(entry["blocked_s"] for entry in entries)

@@ -69,7 +69,8 @@ def assemble(
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Held-out loss of the plan minus that of FP32 DDP, seed by seed: mean, and its standard error over
-    seeds."""
+    seeds.
+    """
     pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp_fp32"]["heldout_losses"], strict=True)
     differences = [plan - full for plan, full in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None

@@ -32,7 +32,8 @@ class Planned:
 
     def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
         """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the
-        whole run."""
+        whole run.
+        """
         variance = sum(c.predicted.added_variance for c in self.plan.classes.values() if c.predicted)
         return {
             "predicted_step_s": again.step_s,
@@ -46,7 +47,8 @@ class Planned:
 
 def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
     """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such
-    kernel."""
+    kernel.
+    """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),

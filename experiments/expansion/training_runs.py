@@ -38,7 +38,8 @@ Progress = Callable[[int, float], None]
 @dataclass(frozen=True, slots=True)
 class Method:
     """How a large model begins (see `expansion_starts`), and for which share of the from-scratch steps it
-    trains."""
+    trains.
+    """
 
     start: str
     ratio: float = 1.0

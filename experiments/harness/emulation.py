@@ -77,7 +77,8 @@ class Throttle:
 
     def start(self) -> None:
         """Start pausing; returns when the first cycle has begun. Raises UnsupportedError if the helper cannot
-        run."""
+        run.
+        """
         if self.share == 1 or self._helper:
             return
         if not sys.platform.startswith("linux"):
@@ -136,7 +137,8 @@ class Throttle:
 
     def measured_share(self, duration_s: float = 0.5) -> float:
         """CPU time over wall time of a busy loop of `duration_s`: what this rank really gets, other load
-        included."""
+        included.
+        """
         return busy_share(duration_s)
 
 

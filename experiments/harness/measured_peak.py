@@ -1,5 +1,6 @@
 """Peak memory of one training step, measured: what stays between steps plus the most that a step allocates on
-top."""
+top.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
     """The profiler writes its start and stop, and every block it did not see allocated, straight to file
-    descriptor 2."""
+    descriptor 2.
+    """
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

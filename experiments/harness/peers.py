@@ -75,7 +75,7 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def torchao_version() -> str | None:
-    """torchao's version; None if it is not installed or cannot be imported here."""
+    """Torchao's version; None if it is not installed or cannot be imported here."""
     try:
         with silent():
             import torchao

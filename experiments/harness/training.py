@@ -75,7 +75,8 @@ def make_optimizer(lr: float) -> Callable[[object], torch.optim.Optimizer]:
 
 def persistent_bytes(runner: Runner) -> int:
     """Bytes that stay between steps: parameters, buffers, gradients (they live in DDP's buckets) and
-    optimizer state."""
+    optimizer state.
+    """
     tensors = [*runner.model.parameters(), *runner.model.buffers()]
     gradients = sum(p.numel() * p.element_size() for p in runner.model.parameters() if p.requires_grad)
     state = [

@@ -152,7 +152,7 @@ class Layer:
 
 
 def linear(bench: Bench, shape: tuple[int, int, int]) -> Layer:
-    """x (M, K), W (N, K), b (N)."""
+    """X (M, K), W (N, K), b (N)."""
     rows, inputs, outputs = shape
     operands = [
         bench.random(rows, inputs),

@@ -150,7 +150,8 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
 
 def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
     """Plans in FP32 as torch keeps things, and with two blocks saving less; then in less memory than FP32
-    needs however much saves less, with a tenth more time than its step: precisions alone, and as searched."""
+    needs however much saves less, with a tenth more time than its step: precisions alone, and as searched.
+    """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
 
     def fp32(patterns: Patterns) -> Plan:

@@ -167,7 +167,8 @@ def judged(row: Mapping[str, Any], margin: float) -> dict[str, Any]:
 
 def errors(rows: Rows) -> dict[str, Any]:
     """The signed errors (predicted / measured - 1) of saved and peak bytes; and the part of its budget that
-    the plan which came closest took."""
+    the plan which came closest took.
+    """
     found: dict[str, Any] = {"plans": len(rows)}
     for what in ("saved", "peak"):
         errors = [row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"] - 1 for row in rows]
@@ -184,7 +185,8 @@ def errors(rows: Rows) -> dict[str, Any]:
 
 def worst_underprediction(rows: Rows) -> float:
     """The largest part of what comes and goes in a step that the prediction missed, over all plans that the
-    margin is made from."""
+    margin is made from.
+    """
     missed = [
         (row["peak_bytes"] - row["predicted_peak_bytes"])
         / (row["predicted_peak_bytes"] - row["throughout_bytes"])

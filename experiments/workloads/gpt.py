@@ -97,7 +97,8 @@ class Gpt(nn.Module):
 
     def _initialise(self, num_layers: int) -> None:
         """GPT-2's: normal with deviation 0.02, what writes to the residual stream scaled down by sqrt(2
-        layers)."""
+        layers).
+        """
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 deviation = 0.02 / math.sqrt(2 * num_layers) if name.endswith("proj") else 0.02

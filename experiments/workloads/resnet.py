@@ -121,7 +121,8 @@ class Digits:
 @cache
 def load_digits() -> Digits:
     """scikit-learn's 1797 digits, 8 x 8, brought to 16 x 16. The split is the same in every run and for every
-    seed."""
+    seed.
+    """
     from sklearn.datasets import load_digits as bundled  # slow to import, and only this workload needs it
 
     images, labels = bundled(return_X_y=True)

@@ -210,7 +210,8 @@ def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[
 
 class _Filled:
     """One profile carried over to another graph or filled up on its own. `old` are the calls that were
-    measured, by the names that they have in the graph."""
+    measured, by the names that they have in the graph.
+    """
 
     def __init__(
         self,

@@ -40,7 +40,8 @@ class Gaussian:
     @classmethod
     def fit(cls, x: Array, y: Array) -> Gaussian:
         """The function through samples x (N, D) -> y (N,). CalibrationError if there are none, or one is no
-        number."""
+        number.
+        """
         if not len(y) or not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise CalibrationError("there are no finite samples to learn from; measure some first")
         center, scale = x.mean(0), x.std(0)

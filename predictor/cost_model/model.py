@@ -98,7 +98,8 @@ class CostModel:
 
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
         """Seconds (N,) of calls in a mode and direction on a device, all at once. KeyError for a product in a
-        type that the device does not multiply."""
+        type that the device does not multiply.
+        """
         known = [(call, self._laws.mode(call, mode, d), d) for call, mode, d, _ in asked]
         points = np.array([parts(*each) for each in asked]).reshape(-1, 3)
         found = self._laws.seconds(known, points)
@@ -226,7 +227,8 @@ class _Laws:
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
     """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds
-    by law, logarithm of what the law misses; and seconds measured. All (N,)."""
+    by law, logarithm of what the law misses; and seconds measured. All (N,).
+    """
 
     step: tuple[str, str, Direction]
     by_law: Array
@@ -374,7 +376,8 @@ def _some(places: list[int]) -> list[int]:
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
     """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,), both
-    without the sums of gradients."""
+    without the sums of gradients.
+    """
     at_best = np.array([parts(*asked(sample)) for sample in samples])
     return at_best, np.array([without_sums(sample) for sample in samples])
 

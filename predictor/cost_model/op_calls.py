@@ -56,7 +56,8 @@ class Argument:
 @dataclass(frozen=True, slots=True)
 class Call:
     """One operator or cast. `kept` are the shapes of what it reads as it is; `flops` counts a multiply-add as
-    two, forward only."""
+    two, forward only.
+    """
 
     kind: str
     inputs: tuple[Argument, ...]
@@ -132,7 +133,8 @@ def operations(call: Call, mode: str, direction: Direction, narrow: str) -> dict
 
 def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
     """Bytes of every operand and every result, once each. Backward reads gradient and operands, and writes
-    gradients; what adding them to others takes stands by itself (`sum_s`)."""
+    gradients; what adding them to others takes stands by itself (`sum_s`).
+    """
     if call.kind in _MOVE_NOTHING:
         return 0.0
     if call.kind == "cast":
@@ -168,7 +170,8 @@ def has_direction(call: Call, mode: str, direction: Direction) -> bool:
 
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:
     """Seconds at full speed of the launch, of the products at their peaks, and of the bytes, all without
-    `sum_s`. KeyError for a product in a type that the device does not multiply."""
+    `sum_s`. KeyError for a product in a type that the device does not multiply.
+    """
     done = operations(call, mode, direction, sheet.narrow)
     products = sum(count / sheet.flops_per_s[name] for name, count in done.items())
     return sheet.launch_s, products, moved_bytes(call, mode, direction) / sheet.bytes_per_s

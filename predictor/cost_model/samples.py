@@ -85,7 +85,8 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
 
 def without_sums(sample: Sample) -> float:
     """The seconds of a sample less what adding its gradients to others takes (`sum_s`); half of them at the
-    least, as these bytes may still lie in a cache."""
+    least, as these bytes may still lie in a cache.
+    """
     return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
 
 

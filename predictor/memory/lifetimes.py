@@ -181,7 +181,8 @@ class Lifetimes:
 
     def is_cast(self, value: str, taken: str) -> bool:
         """Whether who takes an activation in this type takes a conversion, which has a backward of its own:
-        it runs just before that of what made the value. An encoding has none."""
+        it runs just before that of what made the value. An encoding has none.
+        """
         if value in self.layout.parameters or taken == self.carried(value) or is_encoded(taken):
             return False
         return self.cast_time(value, taken) >= 0

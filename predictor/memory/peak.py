@@ -129,7 +129,6 @@ class StepMemory:
     @property
     def peak_bytes(self) -> int:
         """The most bytes in use at any time, margin included, DDP's buckets being the gradients."""
-
         return self.bytes_at()[1]
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:

@@ -35,7 +35,8 @@ class Mask:
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """What an operator finds: of its operands and its result the types they are carried in, which have a
-    gradient, which are parameters; and whether gradients of parameters are copied into buckets."""
+    gradient, which are parameters; and whether gradients of parameters are copied into buckets.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     carried: tuple[str, ...]
@@ -140,7 +141,7 @@ def _gradient_of(j: int, taken: str, around: Surroundings) -> int:
 
 
 def _product_bf16(op: Op, around: Surroundings) -> int:
-    """y = x W' of BF16 tensors on a CPU, by torch."""
+    """Y = x W' of BF16 tensors on a CPU, by torch."""
     x, w = _operands(op)
     inner, weight = num_elements(around.shapes[x]), num_elements(around.shapes[w])
     made = _BF16 * inner if around.has_gradient[x] else 0
@@ -153,7 +154,7 @@ def _product_bf16(op: Op, around: Surroundings) -> int:
 
 
 def _product_int8(op: Op, run: Run, around: Surroundings) -> int:
-    """y = x W' of INT8 codes: see qsync.backend.kernels.linear."""
+    """Y = x W' of INT8 codes: see qsync.backend.kernels.linear."""
     x, w = _operands(op)
     elements, inner, weight = op.num_elements, num_elements(around.shapes[x]), num_elements(around.shapes[w])
     bucket = _FP32 * weight if around.in_buckets else 0
@@ -187,7 +188,7 @@ def _scratch(op: Op, around: Surroundings) -> int:
 
 
 def _scratch_of(rows: int, outputs: int, inner: int) -> int:
-    """dW = g' x of g (rows, outputs) and x (rows, inner), by blocks of at most 256 outputs and 1024 inputs.
+    """DW = g' x of g (rows, outputs) and x (rows, inner), by blocks of at most 256 outputs and 1024 inputs.
 
     Exact for 20 shapes of at least 512 rows, at most 100 KB too much for 8 with fewer (bytes found, torch
     2.13).
@@ -242,7 +243,7 @@ def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
 
 
 def _written_out(op: Op, backward: bool) -> int:
-    """torch's plain attention in FP32; backward lets go of what was kept on its way.
+    """Torch's plain attention in FP32; backward lets go of what was kept on its way.
 
     Fitted to 5 shapes (bytes found, torch 2.13).
     """

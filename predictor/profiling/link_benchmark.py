@@ -25,7 +25,8 @@ _MOST_CHUNKS = 1000
 @dataclass(frozen=True, slots=True)
 class Exchanged:
     """What a rank measured: the link, the same on every rank, and this rank's own toll in seconds of its
-    compute."""
+    compute.
+    """
 
     link: Link
     toll_s_per_call: float
@@ -98,7 +99,8 @@ def _measure_overlap(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
 ) -> tuple[float, float]:
     """Speed of an all-reduce beside compute, as a share of its speed alone, and the seconds of compute lost
-    to it."""
+    to it.
+    """
     operand = torch.ones(256, 256, device=device)
     buffer = torch.ones(_OVERLAPPED, device=device)
     chunk = _repeats_for(operand, device, 0.1 * alone_s)

@@ -84,7 +84,8 @@ class Recorder:
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """After a node has run. Recomputation of a checkpointed graph counts as backward of whatever asked
-        for it."""
+        for it.
+        """
         if self._in_backward:
             return
         end = self.clock.now()

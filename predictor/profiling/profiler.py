@@ -177,7 +177,8 @@ class Profiler:
 
     def beyond(self) -> list[tuple[int, float]]:
         """Of every step in `samples`, which of a round it was, and the seconds by which one like it took
-        longer than this rank's own work: what it waited for, where the clock tells work from waiting."""
+        longer than this rank's own work: what it waited for, where the clock tells work from waiting.
+        """
         return list(self._beyond)
 
     def samples(self) -> list[tuple[str, float, float]]:
@@ -492,7 +493,8 @@ def _fit_casts(
     casts: Mapping[tuple[str, str, str], Cost], graph: OpGraph
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
     """For each pair of types, latency and seconds per element, forward and backward (least squares, not
-    negative)."""
+    negative).
+    """
     sizes = {value.name: value.num_elements for value in graph.inputs}
     sizes |= {op.name: op.num_elements for op in graph.ops}
     pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)

@@ -44,7 +44,7 @@ class Calibration:
                     yield op.name, precision
 
     def empty(self, graph: OpGraph) -> dict[str, dict[str, float]]:
-        """omega = 0 for each of `lowered`, to be filled."""
+        """Omega = 0 for each of `lowered`, to be filled."""
         omega: dict[str, dict[str, float]] = {op.name: {} for op in graph.adjustable}
         for name, precision in self.lowered(graph):
             omega[name][str(precision)] = 0.0

@@ -63,7 +63,8 @@ Effects = Mapping[tuple[str, int, str], float]  # (operator, place, type) -> E|A
 @dataclass(frozen=True, slots=True)
 class Felt:
     """One batch: squared movement of the gradient by rounding a value, or the gradient of a value, to a
-    type."""
+    type.
+    """
 
     values: Effects
     gradients: Effects
@@ -141,7 +142,8 @@ class Probe:
 
     def _hook(self, graph: OpGraph) -> None:
         """After the first forward, when the graph is known: keep what some precision rounds, and ask for its
-        gradient."""
+        gradient.
+        """
         if not self._ops:
             self._narrow = {name for names in carried_narrow(graph).values() for name in names}
             self._ops = {op.name: op for op in graph.ops}
@@ -246,7 +248,8 @@ class Probe:
 
 def carried_narrow(graph: OpGraph) -> dict[str, tuple[str, ...]]:
     """For each adjustable operator, the operators whose result is rounded to BF16 when it alone is in BF16:
-    its own, and those of the following operators that then run in BF16."""
+    its own, and those of the following operators that then run in BF16.
+    """
     lowering = Lowering(graph, {})
     found = {}
     for op in graph.adjustable:

@@ -87,7 +87,8 @@ class Scores:
 
     def sensitivity(self, calibration: Calibration, indicator: str) -> Sensitivity:
         """The mean over batches of every sum, its magnitude, brought to the host at once; what was never
-        added to is zero."""
+        added to is zero.
+        """
         graph, num = calibration.runner.graph, len(calibration.losses)
         omega = calibration.empty(graph)
         found = torch.stack([*self._sums.values()]).div(num).abs().tolist() if self._sums else []

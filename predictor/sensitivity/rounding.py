@@ -59,7 +59,7 @@ def stochastic_errors(
 
 
 def _stochastic_variances(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """f (1 - f) s^2 of each element, s = amax/127 along `dim`."""
+    """F (1 - f) s^2 of each element, s = amax/127 along `dim`."""
     step = values.abs().amax(dim, keepdim=True).clamp_min(1e-30) / 127
     scaled = values / step
     fraction = scaled - scaled.floor()

@@ -105,7 +105,8 @@ def _size(name: str, text: str) -> int | tuple[int, ...]:
 
 def _inputs(model: Any, path: Path | None) -> Any:
     """What to verify on: the tensors of a file, or random ones where the model's config says what it
-    takes."""
+    takes.
+    """
     import torch
 
     if path is not None:

@@ -1,5 +1,6 @@
 """What if: a folder's model planned for devices that are not here, from their data sheets. Simulated; no
-torch."""
+torch.
+"""
 
 from __future__ import annotations
 

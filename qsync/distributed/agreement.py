@@ -84,7 +84,8 @@ def _ranks(values: list[str], wanted: str) -> str:
 
 def _around_difference(one: str, two: str) -> tuple[str, str]:
     """Both values; long ones cut to the part where they begin to differ, so that the difference can be
-    seen."""
+    seen.
+    """
     if max(len(one), len(two)) <= _SHOWN:
         return one, two
     pairs = enumerate(zip(one, two, strict=False))

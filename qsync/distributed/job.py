@@ -70,7 +70,8 @@ def world_size() -> int:
 
 def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = None) -> None:
     """MismatchError on every rank, with both sides, unless all ranks run the same software on the same
-    parameters."""
+    parameters.
+    """
     layout = [
         f"{name} {tuple(p.shape)} strides {p.stride()} {p.dtype} {'trained' if p.requires_grad else 'frozen'}"
         for name, p in model.named_parameters()

@@ -180,7 +180,8 @@ class Watch:
 
     def _wait_until_read(self) -> None:
         """Rank 0 may serve the store, which ends with it: let the others read its farewell first, for a few
-        rounds."""
+        rounds.
+        """
         assert self._store is not None
         end_s = time.monotonic() + 4 * self._interval_s
         unread = set(self._pulses.since_s)
@@ -237,7 +238,8 @@ class Watch:
 
     def _watch_store(self) -> None:
         """A store whose host vanished does not even refuse: notice that the other thread waits for an
-        answer."""
+        answer.
+        """
         awake_s = time.monotonic()
         while not self._ended.wait(self._interval_s):
             now_s = time.monotonic()

@@ -142,7 +142,8 @@ class PhaseTimer:
     @contextmanager
     def fetching(self) -> Iterator[None]:
         """What runs inside waits for the next batch. Only in the loop's own thread, and only the outermost:
-        a loader may read from another, and threads that load ahead keep nobody waiting."""
+        a loader may read from another, and threads that load ahead keep nobody waiting.
+        """
         waits = self._ended is not None and self._begun is None and not self._fetching
         if not waits or threading.get_ident() != self._thread:
             yield

@@ -95,7 +95,8 @@ def _draw_costs(axes: Axes, sensitivity: Sensitivity, ops: Sequence[str]) -> Non
 
 def _label_ops(axes: Axes, ops: Sequence[str], width: float) -> None:
     """Names of single operators where they fit; of blocks otherwise, as many as fit; and a rule between
-    blocks."""
+    blocks.
+    """
     blocks = [(block, len(list(members))) for block, members in groupby(ops, key=block_of)]
     begin, middles = 0, []
     for block, num_members in blocks:

@@ -54,7 +54,8 @@ class Run:
     @property
     def timed_as(self) -> str:
         """What a profile calls this way of running: the mode; the form, if it is not plain; that an 8-bit
-        operator hands on 16 bits; the order of images, if it was turned."""
+        operator hands on 16 bits; the order of images, if it was turned.
+        """
         form = "" if self.form == "plain" else f" {self.form}"
         narrows = self.mode in EIGHT_BIT and self.output == "bf16"
         return self.mode + form + NARROWING * narrows + TURNED * self.turned

@@ -363,7 +363,6 @@ class Lowering:
 
     def mode(self, i: int) -> str:
         """The precision or type in which operator `i` runs."""
-
         return self._mode[i]
 
     def form(self, i: int) -> str:

@@ -162,7 +162,8 @@ class OpGraph:
 
     def _check_names(self) -> None:
         """FormatError unless every operator reads what exists by then, and qsync has kernels for what may be
-        adjusted."""
+        adjusted.
+        """
         known = {value.name for value in self.inputs}
         for op in self.ops:
             missing = [name for name in (*op.inputs, *op.kept) if name not in known]

@@ -23,7 +23,8 @@ SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
 class ClassLevers:
     """One class: the samples that each of its ranks takes per optimizer step (None: as many as the graph was
     captured with), in how many passes, and which blocks (paths of modules) compute forward once more in
-    backward."""
+    backward.
+    """
 
     samples: int | None = None
     passes: int = 1

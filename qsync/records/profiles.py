@@ -271,7 +271,8 @@ class Profile:
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
     """MismatchError unless all were measured with one version of torch and with this one of qsync, patches
-    aside."""
+    aside.
+    """
     for what in ("torch", "qsync"):
         known: dict[str, str] = {}
         for name, profile in profiles.items():

@@ -213,7 +213,8 @@ def attach(
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no
-    other."""
+    other.
+    """
     return self._call_impl(*args, **kwargs)
 
 
@@ -290,13 +291,15 @@ def _say_once(text: str) -> None:
 
 def following(assignment: Mapping[str, Precision]) -> Chooser:
     """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for
-    (evaluation)."""
+    (evaluation).
+    """
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
 
 
 def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
     """The operators that match one of these patterns and can save less do, but for those in modules that are
-    recomputed (paths)."""
+    recomputed (paths).
+    """
     wanted, twice = tuple(patterns), tuple(f"{path}." for path in recomputed)
     return lambda graph: tuple(
         name for name in ops_that_save_less(graph, wanted) if not f"{name}.".startswith(twice)

@@ -76,7 +76,8 @@ def forget_copies() -> None:
 
 class _Steps:
     """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version
-    behind."""
+    behind.
+    """
 
     def __init__(self) -> None:
         self.count = 0

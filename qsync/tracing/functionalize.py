@@ -60,7 +60,8 @@ def _written_by(node: torch.fx.Node) -> torch.fx.Node | None:
 
 def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
     """The arguments of a call that was asked to work in place by its `inplace` argument, None if it was
-    not."""
+    not.
+    """
     if node.op != "call_function" or getattr(node.target, "__module__", None) != F.__name__:
         return None
     try:
@@ -104,7 +105,8 @@ def _find(node: torch.fx.Node, name: str) -> str | Callable[..., Any] | None:
 
 def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
     """For each node, all nodes that may share its storage: what shared one when traced, and what calls itself
-    a view."""
+    a view.
+    """
     group: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     owner: dict[int, torch.fx.Node] = {}
     for node in graph.nodes:

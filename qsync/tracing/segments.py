@@ -64,7 +64,8 @@ class Segment:
 def join(segments: Sequence[Segment], model: str) -> OpGraph:
     """One OpGraph of the segments of one call, in order. A segment that ran twice (torch.compile uses one
     graph for layers that are alike) has one precision for all its runs, so its operators stay fixed; later
-    runs bear their place's prefix."""
+    runs bear their place's prefix.
+    """
     inputs: dict[str, Input] = {}
     ops: list[Op] = []
     runs = Counter(id(segment) for segment in segments)
@@ -92,7 +93,8 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
 
 def repeat_prefix(segments: Sequence[Segment], place: int) -> str:
     """What stands before the names of a segment at this place of a call: nothing unless it ran in this call
-    before."""
+    before.
+    """
     again = any(segment is segments[place] for segment in segments[:place])
     return f"segment{place + 1}:" if again else ""
 
@@ -104,7 +106,8 @@ def read_segment(
     earlier: Sequence[Segment] = (),
 ) -> Segment:
     """Read one traced graph. `names` maps the id of each parameter and buffer to its name; `earlier` segments
-    ran before it in the same call, and their names are taken."""
+    ran before it in the same call, and their names are taken.
+    """
     private = _copy(module)
     reader = _Reader(names, earlier)
     segment = Segment(private)
@@ -302,7 +305,8 @@ class _Reader:
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
         """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator
-        each."""
+        each.
+        """
         body = node.args[0]
         assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
         inner = Segment(getattr(outer.module, body.target))
@@ -337,7 +341,8 @@ class _Reader:
 
     def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
         """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its
-        own."""
+        own.
+        """
         name = source
         if shared:
             name = self._unique(f"{source}@checkpoint")
@@ -346,7 +351,8 @@ class _Reader:
 
     def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
         """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the
-        model."""
+        model.
+        """
         returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         segment.output_values = [
             segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
@@ -393,7 +399,8 @@ def _roots(segment: Segment) -> dict[str, str]:
 
 def _module_place(node: torch.fx.Node) -> tuple[str, str]:
     """The local name from which a node's module was reached, and its path from there; empty for a node of no
-    module."""
+    module.
+    """
     stack = node.meta.get("nn_module_stack")
     text = next(reversed(stack.values()))[0] if stack else ""
     base = re.match(r"^L\['([^']*)'\]", text)
@@ -414,7 +421,8 @@ def _dtype(value: torch.Tensor) -> str:
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
     """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on
-    it."""
+    it.
+    """
     return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 

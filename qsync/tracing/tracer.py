@@ -71,7 +71,8 @@ def graph_breaks() -> dict[str, int]:
 
 def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: int = 0) -> TracingError:
     """The error for a model of which nothing can be lowered: where the graph broke since `before`, or that
-    none of the operators that were traced is a product in FP32."""
+    none of the operators that were traced is a product in FP32.
+    """
     new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
     reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
     if num_ops and not new:
@@ -95,7 +96,8 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """CalibrationError unless the example batch holds at least one tensor, also deep inside lists and dicts,
-    and no tensor is empty."""
+    and no tensor is empty.
+    """
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if not tensors:
         raise CalibrationError(
@@ -109,7 +111,7 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
-    """id -> name of each parameter and buffer; a tied one bears its first name."""
+    """Id -> name of each parameter and buffer; a tied one bears its first name."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)

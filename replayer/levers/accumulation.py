@@ -59,7 +59,8 @@ def repeated(profile: Profile, graph: OpGraph, passes: int) -> Profile:
 
 def standing_by(graph: OpGraph, passes: int) -> OpGraph:
     """The graph of one pass with what else is there throughout: the rest of the batch, and the gradients that
-    earlier passes made, which DDP brings into its buckets in the last one."""
+    earlier passes made, which DDP brings into its buckets in the last one.
+    """
     if passes == 1:
         return graph
     rest = tuple(

@@ -54,7 +54,8 @@ def numbered(graph: OpGraph) -> tuple[str, ...]:
 
 def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
     """The positions of the first and last operator of a module. Raises FormatError if it has none, if others
-    run between them, or if it holds a batch norm."""
+    run between them, or if it holds a batch norm.
+    """
     own = [i for i, op in enumerate(graph.ops) if op.name == path or op.name.startswith(f"{path}.")]
     if not own:
         known = ", ".join(sorted({op.name.partition(".")[0] for op in graph.ops})[:6])

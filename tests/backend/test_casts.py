@@ -125,7 +125,9 @@ def test_a_library_that_is_compiled_already_needs_no_tvm():
     assert library.library() is not None
     code = (
         "import sys, torch\n"
-        "from qsync.backend import casts, compiled, encode\n"
+        "from qsync.backend import encode\n"
+        "from qsync.backend.casts import cast_ops as casts\n"
+        "from qsync.backend.casts import library as compiled\n"
         "assert compiled.library() is not None, compiled.note()\n"
         "casts.round_rows(torch.randn(4, 40), torch.ones(40)); encode(torch.randn(4, 40), 'int8_col')\n"
         "assert 'tvm' not in sys.modules\n"

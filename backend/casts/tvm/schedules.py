@@ -43,7 +43,7 @@ class Serial:
 
     @staticmethod
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        """x y + z, rounded once where the processor can, under a name.
+        """X y + z, rounded once where the processor can, under a name.
 
         A call of unknown effect: TVM writes out again, wherever it is used, what it knows to be pure.
         """

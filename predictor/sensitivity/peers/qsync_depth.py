@@ -123,7 +123,8 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """Products of activations: relative rounding variances of what enters, each of which the result repeats
-    (ours)."""
+    (ours).
+    """
     relative = 0.0
     for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
         size = num_elements(found.shapes[j])

@@ -33,7 +33,8 @@ def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
 
 def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     """What the recipe builds, with its own weights. Raises MismatchError where it cannot, or builds something
-    else or of other shapes."""
+    else or of other shapes.
+    """
     cards = {value.device.index for value in model.parameters() if value.is_cuda}
     try:
         with torch.random.fork_rng(sorted(card for card in cards if card is not None)):
@@ -124,7 +125,8 @@ def _fill(
 
 def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
     """The eps that norms now have: on the modules, and in the config where all are alike. One that growth
-    leaves as it is need not be what `build` gives: the small model may have been grown itself."""
+    leaves as it is need not be what `build` gives: the small model may have been grown itself.
+    """
     before = dict(model.named_modules())
     for path, module in new.named_modules():
         source, name = before.get(plan.depth.source_of(path)), module_kinds.eps_name(module)

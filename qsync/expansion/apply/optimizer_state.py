@@ -86,7 +86,8 @@ def _by_name(
     optimizer: torch.optim.Optimizer | Mapping[str, Any], model: torch.nn.Module
 ) -> tuple[list[tuple[dict[str, Any], list[str]]], dict[str, dict[str, Any]]]:
     """The groups of an optimizer, their options and the names of their parameters; and what is kept by
-    name."""
+    name.
+    """
     parameters = dict(model.named_parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         ids = {id(value): name for name, value in parameters.items()}
@@ -124,7 +125,8 @@ def _by_name(
 
 def is_exact(m: TensorMap) -> bool:
     """Whether the gradient of a grown tensor is a known multiple of the small one's, in every element that
-    copies."""
+    copies.
+    """
     return all(axis is None or axis.is_exact for axis in m.axes)
 
 

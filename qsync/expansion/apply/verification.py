@@ -24,7 +24,8 @@ TOLERANCE_ROUNDED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5
 @dataclass(frozen=True, slots=True)
 class Verified:
     """`max_difference` is the largest between outputs, relative to the largest output where weights are
-    shorter than FP64 (`is_relative`). `not_compared` are outputs whose shapes grew."""
+    shorter than FP64 (`is_relative`). `not_compared` are outputs whose shapes grew.
+    """
 
     max_difference: float
     tolerance: float

@@ -25,7 +25,8 @@ class Untied(Exception):
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Why a piece cannot grow. Settled: no parameter was expected to grow there (a batch, pixels, a
-    vocabulary); otherwise something was not understood, or is made anew in every forward."""
+    vocabulary); otherwise something was not understood, or is made anew in every forward.
+    """
 
     reason: str
     settled: bool
@@ -111,7 +112,8 @@ def hold(axis: Axis, why: Hold) -> None:
 
 def unify(a: Axis, b: Axis) -> None:
     """From now on the two axes, of one size, are the same. Raises Untied where their factors do not
-    divide."""
+    divide.
+    """
     rest, other = leaves(a), leaves(b)
     if size_of(rest) != size_of(other):
         raise Untied(f"{size_of(rest)} and {size_of(other)}")
@@ -164,7 +166,8 @@ def _kept(axes: Sequence[Axis], found: Sequence[Axis]) -> list[Axis]:
 
 def cut(axis: Axis, start: int, length: int) -> Axis:
     """The axis of elements [start, start + length) of `axis`, which becomes a row of parts; raises Untied
-    where that would cut through the minor factors."""
+    where that would cut through the minor factors.
+    """
     known = leaves(axis)
     if length == size_of(known):
         return known

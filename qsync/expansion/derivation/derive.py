@@ -133,7 +133,8 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
 
 def _sizes(entries: Sequence[Entry], names: Names) -> tuple[dict[str, str], dict[str, str]]:
     """Proposals. Spaces as wide as a residual stream that they stand beside are taken to be so always, and a
-    block's hidden units to keep their ratio to it."""
+    block's hidden units to keep their ratio to it.
+    """
     # Streams of one width, as an encoder's and a decoder's. Heads become more as the space "stream" grows.
     one = len({names.size[space] for space in names.residual}) == 1
     sizes: dict[str, str] = dict.fromkeys((*names.residual, "stream"), "width") if one else {}

@@ -1,5 +1,6 @@
 """From what a run showed to entries of a table: which module reads and writes which space, and what is
-open."""
+open.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ class Findings:
 
     def _close_norms(self) -> None:
         """A norm in a block that others add to what it writes hands on the residual stream itself (Post-LN),
-        as does one that norms a sum in the same block; so do its namesakes in other blocks."""
+        as does one that norms a sum in the same block; so do its namesakes in other blocks.
+        """
         norms = [norm for norm in self.seen.norms if block_of(norm.path, self.blocks)]
         written = {
             (block_of(use.path, self.blocks), _pieces(axis))
@@ -217,7 +219,8 @@ class Findings:
 
     def _tied(self, use: Use, path: str) -> str:
         """Which other module has the same weight: the first one; but a head is tied to embeddings, and not
-        they to it."""
+        they to it.
+        """
         first, *others = [owner for owner, _ in self._owners(use.param)]
         kinds = {other.path: other.kind for other in self._uses(use.param)}
         if path != first:

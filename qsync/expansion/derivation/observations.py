@@ -11,7 +11,8 @@ from qsync.expansion.derivation.axis_unification import Axis, Untied, cut, leave
 @dataclass(frozen=True, slots=True)
 class Writer:
     """Rows [start, start + length) of a matrix, `axis`: those that wrote a value; `whole` is all of its
-    rows."""
+    rows.
+    """
 
     param: str
     whole: Axis
@@ -25,7 +26,8 @@ class Writer:
 
     def narrowed(self, axis: Axis, start: int, length: int) -> Writer:
         """When elements [start, start + length) of one axis of the value are taken: the rows that wrote them,
-        if that axis is the major one of the rows (else all of these: a part of each head, say)."""
+        if that axis is the major one of the rows (else all of these: a part of each head, say).
+        """
         mine, cut_axis = leaves(self.axis), leaves(axis)
         if not cut_axis or mine[: len(cut_axis)] != cut_axis:
             return self
@@ -40,7 +42,8 @@ class Writer:
 @dataclass(frozen=True, slots=True)
 class Scores:
     """Queries times keys: what wrote the two, and the axis that the product sums over. `weighed`: a softmax
-    made weights of them."""
+    made weights of them.
+    """
 
     query: Writer | None
     key: Writer | None
@@ -51,7 +54,8 @@ class Scores:
 @dataclass(frozen=True, slots=True)
 class Value:
     """A tensor: its axes, and where it comes from. `param`: it is this parameter, up to its shape. `written`:
-    a matrix wrote it, `writer` if it was one alone. `used` says what it is once its values are needed."""
+    a matrix wrote it, `writer` if it was one alone. `used` says what it is once its values are needed.
+    """
 
     axes: list[Axis]
     param: str | None = None
@@ -67,7 +71,8 @@ class Value:
 @dataclass(frozen=True, slots=True)
 class Use:
     """A parameter at work in the module `path`: `product` reads and writes, `lookup` writes, `batch_norm`
-    reads and writes. `at` counts operators, so that uses have an order."""
+    reads and writes. `at` counts operators, so that uses have an order.
+    """
 
     at: int
     path: str
@@ -92,7 +97,8 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Attention:
     """Queries met keys, and values were mixed: what wrote each, if that was one matrix, and `inner`, the axis
-    that a head's queries and keys are multiplied along."""
+    that a head's queries and keys are multiplied along.
+    """
 
     path: str
     query: Writer | None
@@ -112,7 +118,8 @@ class Attention:
 @dataclass(frozen=True, slots=True)
 class Event:
     """An operator that copies of neurons, or their means, may not survive, and the axes that it works
-    along."""
+    along.
+    """
 
     kind: str
     path: str
@@ -122,7 +129,8 @@ class Event:
 
 def combined(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
     """Of an elementwise operator's inputs: whether a matrix wrote the result, which one alone, and whether
-    two different written values met (as in a residual sum)."""
+    two different written values met (as in a residual sum).
+    """
     written = [value for value in values if value.written]
     writers = {value.writer.param if value.writer else None for value in written}
     met = len(written) > 1 and (len(writers) > 1 or None in writers)
@@ -133,7 +141,8 @@ def combined(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
 
 def _spanning(writers: Sequence[Writer]) -> Writer:
     """The rows of one matrix from the first to the last of the writers': halves that a rotation swapped are
-    one again."""
+    one again.
+    """
     first = writers[0]
     start = min(writer.start for writer in writers)
     length = max(writer.start + writer.length for writer in writers) - start

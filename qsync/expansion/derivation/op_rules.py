@@ -253,7 +253,8 @@ def _unbind(seen: Recorder, call: Call) -> list[Value]:
 
 def _chosen(seen: Recorder, call: Call, index: int) -> Value:
     """One element of an axis. Many a model asks such a tensor for its shape alone: the axis becomes a row of
-    parts when the values are used."""
+    parts when the values are used.
+    """
     value, dim = seen.value(call.tensors[0]), call.dim()
     axes = [*value.axes[:dim], *value.axes[dim + 1 :]]
     if settled(value.axes[dim]):

@@ -1,5 +1,6 @@
 """What products, attention, norms, pools and losses do to axes, and what a recipe's table needs to know of
-them."""
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ CLASSES = Hold("it numbers classes", True)
 
 
 def _product(seen: Recorder, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
-    """a times b, summed over `inner`: a matrix of the model at work, or two values that meet."""
+    """A times b, summed over `inner`: a matrix of the model at work, or two values that meet."""
     unify(*inner)
     for matrix, columns, rows in ((b, inner[1], axes[-1]), (a, inner[0], axes[-2])):
         if matrix.param is not None:

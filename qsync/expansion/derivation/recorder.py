@@ -61,7 +61,8 @@ class Recorder:
 
     def value(self, tensor: torch.Tensor, held: bool = True) -> Value:
         """What is known of a tensor; one never seen is a buffer or a constant, and what holds varied values
-        of one size cannot grow (unless a rule knows better: `held` False)."""
+        of one size cannot grow (unless a rule knows better: `held` False).
+        """
         if tensor not in self.values:
             name = self.buffers.get(id(tensor))
             what = f"the buffer {name}" if name else "a constant"
@@ -80,7 +81,8 @@ class Recorder:
 
     def looked_up(self, param: str, width: int) -> Axis:
         """The axis of what a table of embeddings hands out. Not its own axis: a head that shares the weight
-        multiplies by it a value of another space."""
+        multiplies by it a value of another space.
+        """
         return self.lookups.setdefault(param, axis(width))
 
     def event(self, kind: str, op: str, axes: list[Axis]) -> None:

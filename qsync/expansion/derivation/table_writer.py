@@ -22,7 +22,8 @@ _ANY = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convol
 @dataclass(frozen=True, slots=True)
 class Slot:
     """One space as a parameter shows it: the pieces that grow, and how many coordinates they are; or, with
-    `word`, a name that is given already (`_`, `?`, query ...)."""
+    `word`, a name that is given already (`_`, `?`, query ...).
+    """
 
     pieces: tuple[int, ...] = ()
     size: int = 0
@@ -63,7 +64,8 @@ class Names:
 def blocks_pattern(model: nn.Module, sums: Iterable[str]) -> tuple[str, list[str]]:
     """The numbered modules in which written values are added up, as one pattern ("" where there are none),
     and what no pattern says. Modules that stand in one list with others of another class are parts of a
-    block."""
+    block.
+    """
     found: dict[str, None] = {}
     for path in sums:
         parts = path.split(".")
@@ -114,7 +116,8 @@ def block_of(path: str, blocks: str) -> str:
 
 def named(entries: Sequence[Entry], blocks: str) -> Names:
     """A name for every space. What several blocks share, or a block and the rest, is a residual stream; what
-    a norm hands on is normed, in every block by one name; the others are called by what writes them."""
+    a norm hands on is normed, in every block by one name; the others are called by what writes them.
+    """
     names = Names(blocks)
     touched: dict[tuple[int, ...], dict[str, None]] = {}
     for entry, slot, _ in _slots(entries):
@@ -175,7 +178,8 @@ def _wanted(entry: Entry, entries: Sequence[Entry], names: Names, last_norm: Seq
 
 def stream_of(block: str, entries: Iterable[Entry], names: Names) -> str:
     """The residual stream that a block adds to; outside of blocks the only one, or one of several as wide.
-    "" where there is none."""
+    "" where there is none.
+    """
     if not block:
         return names.residual[0] if len({names.size[space] for space in names.residual}) == 1 else ""
     written = [
@@ -188,7 +192,8 @@ def stream_of(block: str, entries: Iterable[Entry], names: Names) -> str:
 
 def _distinguish(wanted: Mapping[tuple[str, tuple[int, ...]], tuple[str, int]], names: Names) -> None:
     """One name has one size, and in one block is one space; norms of one space share a name, as their outputs
-    grow alike."""
+    grow alike.
+    """
     sizes: dict[str, list[int]] = {}
     for name, size in wanted.values():
         if size not in sizes.setdefault(name, []):
@@ -223,7 +228,8 @@ def tail(path: str) -> str:
 
 def lines_of(entries: Sequence[Entry], names: Names, parameters: Sequence[str]) -> list[Line]:
     """One line per entry, and one for all where numbered modules say the same. `parameters` are all of the
-    model's: the first line that matches each must be its own."""
+    model's: the first line that matches each must be its own.
+    """
     said = {}
     for entry in entries:
         reads, writes = (

@@ -81,7 +81,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _not_understood(self, call: Call) -> list[Value]:
         """No tie is guessed: what enters and leaves such an operator does not grow, unless it was never
-        to."""
+        to.
+        """
         inputs = [self.seen.value(tensor) for tensor in call.tensors]
         if all(settled(one) for value in inputs for one in value.axes):
             why = Hold(f"{call.name} of what does not grow", True)
@@ -123,7 +124,8 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _normalised(frame: Frame) -> Axis | None:
     """The axis that a module divides by the root of its mean square, if it is a norm: it has no modules
-    inside, owns nothing but vectors, and does that to one axis."""
+    inside, owns nothing but vectors, and does that to one axis.
+    """
     module = frame.module
     if any(True for _ in module.children()) or any(p.dim() > 1 for p in module.parameters()):
         return None
@@ -145,7 +147,8 @@ def _is_centred(frame: Frame) -> bool:
 
 def watch(model: nn.Module, example_inputs: Any, rules: Mapping[str, Rule]) -> Recorder:
     """Run the model once in evaluation mode and without gradients; it is left as it was. `rules` say by an
-    operator's name what it does to axes. Raises TracingError when it cannot be run on these inputs."""
+    operator's name what it does to axes. Raises TracingError when it cannot be run on these inputs.
+    """
     args, kwargs = call_arguments(example_inputs)
     check_batch(args, kwargs)
     on_meta = any(tensor.is_meta for tensor in model.parameters())
@@ -187,7 +190,8 @@ def watch(model: nn.Module, example_inputs: Any, rules: Mapping[str, Rule]) -> R
 
 def _returned(output: Any) -> list[torch.Tensor]:
     """The tensors that the model is run for. A Hugging Face model's are its logits when it has any: keys and
-    values that it hands on for generating may grow."""
+    values that it hands on for generating may grow.
+    """
     if hasattr(output, "keys"):
         output = output["logits"] if "logits" in output.keys() else list(output.values())  # noqa: SIM118
     members = list(output) if isinstance(output, (tuple, list)) else [output]
@@ -207,7 +211,8 @@ def _cannot_run(model: nn.Module, error: Exception, on_meta: bool) -> str:
 @contextmanager
 def watched(mode: _Watch) -> Iterator[None]:
     """Inside, `mode` is told which module runs; attention's fused fast path, one operator for a whole layer,
-    is off."""
+    is off.
+    """
     hooks = torch.nn.modules.module
     fast = torch.backends.mha.get_fastpath_enabled()
     handles = [

@@ -90,7 +90,8 @@ def _own(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> 
 
 def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
     """MismatchError unless the weights in the folder are those of the model that its config makes; their
-    type."""
+    type.
+    """
     path = folder / WEIGHTS
     if not path.is_file():
         raise FormatError(f"there is no {path}; save the weights there (safetensors.torch.save_model)")

@@ -35,7 +35,8 @@ class Depth:
 
     def source_of(self, name: str) -> str:
         """What a module or parameter of the grown model is called in the small one; its own name where depth
-        changes nothing."""
+        changes nothing.
+        """
         sources = {place.path: place.source for places in self.places.values() for place in places}
         parts = name.split(".")
         for n in range(len(parts), 0, -1):
@@ -45,7 +46,8 @@ class Depth:
 
     def copies(self, name: str) -> tuple[tuple[str, Place | None], ...]:
         """What a parameter of the small model is called in the grown one, once for every copy of its
-        block."""
+        block.
+        """
         block = self.block_of(name)
         if not block:
             return ((name, None),)

@@ -27,7 +27,8 @@ class Growth:
     """`index` (large,): for each coordinate the one it copies, REST where it copies none. `rest` is what
     stands there: AVERAGE or ZERO. `scale` (large,), FP64: what a copy is multiplied by as it is written;
     None: 1. `product_of` are the growths of what a coordinate is made up of, if it is: a group of heads, a
-    head in it, a place in the head."""
+    head in it, a place in the head.
+    """
 
     num_small: int
     index: torch.Tensor

@@ -1,5 +1,6 @@
 """Maps: how each tensor of the grown model is made from one of the small model, worked out before anything
-is built."""
+is built.
+"""
 
 from __future__ import annotations
 
@@ -165,7 +166,8 @@ def _written(tensor: torch.Tensor, dim: int, growth: Growth) -> torch.Tensor:
 
 def _without_sums(drawn: torch.Tensor, dim: int, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
     """What is drawn for copies, less its mean over those of each source column, and what is drawn for the
-    rest: less its mean, where the rest reads means, and as it is where it reads zeros."""
+    rest: less its mean, where the rest reads means, and as it is where it reads zeros.
+    """
     index, is_copy = growth.index.clamp(min=0), along(growth.is_copy, dim, drawn)
     copies, rest = torch.where(is_copy, drawn, 0.0), torch.where(is_copy, 0.0, drawn)
     shape = list(drawn.shape)

@@ -1,5 +1,6 @@
 """The tensors of a small model, each with its line of the recipe and what its axes are; what cannot grow is
-refused here."""
+refused here.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def _grows(line: Line) -> bool:
 
 def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str]) -> None:
     """UnsupportedError for what is no tensor of ordinary floating-point numbers, or only a part of a
-    weight."""
+    weight.
+    """
     kind = name.rpartition(".")[2]
     parametrised, is_new_style, _ = name.partition(".parametrizations.")
     if is_new_style:

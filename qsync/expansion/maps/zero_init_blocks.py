@@ -1,5 +1,6 @@
 """New blocks that add nothing to their residual stream: which of their tensors are silenced, and how (LEMON,
-section 3.4)."""
+section 3.4).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from qsync.expansion.recipe.recipes import FIXED, Recipe
 
 def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> None:
     """Raise, where blocks are new, for blocks that do more than add to a residual stream that is said to be
-    one: MismatchError for a stream unsaid, UnsupportedError for a norm after the sum."""
+    one: MismatchError for a stream unsaid, UnsupportedError for a norm after the sum.
+    """
     if not any(place.is_new for places in depth.places.values() for place in places):
         return
     outside = {space for t in tensors if not depth.block_of(t.name) for space in t.line.reads}

@@ -1,5 +1,6 @@
 """The layout of a growth: which map every tensor of a model gets, by its recipe; all of it before anything
-is built."""
+is built.
+"""
 
 from __future__ import annotations
 
@@ -268,7 +269,8 @@ class _Layout:
     def _is_mixed(self, space: str) -> bool:
         """Whether gradients of a space's copies are no parts of one: a norm hands on one mean of all of them,
         whatever the parts that its readers have; copies of a key/value head may have other heads to serve
-        each."""
+        each.
+        """
         if space in ("key", "value"):
             before, after = heads(self.small), heads(self.large)
             return after.queries // after.groups < before.queries // before.groups
@@ -291,7 +293,8 @@ class _Layout:
 
     def _of_norm(self, t: Tensor, made: TensorMap) -> TensorMap:
         """gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2): s is what the
-        variance is multiplied by. Divided where a tied head reads."""
+        variance is multiplied by. Divided where a tied head reads.
+        """
         kind = t.name.rpartition(".")[2]
         if t.norm == module_kinds.BATCH or made.axes[0] is None:
             return made
@@ -304,7 +307,8 @@ class _Layout:
 
     def _of_product(self, t: Tensor, made: TensorMap) -> TensorMap:
         """As its axes say; what reads a divided space makes up for it, but for the head that it is divided
-        for."""
+        for.
+        """
         if "reads" not in t.roles:
             return made
         embeddings = next((x for x in self.tensors.values() if x is not t and x.value is t.value), None)

@@ -1,5 +1,6 @@
 """The recipes that qsync ships, for models of Hugging Face's transformers: data, and how a config says the
-same. Which recipe a model has."""
+same. Which recipe a model has.
+"""
 
 from __future__ import annotations
 
@@ -170,7 +171,8 @@ BERT = Recipe(
 
 def resnet(model: Any) -> Recipe:
     """ResNet (BatchNorm): one space of channels per stage, c0, c1 ...; `stem` is what its first block
-    reads."""
+    reads.
+    """
     config = model.config
     num_stages, is_deep = len(config.hidden_sizes), config.layer_type == "bottleneck"
     names = model.state_dict().keys()

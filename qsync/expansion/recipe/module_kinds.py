@@ -23,7 +23,8 @@ def eps_name(module: torch.nn.Module) -> str | None:
 
 def eps_of(module: torch.nn.Module) -> float:
     """A norm's eps; torch's RMSNorm takes that of the type it computes in where none is given: FP32 or
-    longer."""
+    longer.
+    """
     eps = getattr(module, eps_name(module) or "eps", None)
     is_double = getattr(getattr(module, "weight", None), "dtype", None) is torch.float64
     return float(eps) if eps is not None else torch.finfo(torch.float64 if is_double else torch.float32).eps
@@ -71,7 +72,8 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
 
 def _tried(module: torch.nn.Module, eps: float) -> str | None:
     """What a module computes of rows as wide as its weight, with a weight and a bias of our own; None for
-    neither."""
+    neither.
+    """
     draws = torch.Generator().manual_seed(0)
     is_empty = any(value.is_meta for value in module.parameters())
     own = (copy.deepcopy(module).to_empty(device="cpu") if is_empty else copy.deepcopy(module).cpu()).double()

@@ -1,5 +1,6 @@
 """Recipes: which module of a model family reads and writes which space, as a table. Data: no tensor is
-touched here."""
+touched here.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Recipe:
 
     def to(self, **sizes: int | tuple[int, ...]) -> Recipe:
         """The same with what to grow to: `recipe.to(width=768, layers=12)`. Raises FormatError for a size
-        that is no whole number of at least 1."""
+        that is no whole number of at least 1.
+        """
         for name, size in sizes.items():
             for number in size if isinstance(size, tuple) else (size,):
                 if type(number) is not int or number < 1:

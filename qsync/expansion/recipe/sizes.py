@@ -1,5 +1,6 @@
 """How large every space of a model is, and how large it is to become: known, read off the shapes, or by
-default."""
+default.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def small_sizes(
     recipe: Recipe, known: Mapping[str, int], extents: Iterable[Extent], same: Mapping[str, str]
 ) -> dict[str, int]:
     """Every size of the small model by name. Raises MismatchError where shapes and sizes cannot both be, and
-    UnsupportedError where heads are not known."""
+    UnsupportedError where heads are not known.
+    """
     found = {name: size for name, size in known.items() if isinstance(size, int)}
     grown = [e for e in extents if FIXED not in e.spaces]
     if any(set(e.spaces) & set(ATTENTION) for e in grown):
@@ -83,7 +85,8 @@ def _read_off(recipe: Recipe, extent: Extent, found: dict[str, int], same: Mappi
 
 def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str] = ()) -> dict[str, int]:
     """Every size of the grown model; `known` are those that the model says of itself. Raises UnsupportedError
-    for what shrinks, is unknown, or does not divide."""
+    for what shrinks, is unknown, or does not divide.
+    """
     asked = {name: size for name, size in recipe.target.items() if name != "layers"}
     for name, size in asked.items():
         if name not in small:
@@ -120,7 +123,8 @@ def _default_heads(
     small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str, is_free: bool
 ) -> None:
     """Where the width grows and heads are not given: more heads as wide as they are. `is_free` is whether
-    heads may be together wider or narrower than the width."""
+    heads may be together wider or narrower than the width.
+    """
     spans = small["heads"] * small["head_dim"] == small.get(width)
     if width in asked and spans and "heads" not in asked:
         each = target["head_dim"]

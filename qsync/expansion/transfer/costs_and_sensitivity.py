@@ -1,5 +1,6 @@
 """What is known of the small model as a first guess for the grown one: sensitivities and profiles, carried
-over by the maps. Neither is measured, and both say so."""
+over by the maps. Neither is measured, and both say so.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SILENT = 1.0 / 3.0
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where an operator of the grown model comes from: its name in the small one, the name there of its like
-    one block further ("" if there is none), and whether its block is new."""
+    one block further ("" if there is none), and whether its block is new.
+    """
 
     name: str
     next_name: str = ""
@@ -114,7 +116,8 @@ def carry_profile(
 
 def _before(sensitivity: Sensitivity, origin: Origin) -> Iterator[tuple[str, float]]:
     """What the small model's operator adds at each precision; for a new block's, what a silent one between
-    two would."""
+    two would.
+    """
     own = sensitivity.omega[origin.name]
     beyond = sensitivity.omega.get(origin.next_name, own)
     for precision, value in own.items():
@@ -129,7 +132,8 @@ def _rounding(op: Op, plan: ExpansionPlan) -> float:
 
 def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Origin]:
     """Where every operator of the grown graph comes from, by module paths; those that come from none are
-    left out. Raises MismatchError where a graph is not that of the plan."""
+    left out. Raises MismatchError where a graph is not that of the plan.
+    """
     _check(small, {m.source: m.source_shape for m in plan.tensors.values()}, "small")
     _check(big, {name: m.shape for name, m in plan.tensors.items()}, "grown")
     known = {op.name for op in small.ops}
@@ -143,7 +147,8 @@ def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Ori
 
 def _source(name: str, plan: ExpansionPlan) -> tuple[str, str, bool]:
     """What an operator or a value of the grown model is called in the small one, what in the block behind it,
-    and whether its block is new."""
+    and whether its block is new.
+    """
     blocks = list(plan.depth.places)
     for i, block in enumerate(blocks):
         for place in plan.depth.places[block]:

@@ -24,7 +24,8 @@ from qsync.tracing.tracer import capture
 @dataclass(frozen=True, slots=True)
 class Fit:
     """One device class: the peak of a step in FP32, the least that one precision for all operators comes to,
-    which precision that is, and what the class has. Bytes per rank, margin included; predicted."""
+    which precision that is, and what the class has. Bytes per rank, margin included; predicted.
+    """
 
     device_class: str
     fp32_bytes: int
@@ -90,7 +91,8 @@ def _traced(
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
 ) -> tuple[OpGraph, int]:
     """The graph of the grown model in training, and the bytes that its optimizer keeps; nothing is
-    computed."""
+    computed.
+    """
     with torch.device("meta"):
         new = built(model, plan).to("meta").train()
     small = dict(model.named_parameters(remove_duplicate=False))
