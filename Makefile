@@ -1,4 +1,5 @@
 # Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`.
+# `make docs` builds the documentation in build/docs.
 # `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`,
 # `make test TEST_ARGS="-m 'not slow'"` to pytest.
 
@@ -11,13 +12,17 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
-.PHONY: demo test lint types format clean
+.PHONY: demo test docs lint types format clean
 
 demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
 
 test: $(VENV)/testable
 	$(BIN)/python -m pytest $(TEST_ARGS)
+
+# Warnings are errors. Once the tools are installed, this needs no network.
+docs: $(VENV)/documentable
+	$(BIN)/python -m sphinx -b html -W --keep-going --quiet docs build/docs
 
 lint: $(VENV)/testable types
 	$(BIN)/ruff check .
@@ -54,4 +59,8 @@ $(VENV)/installed: $(VENV)/torch pyproject.toml setup.py
 
 $(VENV)/testable: $(VENV)/installed
 	$(INSTALL) -e '.[test]'
+	touch $@
+
+$(VENV)/documentable: $(VENV)/installed
+	$(INSTALL) -e '.[docs]'
 	touch $@
