@@ -68,7 +68,9 @@ def _adapt(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[s
         if formula and not _in_list(adapted):
             adapted += ["::", ""]
             literal = True
-        adapted.append(line if literal or blank or line.lstrip().startswith((">>>", "...")) else _to_rst(line))
+        adapted.append(
+            line if literal or blank or line.lstrip().startswith((">>>", "...")) else _to_rst(line)
+        )
     lines[:] = adapted
 
 
