@@ -8,9 +8,8 @@ from qsync.allocator.explanation.unsupported import Refusal, refusals
 from qsync.allocator.levers.search import search
 from qsync.allocator.op_groups import alike
 from qsync.allocator.planner import allocate
-from qsync.allocator.tradeoff import frontier
+from qsync.allocator.tradeoff import fastest_within, frontier
 from qsync.allocator.uniform import uniform
-from qsync.allocator.within import fastest_within
 
 __all__ = [
     "Alternative", "Certificate", "Reason", "Refusal", "ShadowPrice", "alike", "allocate", "check_plan",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 
-from qsync.allocator.patterns import unmatched
 from qsync.errors import FormatError, MismatchError
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
@@ -82,3 +82,26 @@ def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
         regex += {"*": "(.*?)", "?": "(.)"}.get(text, f"({text.replace('[!', '[^')})")
     found = re.fullmatch(regex + re.escape(pattern[end:]), name)
     return found.groups() if found else (name,)
+
+
+def unmatched(graph: OpGraph, pattern: str) -> str:
+    """What is wrong with a pattern that matches no adjustable operator, and which one it may have meant."""
+    other = next((op for op in graph.ops if fnmatch.fnmatchcase(op.name, pattern)), None)
+    if other is not None:
+        return (
+            f"no adjustable operator of {graph.model} matches {pattern!r}: {other.name} ({other.kind}) is a "
+            f"{other.role} one, whose precision is not chosen; leave it out"
+        )
+    close = difflib.get_close_matches(pattern, [op.name for op in graph.adjustable], n=1, cutoff=0.0)
+    nearest = f" (nearest: {close[0]!r})" if close else ""
+    return f"no adjustable operator of {graph.model} matches {pattern!r}{nearest}; give a pattern of names"
+
+
+def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:
+    """Operators that read the same value and may be lowered: q, k and v, which share one quantize."""
+    readers: dict[str, list[str]] = {}
+    for op in graph.adjustable:
+        for value in dict.fromkeys(op.inputs):
+            if len(choices.get(op.name, ())) > 1:
+                readers.setdefault(value, []).append(op.name)
+    return list(dict.fromkeys(tuple(group) for group in readers.values() if len(group) > 1))

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from qsync.allocator.averaging import gradient_weight
-from qsync.allocator.problem import Problem, pose
+from qsync.allocator.problem import Problem, gradient_weight, pose
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from qsync.allocator.planner import allocate
-from qsync.errors import FormatError
+from qsync.errors import FormatError, InfeasibleError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -14,6 +15,8 @@ from qsync.records.profiles import Profile, Sensitivity
 
 # Of two plans the dearer must add this much more variance, as a part, to stand beside the slower one.
 _MEANINGFUL = 1e-9
+# The step is found to this part of the way between the least and that of FP32.
+_PRECISION = 1e-3
 
 
 def frontier(
@@ -62,3 +65,62 @@ def _undominated(plans: list[Plan]) -> list[Plan]:
         if least is None or variance < least * (1 - _MEANINGFUL):
             kept.append(plan)
     return kept
+
+
+def fastest_within(
+    graph: OpGraph,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    max_variance: float,
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Any,
+) -> Plan:
+    """The plan of the shortest step among those that add at most this variance (squared gradient norm).
+
+    Targets are bisected, for less time never adds less variance; the step is the least to a thousandth of
+    what lies between the fastest and FP32's (ours). `options` are those of `allocate`, but for `target_s` and
+    `slack`. Raises FormatError for a variance that is negative or no number, InfeasibleError, saying by how
+    much, where pins or memory add more whatever the time, and what `allocate` raises.
+
+    >>> fastest_within(graph, profiles, sensitivity, cluster, max_variance=1e-4).step_s
+    """
+    if not 0.0 <= max_variance < math.inf:
+        raise FormatError(
+            f"the variance must not be negative or infinite, found {max_variance}; 0 lowers nothing"
+        )
+    for name in ("target_s", "slack"):
+        if options.get(name):
+            raise FormatError(f"the least step is looked for within a variance; leave out {name}")
+
+    def planned(target_s: float | None) -> Plan:
+        progress("least step" if target_s is None else f"a step of {target_s * 1e3:.4g} ms")
+        return allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": target_s})
+
+    fast, slow = planned(None), planned(1e6)
+    if _adds(fast) <= max_variance:
+        return fast
+    if _adds(slow) > max_variance:
+        raise InfeasibleError(
+            f"no plan adds {max_variance:.6g} of variance or less: however long the step, pins and memory "
+            f"add {_adds(slow):.6g}, {_adds(slow) - max_variance:.3g} too much; allow more, pin less or give "
+            "the class more memory"
+        )
+    assert fast.step_s is not None and slow.step_s is not None
+    low, high, best = fast.step_s, slow.step_s, slow
+    enough = _PRECISION * (high - low)
+    while high - low > enough:
+        middle = (low + high) / 2
+        plan = planned(middle)
+        if _adds(plan) <= max_variance:
+            # Its step may be shorter than it had to be.
+            best, high = plan, min(middle, plan.step_s or middle)
+        else:
+            low = middle
+    return best
+
+
+def _adds(plan: Plan) -> float:
+    assert plan.added_variance is not None
+    return plan.added_variance

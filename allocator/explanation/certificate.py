@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.allocator.averaging import gradient_weight
 from qsync.allocator.op_groups import alike
-from qsync.allocator.problem import check_sensitivity
+from qsync.allocator.problem import check_sensitivity, gradient_weight
 from qsync.errors import QSyncError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qsync.allocator.explanation.lowering_reasons import as_planned
-from qsync.allocator.siblings import sibling_groups
+from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.solvers.recovery import TOLERANCE
 from qsync.allocator.state import State
 from qsync.records.cluster import Cluster

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from qsync.allocator.siblings import sibling_groups
+from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.solvers.enumeration import fastest_that_fits
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError

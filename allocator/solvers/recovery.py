@@ -5,8 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.problem import RANK
-from qsync.allocator.siblings import sibling_groups
 from qsync.allocator.state import Move, State
 from qsync.records.precision import Precision
 from qsync.replayer import least_time, starts_s
