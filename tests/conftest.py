@@ -6,9 +6,22 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
 
 # Fixtures: both, cuda_on_cpu.
 pytest_plugins = ["compiled_and_plain"]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests that start ranks first, one after another; keep each other file on one worker.
+
+    Two jobs of two ranks at once would starve each other on two cores. A file's fixtures are made once.
+    """
+    for item in items:
+        starts_ranks = item.get_closest_marker("dist") is not None
+        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: item.get_closest_marker("dist") is None)
