@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 DEMO_ARGS ?=
 TEST_ARGS ?=
+# Two workers: a test that starts ranks uses two cores by itself.
+TEST_WORKERS ?= 2
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
 .PHONY: demo test docs lint types format clean
@@ -18,7 +20,7 @@ demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
 
 test: $(VENV)/testable
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
 
 # Warnings are errors. Once the tools are installed, this needs no network.
 docs: $(VENV)/documentable
