@@ -1,10 +1,55 @@
-"""What can be wrong with a request, said in one sentence that tells the reader what to do."""
+"""Errors of qsync: each is one sentence that says what is wrong and what to do about it."""
 
 from __future__ import annotations
 
+import re
+
+_LONGEST_RUN = 200  # characters of a quoted value or an unbroken token that a message repeats as they are
+# A quote opens a value only where no word precedes it, and closes one where none follows.
+_QUOTED_RUN = re.compile(rf"(?<!\w)(?:'[^'\n]{{{_LONGEST_RUN},}}'|\"[^\"\n]{{{_LONGEST_RUN},}}\")(?!\w)")
+_UNBROKEN_RUN = re.compile(rf"\S{{{_LONGEST_RUN},}}[^\s.,:;)]")
+
+
+def shortened(value: object, most: int = 80, quote: bool = True) -> str:
+    """Write a value on one line for a message: a long one as its beginning and its length.
+
+    Args:
+        value: written as `repr` does; an exception as its message.
+        most: characters that are written as they are.
+        quote: False writes a string without quotes, its whitespace as single spaces.
+
+    Example:
+        >>> shortened("int7")
+        "'int7'"
+        >>> shortened("a" * 5000, most=10)
+        "'aaaaaaaaa...' (5000 characters)"
+    """
+    plain = isinstance(value, BaseException) or (isinstance(value, str) and not quote)
+    try:
+        text = " ".join(str(value).split()) if plain else repr(value)
+    except (RecursionError, ValueError):  # nested too deeply, or a number of thousands of digits
+        text = f"a {type(value).__name__}"
+    if len(text) <= most:
+        return text
+    num_characters = len(value) if isinstance(value, str) else len(text)
+    end = text[-1] if isinstance(value, str) and quote else ""
+    return f"{text[:most]}...{end} ({num_characters} characters)"
+
+
+def _bounded(message: str) -> str:
+    """Shorten every quoted value and unbroken token of a message that is longer than any name of ours."""
+    message = _QUOTED_RUN.sub(lambda run: shortened(run[0][1:-1]), message)
+    return _UNBROKEN_RUN.sub(lambda run: shortened(run[0], quote=False), message)
+
 
 class QSyncError(Exception):
-    """The request cannot be carried out; the message says which thing is wrong and what to do about it."""
+    """The request cannot be carried out; the message says which thing is wrong and what to do about it.
+
+    A message never repeats a long value whole, whatever malformed file it comes from.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(_bounded(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class FormatError(QSyncError):

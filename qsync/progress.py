@@ -1,4 +1,4 @@
-"""Progress of long work, shown once: on rank 0, as a live line on a terminal and as plain lines elsewhere."""
+"""Show the progress of long work once: on rank 0, as a live line on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 @contextmanager
 def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
-    """A function that says what is being done now.
+    """Yield a function that shows what is being done now.
 
     >>> with shown_on_rank_zero("qsync: planning") as progress:
     ...     progress("profile bf16, round 1 of 3")

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 from qsync.records.datasheets import datasheet
 from qsync.records.json_files import check_fields, field
 from qsync.records.precision import Precision
@@ -83,8 +83,8 @@ class Cluster:
         for device_class in self.classes:
             if device_class.name == name:
                 return device_class
-        known = ", ".join(device_class.name for device_class in self.classes)
-        raise FormatError(f"no device class {name!r} in this cluster; it has {known}")
+        known = shortened(", ".join(device_class.name for device_class in self.classes), 160, quote=False)
+        raise FormatError(f"no device class {shortened(name)} in this cluster; it has {known}")
 
     def with_memory(self, budgets: Mapping[str, int]) -> Cluster:
         """This cluster with other memory for some classes: name -> bytes.
@@ -113,12 +113,15 @@ class Cluster:
         names = [device_class.name for device_class in classes]
         for name in names:
             if names.count(name) > 1:
-                raise FormatError(f"{where} names the device class {name!r} twice; give each class one table")
+                raise FormatError(
+                    f"{where} names the device class {shortened(name)} twice; give each class one table"
+                )
         link = _link(field(value, "link", dict, where), f"{where}, link")
         cluster = cls(classes, link, *_hosts(value, where))
         if cluster.num_hosts > cluster.num_ranks:
             raise FormatError(
-                f"{where}: {cluster.num_hosts} hosts for {cluster.num_ranks} ranks; give fewer hosts"
+                f"{where}: {shortened(cluster.num_hosts)} hosts for {shortened(cluster.num_ranks)} ranks; "
+                "give fewer hosts"
             )
         _check_known(value, cls, where)
         check_fields(cluster, where)
@@ -136,9 +139,11 @@ class Cluster:
         try:
             return cls.from_json(tomllib.loads(text), where=str(path))
         except tomllib.TOMLDecodeError as error:
-            raise FormatError(f"{path}: not valid TOML, {error}; mend that line") from error
+            raise FormatError(f"{path}: not valid TOML, {shortened(error)}; mend that line") from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-            raise FormatError(f"{path} is no cluster file ({error}); see README, Cluster files") from error
+            raise FormatError(
+                f"{path} is no cluster file ({shortened(error)}); see README, Cluster files"
+            ) from error
 
 
 def _device_class(entry: Any, where: str) -> DeviceClass:
@@ -152,15 +157,18 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
     _check_known(entry, DeviceClass, where)
     if count < 1:
         raise FormatError(
-            f"{where}: count must be at least 1, found {count}; remove the class or give it ranks"
+            f"{where}: count must be at least 1, found {shortened(count)}; remove the class or give it ranks"
         )
     if memory < 1:
-        raise FormatError(f"{where}: memory_bytes must be positive, found {memory}; give one device's")
+        raise FormatError(
+            f"{where}: memory_bytes must be positive, found {shortened(memory)}; give one device's"
+        )
     if share is not None and (
         isinstance(share, bool) or not (isinstance(share, (int, float)) and 0 < share <= 1)
     ):
         raise FormatError(
-            f"{where}: emulated_share must lie in (0, 1], found {share!r}; leave it out for a whole one"
+            f"{where}: emulated_share must lie in (0, 1], found {shortened(share)}; "
+            "leave it out for a whole one"
         )
     try:
         precisions = tuple(
@@ -172,11 +180,13 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
         raise FormatError(f"{where}: precisions must include 'fp32'; add it")
     device = field(entry, "device", str, where)
     if device not in ("cpu", "cuda"):
-        raise FormatError(f"{where}: device must be 'cpu' or 'cuda', found {device!r}")
+        raise FormatError(f"{where}: device must be 'cpu' or 'cuda', found {shortened(device)}")
     name, sheet = field(entry, "name", str, where), entry.get("datasheet")
     hardware = entry.get("hardware")
     if hardware is not None and not isinstance(hardware, str):
-        raise FormatError(f"{where}: hardware must be the name of a GPU or processor, found {hardware!r}")
+        raise FormatError(
+            f"{where}: hardware must be the name of a GPU or processor, found {shortened(hardware)}"
+        )
     return DeviceClass(name, device, count, memory, precisions, share, sheet, hardware)
 
 
@@ -189,7 +199,7 @@ def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
     for text in field({"precisions": [], **entry}, "precisions", (list, tuple), where):
         if text not in list(sheet.precisions):
             known = ", ".join(sheet.precisions)
-            raise FormatError(f"{where}: {sheet.name} has no {text}; it has {known}")
+            raise FormatError(f"{where}: {sheet.name} has no {shortened(text, quote=False)}; it has {known}")
     usual = [str(precision) for precision in sheet.precisions if precision is not Precision.INT8_ALL]
     own = {"device": "cuda", "memory_bytes": sheet.memory_bytes, "precisions": usual}
     return {**own, **entry, "datasheet": sheet.name}
@@ -199,22 +209,25 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
     _check_known(entry, Link, where)
     values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
     values["overlap_rate"] = field({"overlap_rate": 1.0, **entry}, "overlap_rate", (int, float), where)
+    shown = {name: shortened(number) for name, number in values.items()}
     if not 0 <= values["latency_s"] < math.inf:
         raise FormatError(
-            f"{where}: latency_s must be finite and not negative, found {values['latency_s']}; give seconds"
+            f"{where}: latency_s must be finite and not negative, found {shown['latency_s']}; give seconds"
         )
     if not 0 < values["bytes_per_s"] < math.inf:
         raise FormatError(
-            f"{where}: bytes_per_s must be positive and finite, found {values['bytes_per_s']}; give what an "
+            f"{where}: bytes_per_s must be positive and finite, found {shown['bytes_per_s']}; give what an "
             "all-reduce reaches"
         )
     if not 0 < values["overlap_rate"] <= 1:
         raise FormatError(
-            f"{where}: overlap_rate must lie in (0, 1], found {values['overlap_rate']}; 1 if nothing slows it"
+            f"{where}: overlap_rate must lie in (0, 1], found {shown['overlap_rate']}; 1 if nothing slows it"
         )
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
-        raise FormatError(f"{where}: num_ranks must be a whole number of at least 2, found {num_ranks!r}")
+        raise FormatError(
+            f"{where}: num_ranks must be a whole number of at least 2, found {shortened(num_ranks)}"
+        )
     check_fields(Link(**values), where)
     return Link(**{name: float(number) for name, number in values.items()}, num_ranks=num_ranks)
 
@@ -225,7 +238,7 @@ def _hosts(value: Mapping[str, Any], where: str) -> tuple[Link | None, int]:
     entry = value.get("between")
     if num_hosts < 1:
         raise FormatError(
-            f"{where}: num_hosts must be at least 1, found {num_hosts}; leave it out for one host"
+            f"{where}: num_hosts must be at least 1, found {shortened(num_hosts)}; leave it out for one host"
         )
     if (entry is None) != (num_hosts == 1):
         raise FormatError(f"{where}: num_hosts and a [between] link go together; give both or neither")
@@ -239,4 +252,6 @@ def _check_known(entry: Mapping[str, Any], record: type, where: str) -> None:
     known = [entry.name for entry in fields(record)]
     for name in entry:
         if name not in known:
-            raise FormatError(f"{where} has an unknown field {name!r}; the fields are {', '.join(known)}")
+            raise FormatError(
+                f"{where} has an unknown field {shortened(name)}; the fields are {', '.join(known)}"
+            )

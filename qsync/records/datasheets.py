@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 from qsync.records.json_files import check_fields
 from qsync.records.precision import Precision
 
@@ -59,7 +59,7 @@ class DataSheet:
         try:
             sheet = cls(**{**value, "capability": tuple(capability) if capability is not None else None})
         except TypeError as error:
-            raise FormatError(f"{where} cannot be read ({error}); write the file anew") from error
+            raise FormatError(f"{where} cannot be read ({shortened(error)}); write the file anew") from error
         check_fields(sheet, where)
         return sheet
 
@@ -128,6 +128,6 @@ def datasheet(name: str) -> DataSheet:
         nearest = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
         names = ", ".join(DATASHEETS)
         raise FormatError(
-            f"there is no data sheet {name!r} (nearest: {known[nearest]!r}); choose one of {names}"
+            f"there is no data sheet {shortened(name)} (nearest: {known[nearest]!r}); choose one of {names}"
         )
     return DATASHEETS[known[name.lower()]]

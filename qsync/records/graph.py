@@ -16,7 +16,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 from qsync.records.identity_cache import Remembered
 from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
 from qsync.records.precision import PRECISIONS_BY_KIND
@@ -87,9 +87,9 @@ class Op:
 class OpGraph:
     """A model's operators in execution order, with what enters the graph.
 
-    Graph breaks are joined in order. `recomputed` are blocks that compute forward once more in backward, each
-    as the positions of its first and last operator, where a plan wants that (`qsync.records.levers`); it is in no
-    file.
+    Graph breaks are joined in order. `recomputed` lists the blocks that compute forward once more in
+    backward, where a plan wants that (`qsync.records.levers`): each as the positions of its first and last
+    operator. No file holds it.
     """
 
     model: str
@@ -151,7 +151,7 @@ class OpGraph:
             )
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(
-                f"the graph file has an operator or input that cannot be read ({error})"
+                f"the graph file has an operator or input that cannot be read ({shortened(error)})"
             ) from error
         graph = cls(
             field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph")
@@ -169,12 +169,13 @@ class OpGraph:
             missing = [name for name in (*op.inputs, *op.kept) if name not in known]
             if missing:
                 raise FormatError(
-                    f"graph: operator {op.name!r} reads {missing[0]!r}, which nothing before it makes; "
-                    "capture the model again"
+                    f"graph: operator {shortened(op.name)} reads {shortened(missing[0])}, which nothing "
+                    "before it makes; capture the model again"
                 )
             if op.role is Role.ADJUSTABLE and op.kind not in PRECISIONS_BY_KIND:
                 raise FormatError(
-                    f"graph: operator {op.name!r} is adjustable, but there is no kernel of kind {op.kind!r}; "
+                    f"graph: operator {shortened(op.name)} is adjustable, but there is no kernel of kind "
+                    f"{shortened(op.kind)}; "
                     "capture the model again"
                 )
             known.add(op.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 
 
 def write_bytes(path: str | Path, data: bytes) -> Path:
@@ -65,7 +65,9 @@ def read_json(path: str | Path) -> dict[str, Any]:
             "anew"
         ) from error
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
-        raise FormatError(f"{path} is no file that qsync wrote ({error}); write it anew") from error
+        raise FormatError(
+            f"{path} is no file that qsync wrote ({shortened(error)}); write it anew"
+        ) from error
     if not isinstance(value, dict):
         raise FormatError(
             f"{path} holds a JSON {type(value).__name__}, not an object; give a file that qsync wrote"
@@ -77,12 +79,12 @@ def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
     """Refuse a record of another kind or of a version this code does not read."""
     if value.get("kind") != kind:
         raise FormatError(
-            f"expected a {kind} file, found {value.get('kind', 'no kind')!r}; give a {kind} file"
+            f"expected a {kind} file, found {shortened(value.get('kind', 'no kind'))}; give a {kind} file"
         )
     if value.get("version") != version:
         raise FormatError(
-            f"this {kind} file has version {value.get('version')!r}, this qsync reads version {version}; "
-            "write it anew"
+            f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
+            f"version {version}; write it anew"
         )
 
 
@@ -95,7 +97,7 @@ def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...]
         isinstance(found, bool) and expected in (int, float, (int, float))
     ):
         names = " or ".join(t.__name__ for t in (expected if isinstance(expected, tuple) else (expected,)))
-        raise FormatError(f"{where}: field {name!r} must be {names}, found {found!r}")
+        raise FormatError(f"{where}: field {name!r} must be {names}, found {shortened(found)}")
     return found
 
 
@@ -125,18 +127,21 @@ def _check(value: Any, expected: Any, place: str) -> None:
     elif origin is tuple:
         each = arguments[:1] * len(value) if isinstance(value, tuple) and arguments[-1] is ... else arguments
         if not isinstance(value, tuple) or len(value) != len(each):
-            raise FormatError(f"{place} must be a list, found {value!r}; write the file anew")
+            raise FormatError(f"{place} must be a list, found {shortened(value)}; write the file anew")
         for item, item_type in zip(value, each, strict=True):
             _check(item, item_type, place)
     elif origin is not None:  # a mapping
         if not isinstance(value, Mapping):
-            raise FormatError(f"{place} must be an object, found {value!r}; write the file anew")
+            raise FormatError(f"{place} must be an object, found {shortened(value)}; write the file anew")
         for key, item in value.items():
             _check(key, arguments[0], place)
-            _check(item, arguments[1], f"{place}, {key if isinstance(key, str) else ' '.join(key)}")
+            entry = shortened(key if isinstance(key, str) else " ".join(key), quote=False)
+            _check(item, arguments[1], f"{place}, {entry}")
     elif expected is not Any:
         if not isinstance(value, expected):
-            raise FormatError(f"{place} must be {expected.__name__}, found {value!r}; write the file anew")
+            raise FormatError(
+                f"{place} must be {expected.__name__}, found {shortened(value)}; write the file anew"
+            )
         if is_dataclass(value):
             check_fields(value, place)
 
@@ -144,10 +149,14 @@ def _check(value: Any, expected: Any, place: str) -> None:
 def _check_number(value: Any, expected: type, place: str) -> None:
     kinds = (int, float) if expected is float else (int,)
     if not isinstance(value, kinds) or isinstance(value, bool):
-        raise FormatError(f"{place} must be {expected.__name__}, found {value!r}; write the file anew")
+        raise FormatError(
+            f"{place} must be {expected.__name__}, found {shortened(value)}; write the file anew"
+        )
     try:
         good = math.isfinite(value) and value >= 0
     except OverflowError:  # an integer beyond every float
         good = False
     if not good:
-        raise FormatError(f"{place} must be finite and not negative, found {value}; write the file anew")
+        raise FormatError(
+            f"{place} must be finite and not negative, found {shortened(value)}; write the file anew"
+        )

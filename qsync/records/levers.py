@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 from qsync.records.graph import OpGraph
 
 SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
@@ -102,11 +102,14 @@ class Levers:
             without = {name: Without(**entry) for name, entry in value.get("without", {}).items()}
             untried = {name: str(reason) for name, reason in value.get("untried", {}).items()}
         except (TypeError, KeyError, AttributeError) as error:
-            raise FormatError(f"{where} cannot be read ({error}); plan again") from error
+            raise FormatError(f"{where} cannot be read ({shortened(error)}); plan again") from error
         for name, entry in classes.items():
             for what, number in (("samples", entry.samples), ("passes", entry.passes)):
                 if number is not None and (type(number) is not int or number < 1):
-                    raise FormatError(f"{where}, class {name!r}: {what} must be at least 1, found {number!r}")
+                    raise FormatError(
+                        f"{where}, class {shortened(name)}: {what} must be at least 1, "
+                        f"found {shortened(number)}"
+                    )
         return cls(classes, without, untried)
 
 
@@ -134,5 +137,6 @@ def samples_of(graph: OpGraph) -> int:
     """
     shape = next((value.shape for value in graph.inputs if value.kind == "batch" and value.shape), None)
     if shape is None:
-        raise FormatError(f"no tensor of a batch enters {graph.model}, so it has no samples to share out")
+        model = shortened(graph.model, quote=False)
+        raise FormatError(f"no tensor of a batch enters {model}, so it has no samples to share out")
     return shape[0]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_fields, check_header, read_json, write_json
 from qsync.records.json_files import field as field_of
@@ -79,8 +79,8 @@ class Plan:
         if device_class not in self.classes:
             known = ", ".join(self.classes)
             raise MismatchError(
-                f"the plan has no device class {device_class!r}, it was made for {known}; name one of these, "
-                "or plan again"
+                f"the plan has no device class {shortened(device_class)}, it was made for "
+                f"{shortened(known, most=160, quote=False)}; name one of these, or plan again"
             )
         return self.classes[device_class]
 
@@ -106,28 +106,32 @@ class Plan:
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this plan was made for `graph`; both sides are named."""
         names = {op.name: op.kind for op in graph.adjustable}
+        model = shortened(graph.model, quote=False)
         for class_name, class_plan in self.classes.items():
+            where = shortened(class_name, quote=False)
             for op, precision in class_plan.assignment.items():
                 if op not in names:
                     raise MismatchError(
-                        f"the plan for {class_name} assigns {op!r}, which {graph.model} does not have"
+                        f"the plan for {where} assigns {shortened(op)}, which {model} does not have"
                         f"{_nearest(op, names)}; plan again for this model"
                     )
                 if precision not in PRECISIONS_BY_KIND[names[op]]:
                     raise FormatError(
-                        f"the plan gives {op} ({names[op]}) {precision}, which has no kernel; choose another"
+                        f"the plan gives {shortened(op, quote=False)} ({names[op]}) {precision}, "
+                        "which has no kernel; choose another"
                     )
             missing = [op for op in names if op not in class_plan.assignment]
             if missing:
                 raise MismatchError(
-                    f"the plan for {class_name} says nothing of {missing[0]!r} and {len(missing) - 1} more "
-                    f"operators of {graph.model}; plan again for this model"
+                    f"the plan for {where} says nothing of {shortened(missing[0])} and "
+                    f"{len(missing) - 1} more operators of {model}; plan again for this model"
                 )
             check_saving(graph, class_name, class_plan.saving_less)
         if self.graph_hash != graph.hash:
             raise MismatchError(
-                f"the plan was made for {self.model} with graph {self.graph_hash}, this model is "
-                f"{graph.model} with graph {graph.hash}; plan again for this model"
+                f"the plan was made for {shortened(self.model, quote=False)} with graph "
+                f"{shortened(self.graph_hash, quote=False)}, this model is {model} with graph {graph.hash}; "
+                "plan again for this model"
             )
 
     def pin(self, pattern: str, precision: str | Precision) -> Plan:
@@ -138,7 +142,7 @@ class Plan:
         chosen = Precision.parse(precision)
         known = next(iter(self.classes.values())).assignment
         if not fnmatch.filter(known, pattern):
-            raise MismatchError(f"no operator matches {pattern!r}{_nearest(pattern, known)}")
+            raise MismatchError(f"no operator matches {shortened(pattern)}{_nearest(pattern, known)}")
         classes = {
             name: replace(
                 class_plan,
@@ -153,12 +157,11 @@ class Plan:
         return replace(self, classes=classes, step_s=None, bound=None)
 
     def save_less(self, pattern: str = "*", device_class: str | None = None) -> Plan:
-        """A plan in which following operators (gelu, layer_norm, dropout ...) that match save less for
-        backward.
+        """Return a plan in which the following operators that match save less for backward.
 
-        In every class, or in one. What they keep then is lowering's to say: their result if the next product
-        keeps it anyway, else one bit or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are
-        dropped, as by `pin`.
+        The change is to every class, or to one. Following operators are gelu, layer_norm, dropout and their
+        like. Lowering decides what they save then: their result if the next product saves it anyway, else one
+        or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are dropped, as by `pin`.
 
         >>> plan.save_less("encoder.layer.*", device_class="infer")
         """
@@ -243,7 +246,7 @@ class Plan:
         check_header(value, "plan", VERSION)
         classes = {}
         for name, entry in field_of(value, "classes", dict, "plan").items():
-            where = f"plan, class {name!r}"
+            where = f"plan, class {shortened(name)}"
             if not isinstance(entry, dict):
                 raise FormatError(f"{where} must be an object with an assignment")
             assignment = {}
@@ -251,14 +254,14 @@ class Plan:
                 try:
                     assignment[op] = Precision.parse(str(text))
                 except FormatError as error:
-                    raise FormatError(f"{where}, operator {op!r}: {error}") from error
+                    raise FormatError(f"{where}, operator {shortened(op)}: {error}") from error
             try:
                 predicted = Predicted(**entry["predicted"]) if entry.get("predicted") else None
             except TypeError as error:
                 raise FormatError(
-                    f"{where}: the prediction cannot be read ({error}); replay the plan again"
+                    f"{where}: the prediction cannot be read ({shortened(error)}); replay the plan again"
                 ) from error
-            less = tuple(entry.get("saving_less", ()))
+            less = tuple(field_of({"saving_less": [], **entry}, "saving_less", list, where))
             classes[name] = ClassPlan(
                 assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured")
             )  # fmt: skip
@@ -271,7 +274,7 @@ class Plan:
             Levers.from_json(value["levers"], "the plan's levers") if value.get("levers") else None,
             {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
             _mapping(value, "budgets"),
-            tuple(tuple(str(pattern) for pattern in patterns) for patterns in value.get("together") or ()),
+            _groups(value),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan
@@ -288,12 +291,13 @@ class Plan:
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
     """MismatchError for a pattern of a class's plan that matches no operator that can save less; "*" may."""
+    where, model = (shortened(name, quote=False) for name in (device_class, graph.model))
     for pattern in patterns:
         if pattern != "*" and not ops_that_save_less(graph, [pattern]):
             known = {op.name: op.kind for op in graph.ops if can_save_less(op)}
             raise MismatchError(
-                f"the plan for {device_class} lets {pattern!r} save less, but no operator of "
-                f"{graph.model} that can matches{_nearest(pattern, known)}"
+                f"the plan for {where} lets {shortened(pattern)} save less, but no operator of "
+                f"{model} that can matches{_nearest(pattern, known)}"
             )
 
 
@@ -303,6 +307,17 @@ def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
+def _groups(value: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """Return the patterns of operators that were to run alike, group by group."""
+    groups = field_of({**value, "together": value.get("together") or []}, "together", list, "plan")
+    for group in groups:
+        if not isinstance(group, list):
+            raise FormatError(
+                f"plan: each entry of 'together' must be a list, found {shortened(group)}; plan again"
+            )
+    return tuple(tuple(str(pattern) for pattern in group) for group in groups)
+
+
 def _nearest(name: str, known: Mapping[str, Any]) -> str:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
-    return f" (nearest: {close[0]!r})" if close else ""
+    return f" (nearest: {shortened(close[0])})" if close else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from qsync.errors import FormatError
+from qsync.errors import FormatError, shortened
 
 
 class Precision(StrEnum):
@@ -33,7 +33,7 @@ class Precision(StrEnum):
             return cls(text)
         except ValueError:
             names = ", ".join(cls)
-            raise FormatError(f"unknown precision {text!r}: choose one of {names}") from None
+            raise FormatError(f"unknown precision {shortened(text)}: choose one of {names}") from None
 
 
 # Explicit mantissa bits of the floating formats. Rounding x to m bits has step 2^(floor(log2|x|) - m).

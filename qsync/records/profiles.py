@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import qsync
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.records.cluster import DeviceClass
 from qsync.records.graph import OpGraph, digest
 from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
@@ -148,23 +148,26 @@ class Profile:
             modes = (mode.partition(" ")[0] for mode in self.ops.get(op, {}))
             return tuple(dict.fromkeys(Precision.parse(mode) for mode in modes))
         except FormatError as error:
-            raise FormatError(f"profile of {self.device_class}, operator {op!r}: {error}") from error
+            raise FormatError(
+                f"profile of {shortened(self.device_class, quote=False)}, operator {shortened(op)}: {error}"
+            ) from error
 
     def check_graph(self, graph: OpGraph) -> None:
         """MismatchError unless this profile was measured for `graph` at its batch shape."""
+        name = shortened(self.device_class, quote=False)
         if self.graph_hash != graph.hash:
             mine, other = (
-                f"{name}, graph {h}" if name else f"graph {h}"
-                for name, h in ((self.model, self.graph_hash), (graph.model, graph.hash))
+                f"{shortened(model, quote=False)}, graph {h}" if model else f"graph {h}"
+                for model, h in ((self.model, self.graph_hash), (graph.model, graph.hash))
             )
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another model ({mine}; this one is "
+                f"the profile of {name} was measured for another model ({mine}; this one is "
                 f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
             )
         if (self.setting.captured if self.setting else self.shapes_hash) != graph.shapes_hash:
             sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
             raise MismatchError(
-                f"the profile of {self.device_class} was measured for another batch shape"
+                f"the profile of {name} was measured for another batch shape"
                 f"{sides if self.batch else ''}; capture and profile with the same example batch, or "
                 "take it as what-if with --force"
             )
@@ -186,16 +189,19 @@ class Profile:
         """MismatchError unless this profile was measured on what the class is, as far as both say."""
         if self.origin not in _DEVICE_MEASURED:
             return
-        mine, its = self.hardware, device_class.hardware
-        if mine and its and mine != its:
+        name = shortened(self.device_class, quote=False)
+        mine, its = (
+            shortened(has, quote=False) if has else has for has in (self.hardware, device_class.hardware)
+        )
+        if mine and its and self.hardware != device_class.hardware:
             raise MismatchError(
-                f"the profile of {self.device_class} was measured on another machine ({mine}, the class is "
-                f"{its}); {MEASURE_AGAIN}"
+                f"the profile of {name} was measured on another machine ({mine}, the class is {its}); "
+                f"{MEASURE_AGAIN}"
             )
         if self.device not in (None, device_class.device):
             how = "without a GPU" if self.device == "cpu" else "on a GPU"
             raise MismatchError(
-                f"the profile of {self.device_class} was measured {how} ({mine}), but the class is "
+                f"the profile of {name} was measured {how} ({mine}), but the class is "
                 f"{device_class.device}; {MEASURE_AGAIN}"
             )
         shares = [share or 1.0 for share in (self.emulated_share, device_class.emulated_share)]
@@ -205,7 +211,7 @@ class Profile:
                 for share in shares
             )
             raise MismatchError(
-                f"the profile of {self.device_class} was measured on {found}, the class is {wanted}; "
+                f"the profile of {name} was measured on {found}, the class is {wanted}; "
                 "give the class the same, or measure it again with qsync.profile"
             )
 
@@ -257,8 +263,10 @@ class Profile:
             body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise FormatError(f"the profile file cannot be read ({error}); measure it again") from error
-        check_fields(profile, f"profile of {profile.device_class}")
+            raise FormatError(
+                f"the profile file cannot be read ({shortened(error)}); measure it again"
+            ) from error
+        check_fields(profile, f"profile of {shortened(profile.device_class, quote=False)}")
         return profile
 
     def save(self, path: str | Path) -> Path:
@@ -303,11 +311,11 @@ def processor_with(processor: str, num_threads: int) -> str:
 
 
 def _some(names: Sequence[str]) -> str:
-    return f"{names[0]!r}" + (f" and {len(names) - 1} others" if names[1:] else "")
+    return shortened(names[0]) + (f" and {len(names) - 1} others" if names[1:] else "")
 
 
 def _shapes(batch: tuple[tuple[int, ...], ...]) -> str:
-    return ", ".join("x".join(map(str, shape)) or "a number" for shape in batch)
+    return shortened(", ".join("x".join(map(str, shape)) or "a number" for shape in batch), quote=False)
 
 
 def _numbers(cost: Cost) -> list[float]:
@@ -331,7 +339,8 @@ class Sensitivity:
             return self.omega[op][precision]
         except KeyError:
             raise MismatchError(
-                f"no sensitivity of {op} at {precision}; gather it again with qsync.sensitivity"
+                f"no sensitivity of {shortened(op, quote=False)} at {precision}; "
+                "gather it again with qsync.sensitivity"
             ) from None
 
     def to_json(self) -> dict[str, Any]:
