@@ -16,7 +16,7 @@ from qsync import backend
 from qsync.backend.device_detection import candidates, detect_class, device_of, machine
 from qsync.errors import CalibrationError, QSyncError, UnsupportedError
 from qsync.predictor.profiling.clocks import clock_for
-from qsync.predictor.profiling.profiler import Profiler
+from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.registry import Indicator, indicator_named
 from qsync.predictor.sensitivity.variance import variance
@@ -76,9 +76,8 @@ def profile(
     with running(model) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
-            profiler = Profiler(
-                program, loss, trained, chosen, clock, make_optimizer, progress, save_less, loader
-            )
+            options = ProfilerOptions(make_optimizer, progress, save_less, loader)
+            profiler = Profiler(program, loss, trained, chosen, clock, options)
             if rounds is None:
                 profiler.fill(seconds)
             for _ in range(rounds or 0):

@@ -39,8 +39,8 @@ from qsync.experiments.harness.ranks import Place, backend_of, leave, placed
 from qsync.experiments.harness.training import Runner, make_optimizer, persistent_bytes
 from qsync.experiments.workloads import demo_workloads
 from qsync.experiments.workloads.demo_workloads import Workload
-from qsync.predictor.profiling.link_benchmark import Exchanged, median_exchange
-from qsync.predictor.profiling.profiler import Profiler
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
+from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.basis import Basis, save_plan
 from qsync.records.cluster import Cluster
 from qsync.records.precision import Precision
@@ -122,7 +122,7 @@ class Measuring:
         # share.
         dist.barrier()
         self._alone = self._make_profiler(workload, [Precision.FP32]) if dist.get_rank() == 0 else None
-        self._links: list[tuple[Cluster, Exchanged]] = []
+        self._links: list[tuple[Cluster, LinkMeasurement]] = []
         for _ in range(ROUNDS_BEFORE):
             self.round()
 
@@ -134,8 +134,8 @@ class Measuring:
         program = runtime.attach(model, lambda graph: {})
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
-            job_clock(self._place.device, self._own.emulated_share), make_optimizer(workload.lr), self._show,
-            loader=self._loader(workload),
+            job_clock(self._place.device, self._own.emulated_share),
+            ProfilerOptions(make_optimizer(workload.lr), self._show, loader=self._loader(workload)),
         )  # fmt: skip
 
     def _loader(self, workload: Workload) -> Iterator[Any]:
@@ -156,11 +156,11 @@ class Measuring:
         """The basis from all rounds so far."""
         here = machine(self._place.device)
         profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
-        profile = job.with_toll(profile, median_exchange([exchanged for _, exchanged in self._links]))
+        profile = job.with_toll(profile, median_measurement([exchanged for _, exchanged in self._links]))
         profiles = job.first_of_each_class(agree("gathering profiles", profile.to_json))
         alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
         profiles[ALONE] = Profile.from_json(alone[0])
-        link = median_exchange([exchanged for _, exchanged in self._links]).link
+        link = median_measurement([exchanged for _, exchanged in self._links]).link
         cluster = replace(self._links[0][0], link=link)
         return Basis(self._graph, cluster, profiles, self._sensitivity)
 

@@ -1,4 +1,4 @@
-"""Clocks that a running step is timed with: wall time, time of an emulated device, and CUDA events."""
+"""Clocks for a running step: wall time, time of an emulated device, and CUDA events."""
 
 from __future__ import annotations
 
@@ -9,66 +9,75 @@ import torch
 
 
 class Clock(Protocol):
-    """Marks instants cheaply; says how long passed between two of them once the step is over."""
+    """A clock that marks instants cheaply and tells the time between two of them once the step is over."""
 
-    def now(self) -> Any: ...
+    def now(self) -> Any:
+        """Mark this instant."""
 
-    def seconds(self, start: Any, end: Any) -> float: ...
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks; call `settle` first."""
+        ...
 
-    def settle(self) -> None: ...
+    def settle(self) -> None:
+        """Wait until all marks have happened."""
 
 
 class WallClock:
-    """time.perf_counter: for devices on which a call returns when its work is done."""
+    """Wall time: for devices on which a call returns when its work is done."""
 
     def now(self) -> float:
+        """Read `time.perf_counter`."""
         return time.perf_counter()
 
     def seconds(self, start: float, end: float) -> float:
+        """Return the difference."""
         return end - start
 
     def settle(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class ShareClock:
-    """Time of an emulated device that is paused and resumed: CPU time of this thread, divided by the share it
-    is given.
+    """Time of an emulated device, which is paused and resumed: CPU time of this thread over its `share`.
 
-    Wall time would put the whole of a pause on whichever operator it fell on; CPU time does not pass while
-    paused.
+    Wall time would charge a whole pause to one operator. CPU time does not pass during a pause.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
 
     def now(self) -> float:
+        """Read `time.thread_time`."""
         return time.thread_time()
 
     def seconds(self, start: float, end: float) -> float:
+        """Return the difference over the share."""
         return (end - start) / self.share
 
     def settle(self) -> None:
-        pass
+        """Do nothing."""
 
 
 class CudaClock:
-    """CUDA events on the current stream: a call returns before its work is done."""
+    """CUDA events on the current stream: for devices on which a call returns before its work is done."""
 
     def now(self) -> torch.cuda.Event:
+        """Record an event."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Return the seconds between two events."""
         return float(start.elapsed_time(end)) / 1e3
 
     def settle(self) -> None:
+        """Wait for the device."""
         torch.cuda.synchronize()
 
 
 def clock_for(device: torch.device, emulated_share: float | None = None) -> Clock:
-    """The clock that tells the truth on this device."""
+    """Return the clock that measures work on this device."""
     if device.type == "cuda":
         return CudaClock()
     return ShareClock(emulated_share) if emulated_share else WallClock()

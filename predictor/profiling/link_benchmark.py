@@ -1,8 +1,8 @@
-"""Measures the link between the real ranks: how long an all-reduce takes, and what it takes from compute.
+"""The link between the real ranks: the time of an all-reduce, and the time it takes from compute.
 
 On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
-conserved: whatever CPU time an all-reduce needs, compute beside it loses (ours). On a GPU the loss is
-measured as compute not done meanwhile.
+conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU the loss is measured: the
+compute that was not done meanwhile.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import torch.distributed as dist
 
 from qsync.records.cluster import Link
 
-_SIZES = (2**18, 2**20, 2**21, 2**22)  # elements: 1 to 16 MiB of FP32
-_OVERLAPPED = 2**22
-_MOST_CHUNKS = 1000
+_NUM_ELEMENTS = (2**18, 2**20, 2**21, 2**22)  # 1 to 16 MiB of FP32
+_OVERLAPPED_ELEMENTS = 2**22
+_MAX_CHUNKS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
-    """What a rank measured: the link, the same on every rank, and this rank's own toll in seconds of its
-    compute.
-    """
+class LinkMeasurement:
+    """A rank's measurement: the link, the same on every rank, and its toll: seconds of own compute."""
 
     link: Link
     toll_s_per_call: float
@@ -38,17 +36,17 @@ def measure_link(
     emulated_share: float | None = None,
     rounds: int = 6,
     progress: Callable[[str], None] = lambda text: None,
-) -> Exchanged:
-    """The link of the default process group, and what it costs this rank. Every rank must call this.
+) -> LinkMeasurement:
+    """Measure the link of the default process group and its toll on this rank. Every rank must call this.
 
-    Seconds of an all-reduce are the mean over rounds (a paused rank makes them vary, and the mean is what a
-    step pays), fitted as latency + bytes / bandwidth.
+    The seconds of an all-reduce are fitted as latency + bytes / bandwidth. They are means over rounds: a
+    paused rank makes them vary, and a step pays the mean.
     """
-    buffers = {size: torch.ones(size, device=device) for size in _SIZES}
+    buffers = {size: torch.ones(size, device=device) for size in _NUM_ELEMENTS}
     for buffer in buffers.values():
         _timed_all_reduce(buffer, device)
-    walls: dict[int, list[float]] = {size: [] for size in _SIZES}
-    tolls: dict[int, list[float]] = {size: [] for size in _SIZES}
+    walls: dict[int, list[float]] = {size: [] for size in _NUM_ELEMENTS}
+    tolls: dict[int, list[float]] = {size: [] for size in _NUM_ELEMENTS}
     for turn in range(rounds):
         progress(f"link between ranks, round {turn + 1} of {rounds}")
         for size, buffer in buffers.items():
@@ -57,37 +55,37 @@ def measure_link(
             tolls[size].append(cpu / (emulated_share or 1.0))
     latency, slope = _line({size: statistics.fmean(values) for size, values in walls.items()})
     per_call, per_byte = _line({size: statistics.median(values) for size, values in tolls.items()})
-    alone_s = latency + 4 * _OVERLAPPED * slope
+    alone_s = latency + 4 * _OVERLAPPED_ELEMENTS * slope
     overlap_rate, lost_s = _measure_overlap(device, alone_s, rounds, progress)
     if device.type == "cuda":  # the host's CPU time says nothing of the GPU's
-        per_call, per_byte = 0.0, lost_s / (4 * _OVERLAPPED)
+        per_call, per_byte = 0.0, lost_s / (4 * _OVERLAPPED_ELEMENTS)
     measured = torch.tensor([latency, slope, overlap_rate], dtype=torch.float64, device=device)
     dist.all_reduce(measured)
     latency, slope, overlap_rate = (measured / dist.get_world_size()).tolist()
-    return Exchanged(Link(latency, 1 / slope, overlap_rate, dist.get_world_size()), per_call, per_byte)
+    return LinkMeasurement(Link(latency, 1 / slope, overlap_rate, dist.get_world_size()), per_call, per_byte)
 
 
 def _line(seconds: Mapping[int, float]) -> tuple[float, float]:
-    """Latency and seconds per byte through points of (elements, seconds)."""
+    """Fit latency and seconds per byte to points of (elements, seconds)."""
     slope, intercept = statistics.linear_regression([4 * size for size in seconds], list(seconds.values()))
     return max(intercept, 1e-7), max(slope, 1e-13)
 
 
-def median_exchange(found: Sequence[Exchanged]) -> Exchanged:
-    """The median of each number of several measurements of a link."""
+def median_measurement(found: Sequence[LinkMeasurement]) -> LinkMeasurement:
+    """Return the median of each number of several measurements of a link."""
 
-    def median(name: str, of: Callable[[Exchanged], object]) -> float:
+    def median(name: str, of: Callable[[LinkMeasurement], object]) -> float:
         return statistics.median(float(getattr(of(one), name)) for one in found)
 
     numbers = [median(name, lambda one: one.link) for name in ("latency_s", "bytes_per_s", "overlap_rate")]
     link = Link(numbers[0], numbers[1], numbers[2], found[0].link.num_ranks)
-    return Exchanged(
+    return LinkMeasurement(
         link, *(median(name, lambda one: one) for name in ("toll_s_per_call", "toll_s_per_byte"))
     )
 
 
 def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float, float]:
-    """Wall time of one all-reduce, and CPU time of all of this process's threads in it."""
+    """Return the wall time of one all-reduce, and the CPU time of this process's threads in it."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     dist.all_reduce(buffer)
@@ -98,11 +96,12 @@ def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float
 def _measure_overlap(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Speed of an all-reduce beside compute, as a share of its speed alone, and the seconds of compute lost
-    to it.
+    """Measure the speed of an all-reduce beside compute, and the seconds of compute lost to it.
+
+    The speed is a share of the speed alone.
     """
     operand = torch.ones(256, 256, device=device)
-    buffer = torch.ones(_OVERLAPPED, device=device)
+    buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)
     chunk = _repeats_for(operand, device, 0.1 * alone_s)
     rates, losses = [], []
     for turn in range(rounds):
@@ -117,7 +116,7 @@ def _measure_overlap(
         work = dist.all_reduce(buffer, async_op=True)
         assert work is not None
         done = 0
-        while not work.is_completed() and done < _MOST_CHUNKS:
+        while not work.is_completed() and done < _MAX_CHUNKS:
             _compute(operand, chunk, device)
             done += 1
         work.wait()
@@ -129,6 +128,7 @@ def _measure_overlap(
 
 
 def _repeats_for(operand: torch.Tensor, device: torch.device, seconds: float) -> int:
+    """Return how many products take so many seconds."""
     start = time.perf_counter()
     _compute(operand, 8, device)
     return max(1, int(seconds / max((time.perf_counter() - start) / 8, 1e-7)))

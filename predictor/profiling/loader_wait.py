@@ -1,4 +1,4 @@
-"""How long a step waits for its next batch: a loader, asked once a step as a training loop asks it."""
+"""The wait of a step for its next batch, from a loader that is asked once a step, as in training."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from qsync.errors import CalibrationError
 from qsync.predictor.profiling.clocks import Clock
 
 
-class Loading:
-    """Takes batches from `loader` and times how long each takes to come.
+class TimedLoader:
+    """A loader whose every batch is timed.
 
-    That is what a step pays, whoever prepares batches: all of it without workers, with workers what they are
-    late. So `fetch` belongs between real steps, in which workers go on. Waiting for workers takes no CPU
-    time: an emulated device (`ShareClock`) sees none of it.
+    A step waits for all of a batch's preparation without workers, and only for their delay with workers. So
+    `fetch` belongs between real steps, during which workers go on. A wait for workers takes no CPU time: an
+    emulated device (`ShareClock`) sees none of it.
 
-    >>> loading = Loading(loader, clock)
-    >>> for _ in range(8): step(loading.fetch())
-    >>> loading.wait_s
+    >>> timed = TimedLoader(loader, clock)
+    >>> for _ in range(8): step(timed.fetch())
+    >>> timed.wait_s
     """
 
     def __init__(self, loader: Iterable[Any], clock: Clock) -> None:
@@ -27,7 +27,7 @@ class Loading:
         self._marks: list[tuple[Any, Any]] = []
 
     def fetch(self) -> Any:
-        """The next batch. Raises what `endless` does."""
+        """Return the next batch. Raises what `endless` raises."""
         start = self._clock.now()
         batch = next(self._batches)
         self._marks.append((start, self._clock.now()))
@@ -35,9 +35,9 @@ class Loading:
 
     @property
     def wait_s(self) -> float:
-        """Median seconds of a fetch; the earlier half does not count.
+        """Median seconds of a fetch, over the later half of all fetches.
 
-        Workers start with the first fetch, and have batches in store as long as nobody has trained yet.
+        Workers start with the first fetch and prepare batches ahead until training begins.
         """
         self._clock.settle()
         waits = [self._clock.seconds(start, end) for start, end in self._marks]
@@ -45,8 +45,9 @@ class Loading:
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
-    """The loader's batches, pass after pass. Raises CalibrationError for one that cannot be iterated, is
-    empty, or ends and cannot be begun again.
+    """Yield the loader's batches, pass after pass.
+
+    Raises CalibrationError for a loader that cannot be iterated, is empty, or ends and cannot begin again.
 
     >>> batches = endless(DataLoader(dataset, batch_size=8))
     """

@@ -1,14 +1,14 @@
-"""How slow a machine was at each moment, from the times of things that took turns on it. Pure.
+"""How slow a machine was at each moment, from the times of work that took turns on it. Pure.
 
-Clock rates, neighbours and heat make a machine wander by some per cent within seconds, and what is measured
-at another moment cannot be compared before that is taken out. The model (ours; a mixed model as of Harville,
-1977): the logarithm of a sample is
+Clock rates, other processes and heat make a machine's speed drift by some per cent within seconds. Times of
+different moments are comparable only without that drift. The model is a mixed model (Harville, 1977): the
+logarithm of a sample is
 
-    what is typical of its label  +  a random walk over time  +  noise
+    a constant of its label  +  a random walk over time  +  noise
 
-The variance of the walk against that of the noise is what makes the samples most likely (restricted maximum
-likelihood, over a grid), labels and walk then follow by generalized least squares. A sample that still lies
-far off is drawn near, once, so that a single hiccup does not bend the walk.
+Restricted maximum likelihood, over a grid, gives the ratio of the walk's variance to that of the noise.
+Generalized least squares then gives labels and walk. Outliers are clipped once, so that a single hiccup does
+not bend the walk.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Variance that the walk gains from a sample to the next, in variances of the noise.
+# Variance that the walk gains from a sample to the next, in variances of the noise: the grid.
 _GAINS = (0.0, *np.geomspace(1e-4, 1e4, 25))
-# Samples farther off than so many standard deviations are drawn near.
-_FAR = 3.0
+# Residuals are clipped to so many standard deviations.
+_CLIP_DEVIATIONS = 3.0
 
 
-def pace(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> list[float]:
-    """How slow the machine was at each sample: a factor; their geometric mean is 1.
+def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> list[float]:
+    """Return for each sample the factor by which the machine was slow; their geometric mean is 1.
 
-    `labels` say which samples are of the same work, `seconds` what each took, `at_s` when (any order). Where
-    no label has two samples nothing can be told apart, and all are 1.
+    Samples of one label did the same work; each took `seconds`, and ended `at_s` (in any order). All factors
+    are 1 where no label has two samples.
 
-    >>> slow = pace(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
+    >>> drift_factors(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
     """
     names = list(dict.fromkeys(labels))
     num = len(seconds)
@@ -48,13 +48,13 @@ def pace(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[fl
     level = _walk(log, design, walk)
     rest = log - level
     rest -= design @ np.linalg.lstsq(design, rest, rcond=None)[0]
-    far = _FAR * 1.4826 * float(np.median(np.abs(rest)))
-    level = _walk(log - rest + np.clip(rest, -far, far), design, walk)
+    limit = _CLIP_DEVIATIONS * 1.4826 * float(np.median(np.abs(rest)))
+    level = _walk(log - rest + np.clip(rest, -limit, limit), design, walk)
     return [float(value) for value in np.exp(level - level.mean())]
 
 
 def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> FloatArray:
-    """The walk's level at each sample, at the gain that makes the samples most likely."""
+    """Return the walk's level at each sample, at the gain of greatest likelihood."""
     num, num_labels = design.shape
     best, found = -np.inf, np.zeros(num)
     for gain in _GAINS:

@@ -1,41 +1,102 @@
-"""Which mixed assignments to time: few, that together show operators in the company they may get. Pure."""
+"""The assignments that a round of a profile times: one per uniform precision, and mixtures of them. Pure.
+
+An operator's cost depends on its neighbours: on the casts between them, on the type in which a following
+operator runs, on the memory format of images. Mixtures show operators beside neighbours of other types.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from qsync.lowering.rules import Cast, lower
+from qsync.predictor.profiling.runner import Choose
 from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 NUM_CANDIDATES = 48
-# Nodes lowered at most to find mixtures: on a graph of thousands of operators fewer candidates are tried.
-MOST_NODES = 50_000
+# Nodes lowered at most to find mixtures: a graph of thousands of operators gets fewer candidates.
+MAX_LOWERED_NODES = 50_000
+# Mixed steps timed for each uniform one.
+MIXTURES_PER_PRECISION = 2
 
 Assignment = dict[str, Precision]
 
 
-def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: int = 0) -> list[Assignment]:
-    """`num` assignments in which neighbours differ, chosen so that few ways of running stay unseen (ours).
+class RoundStep(NamedTuple):
+    """One step of a round: its label, its assignment, and whether operators save less for backward."""
 
-    What an operator costs depends on its neighbours: which casts there are, in which type a following
-    operator runs, in which order images lie. Of random assignments the one that shows most that uniform ones
-    and those before it have not is taken, `num` times (greedy cover).
+    label: str
+    choose: Choose
+    saves_less: bool
+
+
+def num_round_steps(num_precisions: int, save_less: bool = False) -> int:
+    """Return the number of steps of a round: uniform ones, and mixtures if there are several precisions."""
+    num = num_precisions * (1 + MIXTURES_PER_PRECISION) if num_precisions > 1 else num_precisions
+    return 2 * num if save_less else num
+
+
+def round_steps(
+    precisions: Sequence[Precision],
+    save_less: bool,
+    refused: Callable[[OpGraph, Precision], Mapping[str, str]],
+) -> list[RoundStep]:
+    """List the steps of a round; with `save_less` each a second time, saving less for backward.
+
+    An operator runs in FP32 where its kind lacks the precision or the device does not support it (`refused`).
+    """
+    num = num_round_steps(len(precisions)) - len(precisions)
+
+    def supported(graph: OpGraph, wanted: Mapping[str, Precision]) -> Assignment:
+        unsupported = {precision: refused(graph, precision) for precision in set(wanted.values())}
+        return {
+            op.name: wanted[op.name]
+            for op in graph.adjustable
+            if op.name in wanted
+            and wanted[op.name] in PRECISIONS_BY_KIND[op.kind]
+            and op.name not in unsupported[wanted[op.name]]
+        }
+
+    def uniform(precision: Precision) -> Choose:
+        return lambda graph: supported(graph, {op.name: precision for op in graph.adjustable})
+
+    made: dict[str, list[Assignment]] = {}
+
+    def mixture(k: int) -> Choose:
+        def choose(graph: OpGraph) -> Assignment:
+            if graph.shapes_hash not in made:
+                made[graph.shapes_hash] = mixtures(graph, precisions, num)
+            return supported(graph, made[graph.shapes_hash][k])
+
+        return choose
+
+    plain = [RoundStep(str(precision), uniform(precision), False) for precision in precisions]
+    plain += [RoundStep(f"mixture {k + 1}", mixture(k), False) for k in range(num)]
+    less = [RoundStep(f"{step.label}, saving less", step.choose, True) for step in plain]
+    return plain + less if save_less else plain
+
+
+def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: int = 0) -> list[Assignment]:
+    """Choose `num` mixed assignments that together show the most (operator, mode) pairs and casts.
+
+    Greedy cover: of random assignments take, `num` times, the one that shows most of what the uniform ones
+    and those taken before do not show.
 
     >>> mixtures(graph, [Precision.FP32, Precision.BF16, Precision.INT8], num=3)
     """
     draw = random.Random(seed)
-    narrow = "bf16" if Precision.BF16 in precisions else None
+    float_16bit = "bf16" if Precision.BF16 in precisions else None
     usable = {op.name: [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind]] for op in graph.adjustable}
     usable = {name: found for name, found in usable.items() if found}
-    num_candidates = max(num, min(NUM_CANDIDATES, MOST_NODES // max(len(graph.ops), 1)))
+    num_candidates = max(num, min(NUM_CANDIDATES, MAX_LOWERED_NODES // max(len(graph.ops), 1)))
     candidates = [{name: draw.choice(found) for name, found in usable.items()} for _ in range(num_candidates)]
-    shown = [_shown(graph, candidate, narrow) for candidate in candidates]
+    shown = [_shown(graph, candidate, float_16bit) for candidate in candidates]
     seen: set[tuple[str, ...]] = set()
     for precision in precisions:
         uniform = {name: precision for name, found in usable.items() if precision in found}
-        seen |= _shown(graph, uniform, narrow)
+        seen |= _shown(graph, uniform, float_16bit)
     chosen: list[Assignment] = []
     for _ in range(num):
         best = max(range(num_candidates), key=lambda i: (len(shown[i] - seen), -i))
@@ -44,9 +105,9 @@ def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: in
     return chosen
 
 
-def _shown(graph: OpGraph, assignment: Assignment, narrow: str | None) -> set[tuple[str, ...]]:
-    """What a profile gets to see of a step under this assignment: its keys."""
+def _shown(graph: OpGraph, assignment: Assignment, float_16bit: str | None) -> set[tuple[str, ...]]:
+    """Return the keys of a profile that a step under this assignment measures."""
     return {
         (node.value, node.taken_as, node.target) if isinstance(node, Cast) else (node.op, node.timed_as)
-        for node in lower(graph, assignment, narrow).nodes
+        for node in lower(graph, assignment, float_16bit).nodes
     }

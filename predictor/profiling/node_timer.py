@@ -1,9 +1,9 @@
-"""Times every node of the lowered graph inside a running step, forward and backward.
+"""A timer of every node of the lowered graph inside a running step, forward and backward.
 
-Forward, a node's time is what passes between the previous node's end and its own: nothing of a graph is left
-out but the time it takes to note it down. Backward, autograd runs the recorded functions in reverse order of
-creation on one thread, so a node's time is what passes between the moment the gradient of its result is
-complete and the moment the next node's is, less what such a look costs, which is measured beforehand.
+Forward, a node's time runs from the previous node's end to its own. Only the time for taking the marks is
+left out. Backward, autograd runs the recorded functions in reverse order of creation, on one thread. A node's
+time there runs from the moment its result's gradient is complete to the same moment of the next node. The
+cost of a timing hook, measured beforehand, is subtracted.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ from qsync.records.profiles import Cost
 
 @dataclass(slots=True)
 class StepTimes:
-    """One step, taken apart: per node forward and backward, and what ran outside of the graph. Seconds."""
+    """The seconds of one step: of each node, of the host around the graphs, and outside (the loss)."""
 
     nodes: list[tuple[Cast | Run, Cost]]
-    before: float
+    host_s: float
     outside: Cost
 
     @property
-    def total(self) -> float:
-        return self.before + self.outside.total_s + sum(cost.total_s for _, cost in self.nodes)
+    def total_s(self) -> float:
+        """All of it."""
+        return self.host_s + self.outside.total_s + sum(cost.total_s for _, cost in self.nodes)
 
 
-def look_s(clock: Clock, num: int = 200, rounds: int = 5) -> float:
-    """Seconds that noting down one function's turn adds to backward, from chains of `num` additions."""
+def timing_hook_s(clock: Clock, num: int = 200, rounds: int = 5) -> float:
+    """Measure the seconds that one timing hook adds to backward, on chains of `num` additions."""
 
-    def chain(looked_at: bool) -> float:
+    def chain(hooked: bool) -> float:
         x = torch.zeros(1, requires_grad=True)
         seen: list[tuple[int, Any]] = []
         for i in range(num):
             x = x + 1
-            if looked_at and x.grad_fn is not None:
+            if hooked and x.grad_fn is not None:
                 x.grad_fn.register_prehook(lambda _, i=i: seen.append((i, clock.now())))
         start = clock.now()
         x.backward()  # type: ignore[no-untyped-call]
@@ -54,13 +55,13 @@ def look_s(clock: Clock, num: int = 200, rounds: int = 5) -> float:
 
 
 @dataclass(slots=True)
-class Recorder:
+class NodeTimer:
     """An Observer (see qsync.runtime.rewriting) of one step at a time: `start`, the step, `finish`."""
 
     clock: Clock
-    look_s: float = 0.0  # what a look in backward costs: see `look_s`
+    hook_s: float = 0.0  # cost of a timing hook in backward: see `timing_hook_s`
     _begun: list[tuple[int, Any]] = field(default_factory=list)
-    # Each node with the moment of its end, and the moment at which that was noted down.
+    # Each node with the instant of its end, and the instant at which the mark was taken.
     _marks: list[tuple[Cast | Run, Any, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
     _hooked: set[Any] = field(default_factory=set)
@@ -69,7 +70,7 @@ class Recorder:
     _in_backward: bool = False
 
     def start(self) -> None:
-        """Before the model is called."""
+        """Begin a step: call it before the model."""
         self._begun.clear()
         self._marks.clear()
         self._backward.clear()
@@ -78,13 +79,14 @@ class Recorder:
         self._start = self.clock.now()
 
     def began(self) -> None:
-        """A traced graph is about to run: what passed since the last node is Python's, not a node's."""
+        """Mark the start of a traced graph: the time since the last node is Python's, not a node's."""
         if not self._in_backward:
             self._begun.append((len(self._marks), self.clock.now()))
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """After a node has run. Recomputation of a checkpointed graph counts as backward of whatever asked
-        for it.
+        """Mark the end of a node.
+
+        A checkpointed graph runs again in backward: that counts as backward of the node that needs it.
         """
         if self._in_backward:
             return
@@ -92,21 +94,21 @@ class Recorder:
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
         function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
         if function is not None and function not in self._hooked:
-            # A call that returned its input (contiguous) brings no function of its own, and no backward time.
+            # A call that returned its input (contiguous) has no function of its own, and no backward time.
             self._hooked.add(function)
             index = len(self._marks)
             function.register_prehook(lambda _, index=index: self._backward.append((index, self.clock.now())))
         self._marks.append((node, end, self.clock.now()))
 
     def loss_ready(self) -> None:
-        """After the loss is computed, before backward."""
+        """Mark the end of forward: call it between loss and backward."""
         self._loss = self.clock.now()
         self._in_backward = True
 
     def finish(self, end: Any = None) -> StepTimes:
-        """After backward: the step taken apart.
+        """Return the times of the step: call it after backward.
 
-        `end` is when this rank's own last gradient was there, if backward then waited for others.
+        `end` marks this rank's own last gradient, if backward then waited for other ranks.
         """
         end = self.clock.now() if end is None else end
         self.clock.settle()
@@ -117,20 +119,20 @@ class Recorder:
         backward = [0.0] * len(self._marks)
         stamps = [*self._backward, (-1, end)]
         for (index, start), (_, stop) in pairwise(stamps):
-            backward[index] += max(0.0, between(start, stop) - self.look_s)
+            backward[index] += max(0.0, between(start, stop) - self.hook_s)
         nodes = [(mark[0], Cost(f, b)) for mark, f, b in zip(self._marks, forward, backward, strict=True)]
         outside = Cost(between(self._marks[-1][2], self._loss), between(self._loss, stamps[0][1]))
         return StepTimes(nodes, host, outside)
 
     def _forward(self) -> tuple[list[float], float]:
-        """Forward seconds of each node, and of what ran before and between the traced graphs."""
+        """Return the forward seconds of each node, and those before and between the traced graphs."""
         between = self.clock.seconds
         begun = dict(self._begun)
         forward, host, previous = [], 0.0, self._start
-        for index, (_, stop, noted) in enumerate(self._marks):
+        for index, (_, stop, marked) in enumerate(self._marks):
             if index in begun:
                 host += between(previous, begun[index])
                 previous = begun[index]
             forward.append(between(previous, stop))
-            previous = noted
+            previous = marked
         return forward, host

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.predictor.profiling.profiler import Runner, check_finite, check_scalar
+from qsync.predictor.profiling.runner import Runner, check_finite, check_scalar
 from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from qsync.distributed.agreement import agree
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
-from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler
+from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
@@ -71,16 +71,16 @@ class Lockstep:
         def loss() -> torch.Tensor:
             return stepping()
 
-        agree("profiling", lambda: made.append(Profiler(
-            program, loss, parameters, precisions, clock, make_optimizer, progress,
-            save_less=save_less, loader=loader, num_precisions=most,
-        )))  # fmt: skip
+        options = ProfilerOptions(make_optimizer, progress, save_less, loader, most)
+        agree("profiling", lambda: made.append(
+            Profiler(program, loss, parameters, precisions, clock, options)
+        ))  # fmt: skip
         self.profiler = made[0]
         if _has_peers():
             # Of each step, the rank that takes longest: all time it in the same way, and wait for it.
             everyone = agree("profiling", self.profiler.typical_s)
             typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-            self.profiler.steps_with(typical_s)
+            self.profiler.set_typical_s(typical_s)
             patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * max(typical_s)))
             if self.in_ddp:
                 stepping = in_ddp(dist.new_group(timeout=patience))
@@ -116,8 +116,8 @@ class Lockstep:
         """The cluster with its link as fast as the steps of the profile say; the same on every rank."""
         if not self.in_ddp:
             return cluster
-        samples = zip(self.profiler.beyond(), self.profiler.samples(), strict=True)
-        own = [[sample[1], beyond_s] for (_, beyond_s), sample in samples]
+        samples = zip(self.profiler.waits(), self.profiler.samples(), strict=True)
+        own = [[sample[1], wait_s] for (_, wait_s), sample in samples]
         everyone = agree("gathering steps", lambda: own)
         rounds = range(self.num_choices)
         names = agree("gathering steps", lambda: [
@@ -131,7 +131,7 @@ class Lockstep:
             for name, chosen, _ in names:
                 plans[k].setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
         runs = []
-        for (k, _), ranks in zip(self.profiler.beyond(), zip(*everyone, strict=True), strict=True):
+        for (k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
             if any(less[k] for _, _, less in names):
                 continue  # links are the same there, and what saves less is no part of these plans
             # Of the rank that works longest: the others wait for it.

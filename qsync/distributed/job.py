@@ -25,8 +25,8 @@ from qsync.backend.device_detection import detect_class, device_of, machine
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.ddp_profiling import Lockstep
 from qsync.errors import MismatchError
-from qsync.predictor.profiling.link_benchmark import Exchanged, measure_link
-from qsync.predictor.profiling.profiler import check_finite, check_scalar
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
+from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph, digest
@@ -102,7 +102,7 @@ def agree_on_class(model: torch.nn.Module, emulated_share: float | None, name: s
 
 def form_cluster(
     own: DeviceClass, device: torch.device, progress: Progress = lambda text: None, rounds: int = 6
-) -> tuple[Cluster, Exchanged]:
+) -> tuple[Cluster, LinkMeasurement]:
     """The classes of all ranks, with their counts, and the link between them as measured here."""
     everyone = agree(
         "finding device classes", lambda: {**asdict(own), "precisions": [str(p) for p in own.precisions]}
@@ -116,7 +116,7 @@ def form_cluster(
         count = known.count + 1 if known else 1
         memory = min(found.memory_bytes, known.memory_bytes) if known else found.memory_bytes
         classes[found.name] = replace(found, count=count, memory_bytes=memory)
-    alone = Exchanged(Link(0.0, 1e12), 0.0, 0.0)
+    alone = LinkMeasurement(Link(0.0, 1e12), 0.0, 0.0)
     exchanged = measure_link(device, own.emulated_share, rounds, progress) if len(everyone) > 1 else alone
     return Cluster(tuple(classes.values()), exchanged.link), exchanged
 
@@ -139,7 +139,7 @@ def form_basis(
     example_batch: Any,
     loss_fn: api.LossFunction | None,
     own: DeviceClass,
-    formed: tuple[Cluster, Exchanged],
+    formed: tuple[Cluster, LinkMeasurement],
     *,
     graph: OpGraph,
     precisions: Sequence[Precision | str] | None = None,
@@ -228,7 +228,7 @@ def in_ddp(
     )
 
 
-def with_toll(profile: Profile, exchanged: Exchanged) -> Profile:
+def with_toll(profile: Profile, exchanged: LinkMeasurement) -> Profile:
     """A profile that knows what an all-reduce takes from its class's compute."""
     return replace(
         profile, reduce_s_per_call=exchanged.toll_s_per_call, reduce_s_per_byte=exchanged.toll_s_per_byte

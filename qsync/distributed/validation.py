@@ -25,10 +25,10 @@ from qsync.distributed import step_phases as phases
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import Lockstep, job_clock
 from qsync.errors import CalibrationError
-from qsync.predictor.profiling.link_benchmark import Exchanged, median_exchange
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.loader_wait import endless
-from qsync.predictor.profiling.machine_drift import pace
-from qsync.predictor.profiling.node_timer import Recorder, look_s
+from qsync.predictor.profiling.machine_drift import drift_factors
+from qsync.predictor.profiling.node_timer import NodeTimer, timing_hook_s
 from qsync.predictor.profiling.profiler import MakeOptimizer
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, DeviceClass
@@ -192,7 +192,7 @@ class _Ranks:
         self._optimizer = make_optimizer(trained)
         self._timer = phases.PhaseTimer(self._model, model)
         clock = job_clock(self._device, own.emulated_share)
-        self._clock, self._recorder = clock, Recorder(clock, look_s(clock))
+        self._clock, self._recorder = clock, NodeTimer(clock, timing_hook_s(clock))
         self._called: dict[str, Any] = {}  # when DDP was, last (start), and the model in it (end)
         if self._model is not model:
             for name, module in (("start", self._model), ("end", model)):
@@ -200,7 +200,7 @@ class _Ranks:
         self._last_gradient: Any = None
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(lambda _: self._mark(clock.now()))
-        self._links: list[Exchanged] = []
+        self._links: list[LinkMeasurement] = []
         self._seen: list[_Seen] = []
         for _ in range(2):  # DDP rebuilds its buckets after the first step
             self._step()
@@ -274,18 +274,18 @@ class _Ranks:
             totals[kind] = totals.get(kind, 0.0) + cost.total_s
         # Buffers that DDP hands out before the model runs are communication, not the host's.
         handing_out_s = self._clock.seconds(**self._called) if self._called else 0.0
-        return totals, times.before - handing_out_s + times.outside.forward_s
+        return totals, times.host_s - handing_out_s + times.outside.forward_s
 
     def slow(self) -> list[float]:
         """How slow this rank was at each sample of its profile, and then at each of its plans' turns."""
         samples = self._profile.profiler.samples()
         samples += [(f"plan {one.plan}", one.busy_s, one.at_s) for one in self._seen]
         labels, seconds, at_s = zip(*samples, strict=True)
-        return pace(labels, seconds, at_s)
+        return drift_factors(labels, seconds, at_s)
 
     def basis(self, graph: OpGraph, cluster: Cluster, slow: Sequence[float], cap: int | None) -> Basis:
         """What the rounds of all turns say, of every class and the link."""
-        exchanged = median_exchange(self._links)
+        exchanged = median_measurement(self._links)
         slow = slow[: -len(self._seen)]
         profile = job.with_toll(self._profile.profile(machine(self._device), slow), exchanged)
         profiles = job.first_of_each_class(agree("gathering profiles", profile.to_json))

@@ -18,7 +18,7 @@ if rank == 1:  # as where one rank's steps are long, and would be timed in anoth
 
     def slowly(self, *args, **options):
         init(self, *args, **options)
-        self.steps_with([1.0] * self.num_choices)
+        self.set_typical_s([1.0] * self.num_choices)
 
     Profiler.__init__ = slowly
 chosen = ["fp32", "bf16"] if rank else ["fp32"]

@@ -103,7 +103,7 @@ lockstep.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
 
 def looked(self, *args):
     cluster = cluster_in_use(self, *args)
-    every = [k for k, _ in self.profiler.beyond()]
+    every = [k for k, _ in self.profiler.waits()]
     plain = [k for k in every if not self.profiler.saves_less(k)]
     say(f"links: {len(runs) == len(plain) < len(every)}")
     return cluster

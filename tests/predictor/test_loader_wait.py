@@ -12,7 +12,7 @@ from torch import nn
 
 import qsync
 from qsync.errors import CalibrationError
-from qsync.predictor.profiling.loader_wait import Loading, endless
+from qsync.predictor.profiling.loader_wait import TimedLoader, endless
 from qsync.records.profiles import Profile
 
 
@@ -40,7 +40,7 @@ def test_a_wait_is_the_median_fetch_once_workers_have_nothing_in_store():
             clock.time += wait
             yield batch
 
-    loading = Loading(loader(), clock)
+    loading = TimedLoader(loader(), clock)
     for batch in range(len(waits)):
         assert loading.fetch() == batch
         clock.time += 100.0  # the step

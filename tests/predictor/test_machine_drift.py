@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsync.predictor.profiling.machine_drift import pace
+from qsync.predictor.profiling.machine_drift import drift_factors
 
 DRAW = np.random.default_rng(0)
 NUM, TURNS = 24, 5
@@ -23,27 +23,27 @@ def typical(log: np.ndarray) -> np.ndarray:
 def test_a_wandering_machine_is_followed():
     walk = np.cumsum(DRAW.normal(0.0, 0.02, len(LABELS)))
     log = OWN[LABELS] + walk + DRAW.normal(0.0, 0.01, len(LABELS))
-    slow = np.log(pace(LABELS, np.exp(log), AT_S))
-    assert slow.mean() == pytest.approx(0.0, abs=1e-9)
-    assert np.std(slow - (walk - walk.mean())) < 0.02 < 0.5 * np.std(walk)
-    assert np.std(typical(log - slow)) < 0.5 * np.std(typical(log))
+    drift = np.log(drift_factors(LABELS, np.exp(log), AT_S))
+    assert drift.mean() == pytest.approx(0.0, abs=1e-9)
+    assert np.std(drift - (walk - walk.mean())) < 0.02 < 0.5 * np.std(walk)
+    assert np.std(typical(log - drift)) < 0.5 * np.std(typical(log))
 
 
 def test_a_steady_machine_is_left_alone_and_a_hiccup_is_not_followed():
     log = OWN[LABELS] + DRAW.normal(0.0, 0.01, len(LABELS))
-    assert np.std(np.log(pace(LABELS, np.exp(log), AT_S))) < 0.004
+    assert np.std(np.log(drift_factors(LABELS, np.exp(log), AT_S))) < 0.004
     log[50] += 1.0
-    slow = np.log(pace(LABELS, np.exp(log), AT_S))
-    assert abs(slow[50]) < 0.05
+    drift = np.log(drift_factors(LABELS, np.exp(log), AT_S))
+    assert abs(drift[50]) < 0.05
 
 
 def test_the_order_in_which_samples_are_given_does_not_matter():
     log = OWN[LABELS] + np.linspace(0.0, 0.3, len(LABELS))
-    forward = pace(LABELS, np.exp(log), AT_S)
-    backward = pace(LABELS[::-1], np.exp(log)[::-1], AT_S[::-1])
+    forward = drift_factors(LABELS, np.exp(log), AT_S)
+    backward = drift_factors(LABELS[::-1], np.exp(log)[::-1], AT_S[::-1])
     assert backward[::-1] == pytest.approx(forward, rel=1e-6)
     assert forward[-1] / forward[0] == pytest.approx(np.exp(0.3), rel=0.05)
 
 
 def test_where_nothing_was_timed_twice_nothing_is_said():
-    assert pace(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == [1.0, 1.0]
+    assert drift_factors(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == [1.0, 1.0]

@@ -14,7 +14,7 @@ import qsync
 from qsync.errors import CalibrationError, UnsupportedError
 from qsync.lowering.rules import Cast, Run, lower
 from qsync.predictor.profiling.clocks import ShareClock, WallClock
-from qsync.predictor.profiling.node_timer import Recorder
+from qsync.predictor.profiling.node_timer import NodeTimer
 from qsync.predictor.profiling.profiler import Profiler
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
@@ -40,13 +40,13 @@ def loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Te
 
 
 class Ticks:
-    """A clock that moves one second a look, or `pace`."""
+    """A clock that moves one second a reading, or `tick_s`."""
 
     def __init__(self) -> None:
-        self.time, self.pace = 0.0, 1.0
+        self.time, self.tick_s = 0.0, 1.0
 
     def now(self) -> float:
-        self.time += self.pace
+        self.time += self.tick_s
         return self.time
 
     def seconds(self, start: float, end: float) -> float:
@@ -121,14 +121,14 @@ def test_the_weights_are_put_back_though_real_steps_are_taken():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def ticking(paces: list[float]) -> Profile:
-    """A profile of rounds in which every look at the clock takes so long."""
+def ticking(ticks_s: list[float]) -> Profile:
+    """A profile of rounds in which every reading of the clock takes so many seconds."""
     model = Net()
     program = runtime.attach(model, lambda graph: {})
     clock = Ticks()
     precisions = [Precision.FP32, Precision.BF16]
     profiler = Profiler(program, lambda: loss(model, BATCH), list(model.parameters()), precisions, clock)
-    for clock.pace in paces:
+    for clock.tick_s in ticks_s:
         profiler.round()
     return profiler.profile("x", {})
 
@@ -238,21 +238,21 @@ def test_an_emulated_share_stretches_cpu_time():
     assert WallClock().seconds(1.0, 2.0) == 1.0
 
 
-def test_the_recorder_gives_each_node_the_time_between_marks():
+def test_the_timer_gives_each_node_the_time_between_marks():
     model = Net()
-    recorder = Recorder(Ticks())
+    timer = NodeTimer(Ticks())
     program = runtime.attach(model, lambda graph: {})
-    program.choose(lambda graph: {}, recorder)
-    recorder.start()
+    program.choose(lambda graph: {}, timer)
+    timer.start()
     value = loss(model, BATCH)
-    recorder.loss_ready()
+    timer.loss_ready()
     value.backward()
-    step = recorder.finish()
+    step = timer.finish()
     costs = {node.op: cost for node, cost in step.nodes}
     assert all(cost.forward_s == 1.0 for cost in costs.values())
     assert costs["first"].backward_s == costs["second"].backward_s == 1.0
-    parts = step.before + step.outside.total_s + sum(cost.total_s for _, cost in step.nodes)
-    assert parts == step.total
+    parts = step.host_s + step.outside.total_s + sum(cost.total_s for _, cost in step.nodes)
+    assert parts == step.total_s
 
 
 def test_saving_less_is_measured_beside():

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qsync.predictor.profiling.profiler import check_finite
+from qsync.predictor.profiling.runner import check_finite
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.peers.operand_statistics import Gatherer, OpStatistics
 from qsync.records.graph import Op, OpGraph, num_elements

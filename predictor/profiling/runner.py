@@ -1,0 +1,58 @@
+"""The model as profiles and indicators run it: one assignment after another, and checks of its loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from qsync.errors import CalibrationError
+from qsync.lowering.rules import LoweredGraph
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+
+Choose = Callable[[OpGraph], Mapping[str, Precision]]
+
+
+class Runner(Protocol):
+    """A model that runs the assignment it was given last: see qsync.runtime.program.Program."""
+
+    def choose(
+        self, choose: Choose, observer: Any = None, saving_less: Callable[[OpGraph], Any] | None = None
+    ) -> None:
+        """Run this assignment from the next step on, and show every node to the observer."""
+
+    def refused(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
+        """Return the operators that no kernel serves at this precision, each with the reason."""
+        ...
+
+    @property
+    def graph(self) -> OpGraph:
+        """The traced graph; known after the first step."""
+        ...
+
+    @property
+    def lowered(self) -> tuple[LoweredGraph, ...]:
+        """The lowered graphs that ran."""
+        ...
+
+
+def check_scalar(loss: torch.Tensor) -> None:
+    """Raise CalibrationError unless the loss is one number.
+
+    Reads only the shape: it does not wait for the device.
+    """
+    if loss.numel() != 1:
+        raise CalibrationError(
+            f"the loss has shape {tuple(loss.shape)}; return one number, for example its mean"
+        )
+
+
+def check_finite(loss: torch.Tensor) -> None:
+    """Raise CalibrationError unless the loss is finite."""
+    if not math.isfinite(loss.item()):
+        raise CalibrationError(
+            f"the loss on the example batch is {loss.item()}; check the batch for NaN and Inf"
+        )

@@ -1,0 +1,158 @@
+"""Costs, noise and error of a profile, from the times of all its steps. Pure.
+
+Every statistic is robust: medians, and deviations by the median distance from the median. The machine's drift
+is divided out of each sample before (`machine_drift`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from qsync.lowering.rules import TURNED, Cast
+from qsync.predictor.profiling.node_timer import StepTimes
+from qsync.records.graph import OpGraph
+from qsync.records.profiles import Cost
+
+Samples = Sequence[tuple[str, StepTimes]]  # (label of the assignment, times of one step)
+CastKey = tuple[str, str, str]  # (value, source type, target type)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median as a float."""
+    return float(statistics.median(values))
+
+
+def robust_deviation(values: Sequence[float]) -> float:
+    """Return the median distance from the median, times 1.4826.
+
+    That is the standard deviation of a normal distribution.
+    """
+    middle = statistics.median(values)
+    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+
+
+def median_cost(costs: Sequence[Cost], scale: float = 1.0) -> Cost:
+    """Return the median of forward and backward seconds, and the deviation of their sum, times `scale`."""
+    return Cost(
+        scale * median(cost.forward_s for cost in costs),
+        scale * median(cost.backward_s for cost in costs),
+        scale * robust_deviation([cost.total_s for cost in costs]),
+    )
+
+
+def node_costs(
+    samples: Samples, drift: Sequence[float], plain_over_timed: float = 1.0
+) -> tuple[dict[str, dict[str, Cost]], dict[CastKey, Cost]]:
+    """Return the median cost of each (operator, mode) and of each cast, over all steps that contained it.
+
+    Noise only adds time. So the medians of the parts sum to less than the median of the whole. All of them
+    are scaled by that ratio, and by `plain_over_timed`: the time of a step without timing hooks over that of
+    a step with them.
+    """
+    runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
+    casts: dict[CastKey, list[Cost]] = defaultdict(list)
+    for (_, step), factor in zip(samples, drift, strict=True):
+        for node, cost in step.nodes:
+            cost = Cost(cost.forward_s / factor, cost.backward_s / factor)
+            if isinstance(node, Cast):
+                casts[node.value, node.taken_as, node.target].append(cost)
+            else:
+                runs[node.op, node.timed_as].append(cost)
+    scale = plain_over_timed * _whole_over_parts(samples)
+    ops: dict[str, dict[str, Cost]] = defaultdict(dict)
+    for (op, mode), costs in runs.items():
+        ops[op][mode] = median_cost(costs, scale)
+    return dict(ops), {key: median_cost(costs, scale) for key, costs in casts.items()}
+
+
+def noise(samples: Samples, drift: Sequence[float]) -> float:
+    """Return the relative deviation of a step from others of its assignment, without the drift."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+    for (label, step), factor in zip(samples, drift, strict=True):
+        seconds[label].append(step.total_s / factor)
+    # Each median comes from the same steps, so they lie closer to it than to the true one.
+    deviations = []
+    for times in seconds.values():
+        correction = math.sqrt(len(times) / (len(times) - 1)) if len(times) > 1 else 0.0
+        middle = statistics.median(times)
+        deviations += [correction * (time_s / middle - 1.0) for time_s in times] if correction else []
+    return robust_deviation(deviations) if deviations else 0.0
+
+
+def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
+    """Return the relative error of mixed steps predicted from all other steps: root mean square.
+
+    For each mixture the costs are taken from the steps of all other assignments.
+    """
+    errors = []
+    for label in dict.fromkeys(label for label, _ in samples if label.startswith("mixture")):
+        pairs = list(zip(samples, drift, strict=True))
+        others = [(sample, factor) for sample, factor in pairs if sample[0] != label]
+        own = [(step, factor) for (name, step), factor in pairs if name == label]
+        ops, casts = node_costs([sample for sample, _ in others], [factor for _, factor in others])
+        predicted = measured = 0.0
+        for j, (node, _) in enumerate(own[0][0].nodes):
+            found = (
+                casts.get((node.value, node.taken_as, node.target))
+                if isinstance(node, Cast)
+                else ops.get(node.op, {}).get(node.timed_as)
+            )
+            if found is not None:  # no other step contained it: there is nothing to compare
+                predicted += found.total_s
+                measured += median(step.nodes[j][1].total_s / factor for step, factor in own)
+        if predicted:
+            errors.append(measured / predicted - 1.0)
+    return math.sqrt(statistics.fmean(error**2 for error in errors)) if errors else 0.0
+
+
+def _whole_over_parts(samples: Samples) -> float:
+    """Return the median time of all nodes of a step, over the sum of their medians; over all labels."""
+    whole = parts = 0.0
+    by_label: dict[str, list[StepTimes]] = defaultdict(list)
+    for label, step in samples:
+        by_label[label].append(step)
+    for steps in by_label.values():
+        whole += median(sum(cost.total_s for _, cost in step.nodes) for step in steps)
+        parts += sum(
+            median_cost([cost for _, cost in same]).total_s
+            for same in zip(*(s.nodes for s in steps), strict=True)
+        )
+    return whole / parts if parts else 1.0
+
+
+def fit_casts(casts: Mapping[CastKey, Cost], graph: OpGraph) -> dict[tuple[str, str], tuple[Cost, Cost]]:
+    """Fit latency and seconds per element to the casts of each pair of types, forward and backward.
+
+    Least squares; neither is negative.
+    """
+    sizes = {value.name: value.num_elements for value in graph.inputs}
+    sizes |= {op.name: op.num_elements for op in graph.ops}
+    pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)
+    for (value, source, target), cost in casts.items():
+        pairs[source.removesuffix(TURNED), target].append((sizes[value], cost))
+    fits = {}
+    for pair, points in pairs.items():
+        forward = _line([(n, cost.forward_s) for n, cost in points])
+        backward = _line([(n, cost.backward_s) for n, cost in points])
+        fits[pair] = (Cost(forward[0], backward[0]), Cost(forward[1], backward[1]))
+    # A pair that no step contained costs as much as a measured cast from another float to the same target.
+    for source in ("fp32", "bf16"):
+        for _, target in list(fits):
+            known = [fits[s, t] for s, t in list(fits) if t == target]
+            fits.setdefault((source, target), known[0])
+    return fits
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return intercept and slope of a least-squares line, neither negative."""
+    mean_n = statistics.fmean(n for n, _ in points)
+    mean_s = statistics.fmean(s for _, s in points)
+    spread = sum((n - mean_n) ** 2 for n, _ in points)
+    if not spread:
+        return 0.0, mean_s / max(mean_n, 1.0)
+    slope = max(sum((n - mean_n) * (s - mean_s) for n, s in points) / spread, 0.0)
+    intercept = mean_s - slope * mean_n
+    return (intercept, slope) if intercept >= 0 else (0.0, mean_s / max(mean_n, 1.0))
