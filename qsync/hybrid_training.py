@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync import api
-from qsync.allocator.explanation import plan_warnings
+from qsync.allocator import doubts
 from qsync.backend.device_detection import device_of
 from qsync.distributed import job, liveness
 from qsync.distributed.agreement import agree, check_same
@@ -182,7 +182,7 @@ def _on_rank_zero(
         plan = make()
         save_plan(folder, plan, basis)
         profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
-        for doubt in plan_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
+        for doubt in doubts(basis.graph, plan, profiles, basis.cluster, budgets):
             logger.warning("qsync: %s", doubt)
         return plan.to_json()
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qsync.allocator import allocate
-from qsync.allocator.levers import search
+from qsync.allocator import allocate, search
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan

@@ -1,1 +1,19 @@
-"""The command line: one file a command."""
+"""The command line, `qsync COMMAND`: one file a command.
+
+`main`           the program: its commands, its version, its errors
+`doctor`         what this machine has
+`device_report`  what doctor measures
+`doctor_tables`  what doctor prints
+`demo`           the main job on this machine
+`learn`          costs of operators, for what-if planning
+`plan`           choose precisions
+`pareto`         `plan --pareto`: plans for several step times
+`expand`         grow a saved model
+`explain`        why a plan lowers what it lowers
+`replay`         what a step under a plan takes
+`validate`       replay against measured steps
+`diff`           what differs between two plans
+`options`        options that commands share, and how their texts are read
+`tables`         tables that commands print
+`what_if`        folders with plans and profiles, and profiles of devices that are not here
+"""

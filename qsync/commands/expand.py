@@ -1,16 +1,29 @@
-"""`qsync expand`: a saved model grows, and is verified before anything is written."""
+"""`qsync expand`: grow a saved model, and verify it before anything is written."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from qsync.commands.options import Json, console, pairs_of, print_json
+from qsync.commands.options import Json, console, pairs_of, print_json, working
 from qsync.errors import QSyncError, UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """What grows to which sizes, how, and where it is written (None: nowhere)."""
+
+    folder: Path
+    out: Path | None
+    sizes: dict[str, int | tuple[int, ...]]
+    split: str | None
+    depth: str
+    seed: int
+    inputs: Path | None
 
 
 def expand(
@@ -47,40 +60,12 @@ def expand(
     sizes = {name: _size(name, text) for name, text in pairs_of(to, "--to", "NAME=NUMBER").items()}
     if not sizes:
         raise QSyncError("--to says what to grow to: --to width=768 --to layers=12")
-    with Console(stderr=True).status("reading the model") as status:
-        from qsync.expansion.apply.verification import verify_expansion
-        from qsync.expansion.io import save
-        from qsync.expansion.io.load import load_expanded
-        from qsync.expansion.maps.format import as_json as told
-        from qsync.expansion.plan.planner import plan_expansion
-        from qsync.expansion.recipe.families import recipe_of
-
-        if out is not None:
-            save.check_free(out)
-        model = load_expanded(folder)
-        has_state = (folder / save.OPTIMIZER).is_file()
-        split = split or ("scalar" if has_state else "random")
-        plan = plan_expansion(model, recipe_of(model).to(**sizes), split=split, depth=depth, seed=seed)
-        found: dict[str, Any] = told(plan)
-        if out is not None:
-            status.update("growing")
-            big = plan.expand(model)
-            status.update("verifying")
-            batch = _inputs(model, inputs)
-            if batch is not None:
-                verified = verify_expansion(model, big, batch)
-                if not verified.passed:
-                    raise UnsupportedError(
-                        f"the grown model is {verified}; nothing was written: correct the recipe, or say "
-                        "what it grew wrong"
-                    )
-                found["verified"] = {**asdict(verified), "passed": True, "words": str(verified)}
-            status.update("writing")
-            save.expand_folder(folder, out, plan, model, big)
+    with working("reading the model") as progress:
+        text, found = _grow(_Growth(folder, out, sizes, split, depth, seed, inputs), progress)
     if as_json:
         print_json(found)
         return
-    console.print(str(plan), highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, soft_wrap=True)
     if out is None:
         console.print("nothing written: --out FOLDER grows it", highlight=False)
         return
@@ -93,6 +78,42 @@ def expand(
     console.print(f"written to {out}", highlight=False, soft_wrap=True)
 
 
+def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[str, Any]]:
+    """Plan the growth and, where `out` is given, grow, verify and write; return the plan as text and JSON."""
+    from qsync.expansion.apply.verification import verify_expansion
+    from qsync.expansion.io import save
+    from qsync.expansion.io.load import load_expanded
+    from qsync.expansion.maps.format import as_json
+    from qsync.expansion.plan.planner import plan_expansion
+    from qsync.expansion.recipe.families import recipe_of
+
+    if growth.out is not None:
+        save.check_free(growth.out)
+    model = load_expanded(growth.folder)
+    has_state = (growth.folder / save.OPTIMIZER).is_file()
+    split = growth.split or ("scalar" if has_state else "random")
+    recipe = recipe_of(model).to(**growth.sizes)
+    plan = plan_expansion(model, recipe, split=split, depth=growth.depth, seed=growth.seed)
+    found: dict[str, Any] = as_json(plan)
+    if growth.out is None:
+        return str(plan), found
+    progress("growing")
+    big = plan.expand(model)
+    progress("verifying")
+    batch = _batch_to_verify_on(model, growth.inputs)
+    if batch is not None:
+        verified = verify_expansion(model, big, batch)
+        if not verified.passed:
+            raise UnsupportedError(
+                f"the grown model is {verified}; nothing was written: correct the recipe, or say what it "
+                "grew wrong"
+            )
+        found["verified"] = {**asdict(verified), "passed": True, "words": str(verified)}
+    progress("writing")
+    save.expand_folder(growth.folder, growth.out, plan, model, big)
+    return str(plan), found
+
+
 def _size(name: str, text: str) -> int | tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split(","))
@@ -103,10 +124,8 @@ def _size(name: str, text: str) -> int | tuple[int, ...]:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _inputs(model: Any, path: Path | None) -> Any:
-    """What to verify on: the tensors of a file, or random ones where the model's config says what it
-    takes.
-    """
+def _batch_to_verify_on(model: Any, path: Path | None) -> Any:
+    """Return the tensors of a file, or random ones of the kind that the model's config says it takes."""
     import torch
 
     if path is not None:
@@ -116,7 +135,7 @@ def _inputs(model: Any, path: Path | None) -> Any:
             raise QSyncError(f"there is no file {path}; give --inputs a safetensors file")
         found = load_file(path)
         return next(iter(found.values())) if len(found) == 1 else found
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     draw = torch.Generator().manual_seed(0)
     if hasattr(config, "vocab_size"):
         length = min(16, getattr(config, "max_position_embeddings", 16))

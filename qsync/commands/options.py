@@ -1,9 +1,11 @@
-"""What commands have in common: options, how their texts are read, and where results are printed."""
+"""Options that commands share, how their texts are read, and where results are printed."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,10 +34,11 @@ Force = Annotated[
     bool,
     typer.Option("--force", help="Take profiles of other batch shapes, machines or versions, as what-if."),
 ]
+WeakShare = Annotated[float, typer.Option(help="Share of its core that the emulated weak rank gets.")]
 
 
 def pairs_of(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
-    """Name -> value from 'name=value' options; the same name twice with another value is a contradiction."""
+    """Return name -> value from 'name=value' options. Raises QSyncError where one name has two values."""
     pairs: dict[str, str] = {}
     for text in texts or []:
         name, found, value = text.rpartition("=")
@@ -48,12 +51,12 @@ def pairs_of(texts: list[str] | None, option: str, form: str) -> dict[str, str]:
 
 
 def budgets_of(texts: list[str] | None) -> dict[str, int]:
-    """Class -> bytes, from --memory options."""
+    """Return class -> bytes from --memory options."""
     return {name: _bytes(text) for name, text in pairs_of(texts, "--memory", "CLASS=BYTES").items()}
 
 
 def patterns_of(texts: list[str] | None) -> dict[str, tuple[str, ...]]:
-    """Class -> patterns of operators, from --save-less options."""
+    """Return class -> patterns of operators from --save-less options."""
     found: dict[str, tuple[str, ...]] = {}
     for text in texts or []:
         name, equals, pattern = text.partition("=")
@@ -75,5 +78,13 @@ def _bytes(text: str) -> int:
     return number
 
 
+@contextmanager
+def working(title: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that the command is at work; what is given replaces the title."""
+    with Console(stderr=True).status(title) as status:
+        yield status.update
+
+
 def print_json(value: Any) -> None:
+    """Print a value as JSON on stdout."""
     print(json.dumps(value, indent=1))

@@ -1,15 +1,16 @@
-"""The commands that make plans and compare them: plan, diff. They import no torch."""
+"""`qsync plan`: choose the precision of every operator on every device class. Imports no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
 from qsync.commands.options import (
     ClusterFile,
@@ -21,26 +22,40 @@ from qsync.commands.options import (
     pairs_of,
     patterns_of,
     print_json,
+    working,
 )
 from qsync.errors import QSyncError
+from qsync.records.basis import Basis
+from qsync.records.plans import Plan
 
-# Why a plan is not proved to be the best.
-_WHY = {
-    "optimal": "within the gap that was asked for",
-    "time-limited": "time was up; --time-limit gives more",
-    "unproved": "the bound may be loose where memory is short or classes wait for each other",
-    "unsolved": "the program ran into numerical trouble",
-}
+
+@dataclass(frozen=True, slots=True)
+class _Goal:
+    """Which step time to plan for: a target or a slack, several of them, or the least under a variance."""
+
+    target_s: float | None
+    slack: float
+    max_variance: float | None
+    num_points: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _LeverSearch:
+    """How levers are searched; `levers` None: not at all."""
+
+    levers: str | None
+    trials: int
+    storage: Path | None
+    seed: int
 
 
 def plan(
-    context: typer.Context,
-    basis: Annotated[
-        Path | None,
+    folder: Annotated[
+        Path,
         typer.Argument(
             metavar="FOLDER", help="Holds graph, cluster, sensitivity and profiles.", show_default=False
         ),
-    ] = None,
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="Where to write the plan.")] = Path("plan.json"),
     cluster: ClusterFile = None,
     target_step: Annotated[
@@ -54,9 +69,6 @@ def plan(
     lower_all: Annotated[
         bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
     ] = False,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Keep operators that match a pattern in FP32. Repeatable.")
-    ] = None,
     together: Annotated[
         list[str] | None,
         typer.Option(help="Operators that run alike: '*.q,*.k,*.v' for those of every layer. Repeatable."),
@@ -84,10 +96,6 @@ def plan(
         int | None,
         typer.Option(help="Plan for so many step times; --out is then a folder.", show_default="one"),
     ] = None,
-    compare: Annotated[
-        tuple[Path, Path] | None,
-        typer.Option("--diff", help="Plan nothing: what differs between two plans.", show_default=False),
-    ] = None,
     levers: Annotated[
         str | None,
         typer.Option(
@@ -108,170 +116,111 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    if compare is not None:
-        _check_alone(context, "--diff", but=("compare", "as_json"))
-        diff(*compare, as_json)
-        return
-    if basis is None:
-        raise QSyncError(
-            "which FOLDER to plan for is missing; name one that qsync demo or qsync.hybrid wrote"
-        )
+    from qsync.commands.what_if import load_basis
 
-    from qsync.allocator.explanation import plan_warnings
-    from qsync.commands.what_if import load_basis, load_other
-
-    pins = pairs_of(pin, "--pin", "PATTERN=PRECISION")
-    for pattern in exclude or []:
-        if pins.setdefault(pattern, "fp32") != "fp32":
-            raise QSyncError(f"{pattern!r} is both excluded and pinned to {pins[pattern]}; give one of them")
-    budgets = budgets_of(memory)
-    if target_step is not None and not target_step > 0:
-        raise QSyncError(f"--target-step must be positive, found {target_step}; give seconds")
-    if bucket_cap_mb is not None and not 1 <= bucket_cap_mb * 2**20 < math.inf:
-        raise QSyncError(f"--bucket-cap-mb must be positive, found {bucket_cap_mb}; DDP's own is 25")
-    found = load_basis(basis, cluster, force=force)
+    goal = _Goal(target_step, slack, max_variance, pareto)
+    search = _LeverSearch(levers, trials, storage, seed)
     options: dict[str, Any] = {
-        "budgets": budgets, "pins": pins, "lower_all": lower_all, "margin": margin,
+        "budgets": budgets_of(memory), "pins": pairs_of(pin, "--pin", "PATTERN=PRECISION"),
+        "lower_all": lower_all, "margin": margin,
         "together": [[one.strip() for one in group.split(",")] for group in together or []],
         "solver": solver, "gap": gap, "time_limit_s": time_limit,
-        "bucket_cap_bytes": int(bucket_cap_mb * 2**20) if bucket_cap_mb else None,
-        "saving_less": patterns_of(save_less),
+        "bucket_cap_bytes": _bucket_cap_bytes(bucket_cap_mb), "saving_less": patterns_of(save_less),
     }  # fmt: skip
-    if max_variance is not None and (target_step is not None or slack):
-        raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")
-    if pareto is not None:
-        if target_step is not None or slack or max_variance is not None:
-            raise QSyncError(
-                "--pareto plans for every step time; leave out --target-step, --slack and --max-variance"
-            )
-        if levers is not None:
-            raise QSyncError("--pareto plans without levers; leave out --levers")
-        _plan_frontier(found, pareto, out, options, as_json)
+    _check_goal(goal, search)
+    basis = load_basis(folder, cluster, force=force)
+    if goal.num_points is not None:
+        into = pareto_plans.folder_for(out)
+        plans = pareto_plans.plans_for_several_steps(basis, goal.num_points, options)
+        for one in plans:
+            _check_by_replay(basis, one, options["budgets"])
+        pareto_plans.write(plans, into, as_json)
         return
-    options |= {"target_s": target_step, "slack": slack}
-    if levers is None:
-        chosen = _planned(found, max_variance, options)
-    elif max_variance is not None:
-        raise QSyncError("--max-variance looks for the least step without levers; leave out --levers")
-    else:
-        found, chosen = _search(found, levers, load_other(basis), trials, storage, seed, options)
-    _check(found, chosen, budgets)
-    warnings = plan_warnings(found.graph, chosen, found.profiles, found.cluster, budgets)
+    basis, chosen = _choose(basis, goal, search, folder, options)
+    _check_by_replay(basis, chosen, options["budgets"])
+    warnings = _warnings(basis, chosen, options["budgets"])
     chosen.save(out)
     if as_json:
         print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
     console.print(tables.plan_table(chosen))
-    for line in tables.lever_lines(chosen):
+    for line in (*tables.lever_lines(chosen), *tables.gap_lines(chosen)):
         console.print(line, highlight=False, soft_wrap=True)
-    if chosen.gap is not None:
-        all_same = "step, memory and levers" if chosen.levers else "step and memory"
-        console.print(
-            f"No plan adds less than {chosen.bound:.3g} variance at this {all_same}; this one adds "
-            f"{chosen.added_variance:.3g}, {chosen.gap:.1%} of it perhaps needlessly ({chosen.solver}: "
-            f"{_WHY.get(chosen.status, chosen.status)})"
-            if chosen.gap > 1e-6 else f"No plan adds less variance at this {all_same} (proved)",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip
     for warning in warnings:
         console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
     console.print(f"written to {out}; checked by full replay (simulated)", highlight=False, soft_wrap=True)
 
 
-def _planned(found: Any, max_variance: float | None, options: dict[str, Any]) -> Any:
+def _bucket_cap_bytes(megabytes: float | None) -> int | None:
+    if megabytes is None:
+        return None
+    if not 1 <= megabytes * 2**20 < math.inf:
+        raise QSyncError(f"--bucket-cap-mb must be positive, found {megabytes}; DDP's own is 25")
+    return int(megabytes * 2**20)
+
+
+def _check_goal(goal: _Goal, search: _LeverSearch) -> None:
+    """Raise QSyncError for a target that cannot be, and for options that contradict each other."""
+    if goal.target_s is not None and not goal.target_s > 0:
+        raise QSyncError(f"--target-step must be positive, found {goal.target_s}; give seconds")
+    one_step = goal.target_s is not None or goal.slack
+    if goal.max_variance is not None and one_step:
+        raise QSyncError("--max-variance looks for the least step; leave out --target-step and --slack")
+    if goal.num_points is not None and (one_step or goal.max_variance is not None):
+        raise QSyncError(
+            "--pareto plans for every step time; leave out --target-step, --slack and --max-variance"
+        )
+    if goal.num_points is not None and search.levers is not None:
+        raise QSyncError("--pareto plans without levers; leave out --levers")
+    if goal.max_variance is not None and search.levers is not None:
+        raise QSyncError("--max-variance looks for the least step without levers; leave out --levers")
+
+
+def _choose(
+    basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
+) -> tuple[Basis, Plan]:
+    """Return the plan that reaches the goal, and the basis under its levers."""
     from qsync.allocator import allocate, fastest_within
 
-    parts = (found.graph, found.profiles, found.sensitivity, found.cluster)
-    if max_variance is None:
-        return allocate(*parts, **options)
-    with Console(stderr=True).status("planning") as status:
-        return fastest_within(*parts, max_variance, progress=status.update, **options)
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+    if search.levers is not None:
+        return _search_levers(basis, goal, search, folder, options)
+    if goal.max_variance is None:
+        return basis, allocate(*parts, target_s=goal.target_s, slack=goal.slack, **options)
+    with working("planning") as progress:
+        return basis, fastest_within(*parts, goal.max_variance, progress=progress, **options)
 
 
-def _search(
-    found: Any, levers: str, other: Any, trials: int, storage: Path | None, seed: int, options: dict[str, Any]
-) -> tuple[Any, Any]:
-    """The basis under the levers that were found best, and the plan."""
-    from qsync.allocator.levers import search
-    from qsync.commands.what_if import under_levers
+def _search_levers(
+    basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
+) -> tuple[Basis, Plan]:
+    from qsync.allocator import search as search_levers
+    from qsync.commands.what_if import load_other, under_levers
 
-    with Console(stderr=True).status("searching levers") as status:
-        chosen = search(
-            found.graph, found.profiles, found.sensitivity, found.cluster,
-            levers=[name.strip() for name in levers.split(",") if name.strip()], other=other, trials=trials,
-            storage=storage, seed=seed, progress=status.update, **options,
+    other = load_other(folder)
+    named = [name.strip() for name in (search.levers or "").split(",") if name.strip()]
+    with working("searching levers") as progress:
+        chosen = search_levers(
+            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, levers=named, other=other,
+            trials=search.trials, storage=search.storage, seed=search.seed, progress=progress,
+            target_s=goal.target_s, slack=goal.slack, **options,
         )  # fmt: skip
-    return under_levers(found, chosen.levers, other), chosen
+    return under_levers(basis, chosen.levers, other), chosen
 
 
-def _plan_frontier(found: Any, num: int, out: Path, options: dict[str, Any], as_json: bool) -> None:
-    """Plans for several step times into a folder, with a picture of the trade."""
-    from qsync.allocator import tradeoff
+def _warnings(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> list[str]:
+    from qsync.allocator import doubts
 
-    folder = out.with_suffix("") if out.suffix == ".json" else out
-    if folder.is_file():
-        raise QSyncError(f"--out {folder} is a file; with --pareto name a folder")
-    with Console(stderr=True).status("planning") as status:
-        plans = tradeoff(
-            found.graph, found.profiles, found.sensitivity, found.cluster, num,
-            progress=status.update, **options,
-        )  # fmt: skip
-    for chosen in plans:
-        _check(found, chosen, options["budgets"])
-    from qsync.figures import pareto
-
-    for number, chosen in enumerate(plans, 1):
-        chosen.save(folder / f"plan-{number}.json")
-    picture = pareto.draw(plans, folder / "frontier.png")
-    if as_json:
-        print_json({"simulated": True, "plans": [chosen.to_json() for chosen in plans]})
-        return
-    console.print(tables.frontier_table(plans))
-    console.print(
-        f"written to {folder}, with {picture.name}; checked by full replay", highlight=False, soft_wrap=True
-    )
+    return doubts(basis.graph, chosen, basis.profiles, basis.cluster, budgets)
 
 
-def _check(found: Any, chosen: Any, budgets: Mapping[str, int]) -> None:
-    """QSyncError unless full replay says of a plan what the plan does."""
+def _check_by_replay(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> None:
+    """Raise QSyncError unless a full replay of the plan gives what the plan predicts."""
     from qsync.allocator import check_plan
 
     certificate = check_plan(
-        found.graph, chosen, found.profiles, found.sensitivity, found.cluster,
+        basis.graph, chosen, basis.profiles, basis.sensitivity, basis.cluster,
         budgets=budgets, bucket_cap_bytes=chosen.bucket_cap_bytes,
     )  # fmt: skip
     if not certificate.ok:
         raise QSyncError(f"the plan does not hold under full replay: {certificate.violations[0]}")
-
-
-def diff(
-    before: Annotated[Path, typer.Argument(help="A plan.json.", show_default=False)],
-    after: Annotated[Path, typer.Argument(help="Another one.", show_default=False)],
-    as_json: Json = False,
-) -> None:
-    """Which operators have another precision in the second plan, and what is predicted of each plan."""
-    from qsync.records.plans import Plan
-
-    plans = [Plan.load(path) for path in (before, after)]
-    lines = plans[0].diff(plans[1]).splitlines()
-    steps, added = [plan.step_s for plan in plans], [plan.added_variance for plan in plans]
-    if as_json:
-        print_json({"differences": lines, "step_s": steps, "added_variance": added})
-        return
-    if None not in (*steps, *added):
-        a_ms, b_ms = (1e3 * (seconds or 0.0) for seconds in steps)
-        lines.append(
-            f"step {a_ms:.4g} -> {b_ms:.4g} ms, added variance {added[0]:.3g} -> {added[1]:.3g} (simulated)"
-        )
-    if plans[0].diff(plans[1]) == "":
-        lines.insert(0, "The plans assign the same precisions.")
-    console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
-
-
-def _check_alone(context: typer.Context, option: str, but: tuple[str, ...]) -> None:
-    """QSyncError if anything beside `option` was given that it would leave without effect."""
-    for parameter in context.command.params:
-        source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in but and source is not None and source.name == "COMMANDLINE":
-            named = parameter.opts[0] if parameter.param_type_name == "option" else parameter.metavar
-            raise QSyncError(f"{option} plans nothing, so {named} has no effect; leave it out")

@@ -1,17 +1,35 @@
-"""Tables of plans for the command line: what was chosen, why, what was refused, what fills memory."""
+"""Tables and lines that commands print: plans, reasons, steps, memory, learned costs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from qsync.records.plans import Plan
-from qsync.records.profiles import shown
+from qsync.records.profiles import Profile, shown
+
+if TYPE_CHECKING:
+    from qsync.replayer import Timeline  # imports numpy, which most commands do without
+
+
+# Why a plan is not proved to be the best.
+_WHY_UNPROVED = {
+    "optimal": "within the gap that was asked for",
+    "time-limited": "time was up; --time-limit gives more",
+    "unproved": "the bound may be loose where memory is short or classes wait for each other",
+    "unsolved": "the program ran into numerical trouble",
+}
+
+
+def labelled(of_classes: Mapping[str, Any], profiles: Mapping[str, Profile]) -> dict[str, Any]:
+    """Return the values by the names that tables and pictures show for their classes."""
+    return {shown(name, profiles[name].origin): value for name, value in of_classes.items()}
 
 
 def reasons_table(reasons: list[Any]) -> Table:
+    """Return a row per lowered operator: what it saves, what it adds, why it does not run higher."""
     table = Table(title=f"Why {len(reasons)} operators are lowered (simulated)")
     for heading in ("class", "operator", "runs in", "saves", "adds variance", "why not higher"):
         table.add_column(heading, justify="right" if heading in ("saves", "adds variance") else "left")
@@ -24,8 +42,8 @@ def reasons_table(reasons: list[Any]) -> Table:
     return table
 
 
-def shadow_table(prices: Sequence[Any]) -> Table:
-    """What each class would give for more time or memory, and its next moves."""
+def shadow_prices_table(prices: Sequence[Any]) -> Table:
+    """Return a row per class: the variance that more time or memory would save, and its next moves."""
     table = Table(title="Variance that more time or memory would save, to first order (simulated)")
     table.add_column("class")
     for heading in ("per ms more", "per MiB more"):
@@ -65,11 +83,12 @@ def _next_lowering(found: Any) -> str:
     )
 
 
-def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Table:
+def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Profile]) -> Table:
+    """Return a column per class: the bytes of its memory peak by kind, and its budget."""
     table = Table(title="Memory of a rank at its fullest, MiB (simulated)")
     table.add_column("what for")
-    for name in memory:
-        table.add_column(shown(name, profiles[name].origin), justify="right")
+    for name in labelled(memory, profiles):
+        table.add_column(name, justify="right")
 
     def row(what: str, of_classes: Iterable[int], **options: Any) -> None:
         table.add_row(what, *(f"{n / 2**20:.1f}" if n else "-" for n in of_classes), **options)
@@ -83,44 +102,47 @@ def memory_table(memory: Mapping[str, Any], profiles: Mapping[str, Any]) -> Tabl
     return table
 
 
-def refusals_table(refused: list[Any], profiles: Mapping[str, Any]) -> Table:
-    """A row for operators that are refused the same precision on the same class for the same reason."""
+def unsupported_table(unsupported: Sequence[Any], profiles: Mapping[str, Profile]) -> Table:
+    """Return a row per class, precision and reason: the operators that no kernel serves in it."""
     alike: dict[tuple[str, str, str], list[Any]] = {}
-    for refusal in refused:
-        name = refusal.device_class
+    for one in unsupported:
+        name = one.device_class
         where = shown(name, profiles[name].origin) if name else "all"
-        key = (where, str(refusal.precision or "all lower"), refusal.why)
-        alike.setdefault(key, []).append(refusal)
+        key = (where, str(one.precision or "all lower"), one.why)
+        alike.setdefault(key, []).append(one)
     table = Table(title="What no kernel serves, and what it runs in instead")
     for heading in ("class", "precision", "operators", "run in", "why"):
         table.add_column(heading)
     for (device_class, precision, why), those in alike.items():
-        some = ", ".join(refusal.op for refusal in those[:2])
+        some = ", ".join(one.op for one in those[:2])
         more = f" and {len(those) - 2} more" if len(those) > 2 else ""
-        instead = ", ".join(dict.fromkeys(refusal.runs_in for refusal in those))
+        instead = ", ".join(dict.fromkeys(one.runs_in for one in those))
         table.add_row(device_class, precision, some + more, instead, why)
     return table
 
 
-def plan_table(chosen: Any) -> Table:
-    table = Table(title=f"Plan for {chosen.model}: {chosen.step_s * 1e3:.1f} ms a step (simulated)")
+def plan_table(plan: Plan) -> Table:
+    """Return a row per class: how many operators are lowered to what, and what is predicted."""
+    table = Table(title=f"Plan for {plan.model}: {1e3 * (plan.step_s or 0.0):.1f} ms a step (simulated)")
     for heading in ("class", "lowered", "precisions", "waiting", "memory peak", "added variance"):
         table.add_column(heading, justify="left" if heading in ("class", "precisions") else "right")
-    for name, entry in chosen.classes.items():
+    for name, entry in plan.classes.items():
         counts: dict[str, int] = {}
         for precision in entry.assignment.values():
             counts[str(precision)] = counts.get(str(precision), 0) + 1
         precisions = ", ".join(f"{number} {precision}" for precision, number in counts.items())
+        predicted = entry.predicted
+        assert predicted is not None  # the allocator predicts every class that it plans
         table.add_row(
             shown(name, entry.origin), f"{len(entry.lowered)} of {len(entry.assignment)}", precisions,
-            f"{entry.predicted.wait_s * 1e3:.1f} ms", f"{entry.predicted.memory_bytes / 2**20:.0f} MiB",
-            f"{entry.predicted.added_variance:.2e}",
+            f"{predicted.wait_s * 1e3:.1f} ms", f"{predicted.memory_bytes / 2**20:.0f} MiB",
+            f"{predicted.added_variance:.2e}",
         )  # fmt: skip
     return table
 
 
 def lever_lines(plan: Plan) -> list[str]:
-    """What a plan changes beside precisions, and what each lever bought. Simulated."""
+    """Return what a plan changes beside precisions, and what each lever bought (simulated)."""
     lines = [
         f"{name} saves less for backward: {', '.join(entry.saving_less)}"
         for name, entry in sorted(plan.classes.items())
@@ -143,8 +165,22 @@ def lever_lines(plan: Plan) -> list[str]:
     return lines + [f"{lever} was not tried: {reason}" for lever, reason in plan.levers.untried.items()]
 
 
+def gap_lines(plan: Plan) -> list[str]:
+    """Return by how much the plan may add more variance than the least, where its solver says so."""
+    if plan.gap is None:
+        return []
+    same = "step, memory and levers" if plan.levers else "step and memory"
+    if plan.gap <= 1e-6:
+        return [f"No plan adds less variance at this {same} (proved)"]
+    return [
+        f"No plan adds less than {plan.bound:.3g} variance at this {same}; this one adds "
+        f"{plan.added_variance:.3g}, {plan.gap:.1%} of it perhaps needlessly ({plan.solver}: "
+        f"{_WHY_UNPROVED.get(plan.status or '', plan.status)})"
+    ]
+
+
 def frontier_table(plans: Sequence[Plan]) -> Table:
-    """One line per point of the trade, the fastest first."""
+    """Return a row per plan of the trade-off, the fastest first."""
     table = Table(title=f"Step time against added variance of {plans[0].model} (simulated)")
     for heading in ("plan", "step", "added variance", "perhaps needless", "lowered"):
         table.add_column(heading, justify="left" if heading in ("plan", "lowered") else "right")
@@ -158,4 +194,45 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
             f"plan-{number}.json", f"{1e3 * (plan.step_s or 0.0):.1f} ms",
             f"{plan.added_variance or 0.0:.2e}", f"{plan.gap or 0.0:.1%}", ", ".join(lowered) or "nothing",
         )  # fmt: skip
+    return table
+
+
+def timeline_table(timeline: Timeline, model: str) -> Table:
+    """Return a row per class: the parts of its step, and its memory peak (simulated)."""
+    interval = (
+        f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine runs of ten"
+        if timeline.interval_s else ""
+    )  # fmt: skip
+    table = Table(title=f"One step of {model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)")
+    for heading in ("class", "ranks", "loading", "compute", "communication", "waiting", "memory peak"):
+        table.add_column(heading, justify="left" if heading == "class" else "right")
+    for name, entry in timeline.classes.items():
+        table.add_row(
+            shown(name, entry.origin), str(entry.num_ranks),
+            f"{entry.loading_s * 1e3:.1f} ms" if entry.loading_s else "-",
+            f"{(entry.compute_s - entry.loading_s) * 1e3:.1f} ms",
+            f"{(entry.slowed_s + entry.exposed_s) * 1e3:.1f} ms", f"{entry.wait_s * 1e3:.1f} ms",
+            f"{entry.memory_bytes / 2**20:.0f} MiB",
+        )  # fmt: skip
+    return table
+
+
+def loading_lines(profiles: Mapping[str, Profile]) -> list[str]:
+    """Return which classes' steps are predicted as if batches were always there."""
+    without = [profile.device_class for profile in profiles.values() if not profile.loading_s]
+    if not without:
+        return []
+    return [
+        f"Data loading is no part of the steps of {', '.join(without)}: no loader was profiled (pass "
+        "loader= to qsync.hybrid or qsync.profile)"
+    ]
+
+
+def learned_costs_table(error: Any) -> Table:
+    """Return a row per kind of operator: the error of its learned costs (a cost model's `error`)."""
+    table = Table(title="Error of the learned costs, at shapes held out (measured)")
+    for heading in ("operator", "median", "95th percentile"):
+        table.add_column(heading, justify="left" if heading == "operator" else "right")
+    for kind, (median, most) in {**error.by_kind, "all": error.overall}.items() if error else ():
+        table.add_row(kind, f"{median:.0%}", f"{most:.0%}")
     return table

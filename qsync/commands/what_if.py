@@ -1,6 +1,4 @@
-"""What if: a folder's model planned for devices that are not here, from their data sheets. Simulated; no
-torch.
-"""
+"""Folders with plans and profiles as commands take them, and profiles of devices that are not here."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from qsync.records.cluster import Cluster
 from qsync.records.datasheets import datasheet
 from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
+from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
 from qsync.replayer import Sized, under
 
@@ -21,13 +20,32 @@ OTHER = "other"  # a folder in the folder: the model captured, and profiled, wit
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
 
 
-def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
-    """The basis in a folder, for its own cluster or the one described in a file (cluster.toml).
+def load_plan(
+    plan_file: Path, folder: Path | None, cluster: Path | None, *, force: bool = False
+) -> tuple[Plan, Basis]:
+    """Return a plan and its basis under its levers. `folder` is the plan's own unless it is given.
 
-    Classes with a data sheet get a simulated profile: the shares of their peaks that the folder's measured
-    profile reaches, or that its costs.json says. With `force`, profiles that were measured for another batch
-    shape, on another machine or with other versions are taken all the same, as what-if. Raises FormatError if
-    no profile in the folder was measured.
+    Raises FormatError for a file that is missing or malformed, MismatchError where both do not belong
+    together.
+    """
+    plan = Plan.load(plan_file)
+    if folder is None and not (plan_file.parent / "graph.json").is_file():
+        raise FormatError(
+            f"there is no graph.json beside {plan_file}; name the folder it was planned from with --basis"
+        )
+    folder = folder or plan_file.parent
+    basis = load_basis(folder, cluster, force=force)
+    plan.check_graph(basis.graph)
+    return plan, under_levers(basis, plan.levers, load_other(folder))
+
+
+def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: bool = False) -> Basis:
+    """Return the basis in a folder, for its own cluster or the one of a file (cluster.toml).
+
+    Classes with a data sheet get a simulated profile, from the shares of their peaks that the folder's
+    measured profile reaches, or from the costs in its costs.json. `force` accepts profiles of another batch
+    shape, machine or version; they are labelled "what if". Raises FormatError if no profile in the folder
+    was measured.
 
     >>> basis = load_basis("demo-out", "cluster.toml")
     """
@@ -38,9 +56,8 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
     wanted = {c.name: c.datasheet for c in basis.cluster.classes if c.datasheet is not None}
     if not wanted:
         return basis
-    from qsync.predictor.cost_model.fill_profile import (
-        simulate,  # scipy: half a second that other plans need not wait
-    )
+    # Imports scipy: half a second, which plans for devices that are here do not wait for.
+    from qsync.predictor.cost_model.fill_profile import simulate
     from qsync.predictor.cost_model.model import CostModel
 
     measured = _measured(folder)
@@ -59,8 +76,9 @@ def load_basis(folder: str | Path, cluster: str | Path | None = None, *, force: 
 
 
 def load_other(folder: str | Path) -> Sized | None:
-    """The model with another number of samples, from FOLDER/other: its graph.json, and profiles if there are
-    any; None without such a folder. Shares of the batch and passes are planned with it.
+    """Return the model with another number of samples, or None where FOLDER/other has no graph.json.
+
+    Shares of the batch and passes are planned with it. Profiles beside that graph are read as well.
 
     >>> qsync.capture(model, smaller_batch).save("demo-out/other/graph.json")
     >>> qsync.profile(model, smaller_batch).save("demo-out/other/profile-infer.json")
@@ -73,12 +91,12 @@ def load_other(folder: str | Path) -> Sized | None:
 
 
 def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:
-    """The basis with its profiles carried over to the levers of a plan (`qsync.replayer.under`)."""
+    """Return the basis with its profiles adapted to the levers of a plan (`qsync.replayer.under`)."""
     return replace(basis, profiles=under(basis.graph, basis.profiles, basis.cluster, levers, other))
 
 
 def _forced(basis: Basis) -> dict[str, Profile]:
-    """The profiles, those that do not belong to this graph, their class or each other as what-if."""
+    """Return the profiles; those of another graph, class or version are labelled "what if"."""
     forced: dict[str, Profile] = {}
     for name, profile in basis.profiles.items():
         try:
@@ -92,15 +110,14 @@ def _forced(basis: Basis) -> dict[str, Profile]:
 
 
 def _measured(folder: Path) -> Profile:
-    """The folder's measured profile; that of an emulated class only if there is no other."""
+    """Return the folder's measured profile; that of an emulated class only if there is no other."""
     found: Mapping[Path, Profile] = {
         path: Profile.load(path) for path in sorted(folder.glob("profile-*.json"))
     }
     real = [profile for profile in found.values() if profile.origin == MEASURED]
     if not real:
         raise FormatError(
-            f"{folder} has no measured profile to simulate a data sheet's device from; profile the "
-            f"model on any "
-            "device first"
+            f"{folder} has no measured profile to simulate a data sheet's device from; profile the model on "
+            "any device first"
         )
     return next((profile for profile in real if profile.emulated_share is None), real[0])

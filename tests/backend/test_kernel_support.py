@@ -16,7 +16,7 @@ from qsync import backend
 from qsync.allocator import allocate, check_plan, refusals
 from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.selection import Kernels
-from qsync.commands import doctor, main
+from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
@@ -325,9 +325,9 @@ def test_refused_asks_kernels_only_for_what_needs_one(graph):
 
 def test_doctor_lists_what_gpus_do_not_serve():
     device = {"device": "cuda:0", "kernels": [], "limits": [
-        {"kind": kind, "precision": str(p), "why": why} for kind, p, why in doctor.LIMITS["cuda"]
+        {"kind": kind, "precision": str(p), "why": why} for kind, p, why in device_report.LIMITS["cuda"]
     ]}  # fmt: skip
-    rows = list(zip(*(column.cells for column in doctor.reasons(device).columns), strict=True))
+    rows = list(zip(*(column.cells for column in doctor_tables.reasons_table(device).columns), strict=True))
     assert (
         "int8",
         "conv2d",

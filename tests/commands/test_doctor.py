@@ -16,13 +16,13 @@ from qsync import backend
 from qsync.backend.casts import library as compiled
 from qsync.backend.cutlass import library
 from qsync.backend.device_peaks import peak_of
-from qsync.commands import doctor, main
+from qsync.commands import device_report, doctor_tables, main
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 
 @pytest.fixture(scope="module")
 def found():
-    return doctor.examine()
+    return device_report.examine()
 
 
 def test_every_product_and_precision_has_one_row(found):
@@ -71,7 +71,7 @@ def test_a_kernel_that_was_passed_over_is_named():
         "speedup": 2.0,
         "rejected": {"b": "takes 9 ms"},
     }
-    assert doctor._note({**row, "why": None}, torch.device("cpu")) == "not b: takes 9 ms"
+    assert device_report._note({**row, "why": None}, torch.device("cpu")) == "not b: takes 9 ms"
 
 
 def page_of(*shown):
@@ -83,11 +83,15 @@ def page_of(*shown):
 
 def test_the_tables_are_read_in_a_hundred_columns(found):
     cpu = found["devices"][0]
-    lines = page_of(doctor.table(cpu), *doctor.remarks(cpu), doctor.reasons(cpu))
+    lines = page_of(
+        doctor_tables.kernels_table(cpu), *doctor_tables.remarks(cpu), doctor_tables.reasons_table(cpu)
+    )
     assert all(len(line) <= 100 for line in lines)
     # Which kernels were passed over for another one's time is measured, and each is a line more.
     measured = {**cpu, "kernels": [{**row, "rejected": {}} for row in cpu["kernels"]]}
-    lines = page_of(doctor.table(cpu), *doctor.remarks(cpu), doctor.reasons(measured))
+    lines = page_of(
+        doctor_tables.kernels_table(cpu), *doctor_tables.remarks(cpu), doctor_tables.reasons_table(measured)
+    )
     assert len(lines) <= 75
 
 
@@ -96,25 +100,27 @@ def test_long_reasons_wrap_between_words(found):
     rows = [
         {**row, "note": reason, "rejected": {"cutlass": reason}} for row in found["devices"][0]["kernels"]
     ]
-    lines = page_of(doctor.reasons({**found["devices"][0], "kernels": rows}))
+    lines = page_of(doctor_tables.reasons_table({**found["devices"][0], "kernels": rows}))
     assert all(len(line) <= 100 for line in lines)
     words = " ".join(lines).split()
     assert words.count("/usr/local/cuda-13/bin/nvcc") == words.count("sm_70:") >= 2 * len(Precision)
 
 
 def test_the_peaks_and_their_mix_are_said(found):
-    said = " ".join(doctor.remarks(found["devices"][0]))
+    said = " ".join(doctor_tables.remarks(found["devices"][0]))
     assert "int8 " in said and "3 / (1 / int8 + 2 / bf16)" in said and "one thread" in said
 
 
 def test_the_casts_are_compiled_or_the_reason_is_said(monkeypatch, tmp_path):
     cpu = torch.device("cpu")
     monkeypatch.setattr(compiled, "note", lambda _: "casts run in plain torch: TVM is not installed")
-    assert doctor.build_state(cpu) == ["casts run in plain torch: TVM is not installed"]
+    assert device_report.build_state(cpu) == ["casts run in plain torch: TVM is not installed"]
     monkeypatch.setattr(compiled, "note", lambda _: None)
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
-    processor = doctor.machine()["processor"]
-    assert doctor.build_state(cpu) == [f"casts: compiled for {processor}, cached in {tmp_path / 'kernels'}"]
+    processor = device_report.machine()["processor"]
+    assert device_report.build_state(cpu) == [
+        f"casts: compiled for {processor}, cached in {tmp_path / 'kernels'}"
+    ]
 
 
 def test_a_gpu_says_which_casts_and_cutlass_products_are_built(monkeypatch):
@@ -124,7 +130,7 @@ def test_a_gpu_says_which_casts_and_cutlass_products_are_built(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(library, "unavailable", unavailable)
     monkeypatch.setattr(compiled, "note", lambda architecture: None)
-    casts, products = doctor.build_state(torch.device("cuda", 0))
+    casts, products = device_report.build_state(torch.device("cuda", 0))
     assert casts.startswith("casts: compiled for sm_75, cached in ")
     assert products.startswith(
         "CUTLASS products: int8_gemm, fp16_gemm, fp16_conv built for sm_75, cached in "
@@ -142,21 +148,21 @@ def test_the_number_of_threads_is_put_back(monkeypatch):
 
     rows = kernels.describe()
     monkeypatch.setattr(type(kernels), "describe", lambda self: observed(rows))
-    monkeypatch.setattr(doctor, "measured_peaks", lambda device: observed({}))
+    monkeypatch.setattr(device_report, "measured_peaks", lambda device: observed({}))
     before = torch.get_num_threads()
-    doctor.describe(torch.device("cpu"))
+    device_report.describe(torch.device("cpu"))
     assert seen == [1, 1]
     assert torch.get_num_threads() == before
 
 
 def test_an_untested_torch_is_noted(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
-    assert any("2.9.1" in text and "2.11 to 2.13" in text for text in doctor.notes())
+    assert any("2.9.1" in text and "2.11 to 2.13" in text for text in device_report.notes())
 
 
 @pytest.mark.parametrize("arguments", [["doctor"], ["doctor", "--json"]])
 def test_the_command_prints_what_was_found(found, arguments, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "examine", lambda: found)
+    monkeypatch.setattr(device_report, "examine", lambda: found)
     monkeypatch.setattr(sys, "argv", ["qsync", *arguments])
     with pytest.raises(SystemExit) as exit_:
         main.main()

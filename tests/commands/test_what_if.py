@@ -15,7 +15,7 @@ from lawful_costs import HERE, lawful
 
 from qsync import cost_learning
 from qsync.commands.what_if import load_basis
-from qsync.cost_sampling import can_measure
+from qsync.cost_learning import can_measure
 from qsync.errors import FormatError
 from qsync.experiments.prediction.learned_costs import evaluate, verdicts
 from qsync.predictor.cost_model.model import CostModel

@@ -1,0 +1,39 @@
+"""`qsync demo`: the main job on this machine, against every other way to run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qsync.commands.options import Json, WeakShare, console, print_json
+
+
+def demo(
+    workload: Annotated[str, typer.Option(help="gpt (source text) or resnet (digits).")] = "gpt",
+    data: Annotated[Path | None, typer.Option(help="Your own text: a file or a folder.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path(
+        "demo-out"
+    ),
+    weak_share: WeakShare = 0.5,
+    seeds: Annotated[int, typer.Option(help="How many seeds to train with.")] = 1,
+    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the main job on this machine: two unequal ranks train, against every other way to run them."""
+    from qsync.experiments.demo.launch import run_demo
+    from qsync.experiments.demo.report import closing_lines, table
+
+    content = run_demo(
+        workload=workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed, steps=steps
+    )
+    if as_json:
+        print_json(content)
+        return
+    console.print(table(content))
+    for line in closing_lines(content, out):
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,134 @@
+"""The report of `qsync doctor`: devices, versions, and the kernel chosen for each product, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import qsync
+from qsync import backend
+from qsync.backend import cutlass, kernel_cache
+from qsync.backend.absent_kernels import why_absent
+from qsync.backend.candidates import candidates
+from qsync.backend.casts import library
+from qsync.backend.cutlass.products import architecture as architecture_of
+from qsync.backend.device_detection import detect_class, machine
+from qsync.backend.device_peaks import measured_peaks, peak_of
+from qsync.commands.doctor_tables import SLOWER, passed_over
+from qsync.records.kernel_support import LIMITS
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+
+# The versions of torch that qsync is tested with, both ends included.
+_WANTED_TORCH = ((2, 11), (2, 13))
+
+
+def examine() -> dict[str, Any]:
+    """Return the whole report, as JSON. Times every kernel on a small shape: seconds per device.
+
+    >>> examine()["devices"][0]["kernels"][0]["kernel"]
+    'torch'
+    """
+    host = machine()
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    return {
+        "qsync": qsync.__version__,
+        "machine": host,
+        "collectives": [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()],
+        "notes": notes(),
+        "measured": True,
+        "devices": [describe(device) for device in devices],
+    }
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Describe one device: its class, precisions, peaks and kernels, measured with one thread."""
+    kernels = backend.select(device)
+    found = detect_class(device)
+    with _one_thread():
+        rows = kernels.describe()
+        peaks = measured_peaks(device)
+    chosen = {(row["kind"], row["precision"]): row for row in rows}
+    half = kernels.narrow or "fp16"
+    return {
+        "device": str(device),
+        "device_class": found.name,
+        "memory_bytes": found.memory_bytes,
+        "precisions": [str(p) for p in found.precisions],
+        "narrow": kernels.narrow,
+        "measured_threads": 1,
+        "peak_flops_per_s": peaks,
+        "build": build_state(device),
+        "limits": [
+            {"kind": kind, "precision": str(precision), "why": why}
+            for kind, precision, why in LIMITS[device.type]
+        ],
+        "kernels": [
+            _rated(chosen[kind, str(p)], peak_of(kind, p, half, peaks), device)
+            if (kind, str(p)) in chosen
+            else _absent(kind, p)
+            for kind in PRECISIONS_BY_KIND
+            for p in Precision
+        ],
+    }
+
+
+def build_state(device: torch.device) -> list[str]:
+    """Return what is compiled on this machine and where, or why not: casts, and CUTLASS on GPUs."""
+    folder, on_gpu = kernel_cache.folder(), device.type == "cuda"
+    architecture = architecture_of(device) if on_gpu else None
+    target = f"sm_{architecture}" if on_gpu else machine()["processor"]
+    casts = library.note(architecture) or f"casts: compiled for {target}, cached in {folder}"
+    return [casts, f"CUTLASS products: {cutlass.state(device)}"] if on_gpu else [casts]
+
+
+def notes() -> list[str]:
+    """Return what will not work on this machine, one sentence each."""
+    found = []
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = _WANTED_TORCH
+    if not low <= version <= high:
+        found.append(
+            f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        )
+    if not torch.cuda.is_available():
+        found.append("torch sees no CUDA device: every rank here is a CPU rank")
+    return found
+
+
+def _rated(row: dict[str, Any], peak: float | None, device: torch.device) -> dict[str, Any]:
+    """Return the row with its rate and its share of the peak; None where neither is known."""
+    row = {**row, "note": _note(row, device)}
+    if row["kernel"] is None:
+        return row
+    rate = row["flops"] / row["measured_s"] or None
+    share = rate / peak if rate and peak else None
+    return {**row, "flops_per_s": rate, "peak_flops_per_s": peak, "share_of_peak": share}
+
+
+def _absent(kind: str, precision: Precision) -> dict[str, Any]:
+    reason = why_absent(kind, precision)
+    return {"kind": kind, "precision": str(precision), "kernel": None, "why": reason, "note": reason}
+
+
+def _note(row: dict[str, Any], device: torch.device) -> str | None:
+    """Return why there is no kernel, why the precision does not pay, or why other kernels lost."""
+    if row["kernel"] is None:
+        tried = candidates(row["kind"], Precision(row["precision"]), device)
+        return "; ".join(c.reason for c in tried if c.reason) or row["why"]
+    slower = [] if row["speedup"] >= 1 else [SLOWER]
+    return "; ".join(slower + passed_over(row)) or None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Time kernels with one thread: torchrun starts a rank with one, unless OMP_NUM_THREADS is set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,83 @@
+"""`qsync explain`: why a plan lowers what it lowers, and what fills the memory. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qsync.commands import tables
+from qsync.commands.options import (
+    BasisFolder,
+    ClusterFile,
+    Force,
+    Json,
+    Memory,
+    PlanFile,
+    budgets_of,
+    console,
+    print_json,
+)
+
+
+def explain(
+    plan_file: PlanFile,
+    basis: BasisFolder = None,
+    cluster: ClusterFile = None,
+    memory: Memory = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the memory of a step here (PNG).")] = None,
+    allocation: Annotated[
+        Path | None, typer.Option(help="Draw the precision of every operator above its sensitivity (PNG).")
+    ] = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Explain why operators are lowered or cannot be, and what more time or memory would buy."""
+    from qsync.allocator import explain as explain_lowering
+    from qsync.allocator import refusals, shadow_prices
+    from qsync.commands.what_if import load_plan
+    from qsync.replayer import peaks
+
+    budgets = budgets_of(memory)
+    plan, found = load_plan(plan_file, basis, cluster, force=force)
+    planned = {c.name: plan.budgets[c.name] for c in found.cluster.classes if c.name in plan.budgets}
+    budgets = {**planned, **budgets}
+    found = replace(found, cluster=found.cluster.with_memory(budgets))
+    parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
+    limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
+    filled = peaks(found.graph, plan, found.profiles, found.cluster)
+    unsupported = refusals(found.graph, plan, found.profiles, found.cluster)
+    reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
+    if picture is not None:
+        from qsync.figures import memory as memory_figure
+
+        memory_figure.steps(tables.labelled(filled, found.profiles), picture)
+    if allocation is not None:
+        from qsync.figures import precision_map
+
+        emulated = {c.name for c in found.cluster.classes if c.emulated_share is not None}
+        precision_map.allocation(plan, found.graph, found.sensitivity, allocation, emulated=emulated)
+    if as_json:
+        print_json({
+            "simulated": True,
+            "reasons": [reason.to_json() for reason in reasons],
+            "shadow_prices": [price.to_json() for price in prices],
+            "refused": [operator.to_json() for operator in unsupported],
+            "memory": {
+                name: {"origin": found.profiles[name].origin, **peak.to_json()}
+                for name, peak in filled.items()
+            },
+        })  # fmt: skip
+        return
+    if reasons:
+        console.print(tables.reasons_table(reasons))
+    else:
+        console.print("The plan lowers nothing: every rank keeps up in FP32.")
+    console.print(tables.shadow_prices_table(prices))
+    if unsupported:
+        console.print(tables.unsupported_table(unsupported, found.profiles))
+    console.print(tables.memory_table(filled, found.profiles))
+    for line in tables.loading_lines(found.profiles):
+        console.print(line, highlight=False, soft_wrap=True)

@@ -1,0 +1,47 @@
+"""`qsync plan --pareto`: plans for several step times, and a picture of the trade-off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qsync.commands import tables
+from qsync.commands.options import console, print_json, working
+from qsync.errors import QSyncError
+from qsync.records.basis import Basis
+from qsync.records.plans import Plan
+
+
+def folder_for(out: Path) -> Path:
+    """Return the folder that `--out` names. Raises QSyncError where it is a file."""
+    folder = out.with_suffix("") if out.suffix == ".json" else out
+    if folder.is_file():
+        raise QSyncError(f"--out {folder} is a file; with --pareto name a folder")
+    return folder
+
+
+def plans_for_several_steps(basis: Basis, num: int, options: Mapping[str, Any]) -> list[Plan]:
+    """Return up to `num` plans, the fastest first. `options` are those of qsync.allocator.allocate."""
+    from qsync.allocator import frontier
+
+    with working("planning") as progress:
+        return list(frontier(
+            basis.graph, basis.profiles, basis.sensitivity, basis.cluster, num, progress=progress, **options
+        ))  # fmt: skip
+
+
+def write(plans: Sequence[Plan], folder: Path, as_json: bool) -> None:
+    """Write the plans and a picture of them into the folder, and print what was written."""
+    from qsync.figures import pareto
+
+    for number, plan in enumerate(plans, 1):
+        plan.save(folder / f"plan-{number}.json")
+    picture = pareto.draw(plans, folder / "frontier.png")
+    if as_json:
+        print_json({"simulated": True, "plans": [plan.to_json() for plan in plans]})
+        return
+    console.print(tables.frontier_table(plans))
+    console.print(
+        f"written to {folder}, with {picture.name}; checked by full replay", highlight=False, soft_wrap=True
+    )

@@ -1,0 +1,58 @@
+"""`qsync replay`: what a step under a plan takes on every rank. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from qsync.commands import tables
+from qsync.commands.options import BasisFolder, ClusterFile, Force, Json, PlanFile, console, print_json
+
+
+def replay(
+    plan_file: PlanFile,
+    basis: BasisFolder = None,
+    cluster: ClusterFile = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the step of every class here (PNG).")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of these steps.")] = 0,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Predict what a step under a plan takes on every rank, and where each waits (simulated)."""
+    from qsync.commands.what_if import load_plan
+    from qsync.replayer import replay as simulate
+    from qsync.replayer import vary
+
+    plan, found = load_plan(plan_file, basis, cluster, force=force)
+    parts, cap = (found.graph, plan, found.profiles, found.cluster), plan.bucket_cap_bytes
+    timeline = simulate(*parts, bucket_cap_bytes=cap)
+    varied = None
+    if steps is not None:
+        varied = vary(*parts, num_steps=steps, seed=seed, bucket_cap_bytes=cap)
+    if trace is not None:
+        from qsync.replayer.trace import write_trace
+
+        write_trace(timeline, trace)
+    if picture is not None:
+        from qsync.figures import timeline as figure
+
+        figure.timelines(figure.lanes_of(timeline), picture, simulated=True)
+    if as_json:
+        print_json({**timeline.to_json(), **({"steps_s": list(varied.steps_s)} if varied else {})})
+        return
+    console.print(tables.timeline_table(timeline, plan.model))
+    lines = tables.loading_lines(found.profiles)
+    if varied is not None:
+        low, high = (1e3 * seconds for seconds in varied.range_s)
+        lines.append(
+            f"{steps} steps that vary as the profiles did (simulated, seed {seed}): nine in ten take "
+            f"{low:.1f} to {high:.1f} ms; waiting for whoever is late costs {varied.lost:.1%}"
+        )
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True)
