@@ -15,7 +15,7 @@ from qsync.experiments.demo.runs import Planned
 from qsync.figures import memory, precision_map, timeline
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
-from qsync.replayer import Timeline, memory_breakdown
+from qsync.replayer import Timeline, peaks
 from qsync.replayer.trace import write_trace
 
 _TITLES = {
@@ -90,7 +90,7 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
         lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
     )
     picture.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
-    full = memory_breakdown(basis.graph, entry.plan, basis.profiles, basis.cluster)
+    full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
     memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
 

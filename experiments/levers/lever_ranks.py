@@ -17,7 +17,7 @@ import torch.distributed as dist
 import qsync
 from qsync import api
 from qsync.allocator import allocate
-from qsync.allocator.levers import search
+from qsync.allocator import search
 from qsync.allocator.levers.save_less_steps import Patterns, savings
 from qsync.backend.device_detection import machine
 from qsync.distributed import job

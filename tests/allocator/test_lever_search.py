@@ -15,8 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qsync import planning
-from qsync.allocator import allocate, check_plan
-from qsync.allocator.levers import search
+from qsync.allocator import allocate, check_plan, search
 from qsync.allocator.levers.search import Search
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError

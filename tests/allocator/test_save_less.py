@@ -22,9 +22,7 @@ from graphs import (
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.allocator import allocate, check_plan, explain, shadow_prices
-from qsync.allocator.explanation import plan_warnings
-from qsync.allocator.levers import search
+from qsync.allocator import allocate, check_plan, doubts, explain, search, shadow_prices
 from qsync.allocator.levers.save_less_steps import savings
 from qsync.allocator.problem import pose
 from qsync.allocator.solvers.class_model import LinearClass
@@ -163,8 +161,8 @@ def test_a_plan_carries_what_saves_less_and_everybody_agrees_on_it(solver, tmp_p
     assert shadow_prices(GRAPH, plan, profiles, SENSITIVITY, CLUSTER)
     plain = replace(plan, classes={**plan.classes, "infer": replace(plan["infer"], saving_less=())})
     assert not check_plan(GRAPH, plain, profiles, SENSITIVITY, CLUSTER).ok
-    assert [text for text in plan_warnings(GRAPH, plan, profiles, CLUSTER) if "eight-bit codes" in text]
-    assert not [text for text in plan_warnings(GRAPH, allocate(*PARTS), profiles, CLUSTER) if "codes" in text]
+    assert [text for text in doubts(GRAPH, plan, profiles, CLUSTER) if "eight-bit codes" in text]
+    assert not [text for text in doubts(GRAPH, allocate(*PARTS), profiles, CLUSTER) if "codes" in text]
 
 
 @pytest.mark.parametrize(

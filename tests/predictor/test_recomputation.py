@@ -30,7 +30,7 @@ from qsync.records.levers import ClassLevers, Levers, Setting
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer import memory_breakdown, replay, under
+from qsync.replayer import peaks, replay, under
 from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, recomputing, with_recomputed
 from qsync.runtime import program
 from qsync.runtime.activation_recomputation import recompute
@@ -214,7 +214,7 @@ def test_a_plan_may_recompute_where_nothing_else_fits():
     assert plan["infer"].predicted.compute_s > plain["infer"].predicted.compute_s
     assert plan.levers.used == ("recompute",) and plan.levers["infer"].recomputed == BLOCKS
     assert check_plan(graph, plan, twice, sensitivities(graph), cluster).ok
-    shown = memory_breakdown(graph, plan, twice, cluster)["infer"]
+    shown = peaks(graph, plan, twice, cluster)["infer"]
     assert shown.peak_bytes == plan["infer"].predicted.memory_bytes
     # What has no samples to share is not asked for a second capture.
     assert recomputing(profiles["infer"], graph) is profiles["infer"] and mlp().recomputed == ()

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from graphs import Builder, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, check_plan
-from qsync.allocator.explanation import plan_warnings
+from qsync.allocator import allocate, check_plan, doubts
 from qsync.allocator.problem import pose
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering.vectorized import Tabulated
@@ -209,5 +208,5 @@ def test_batch_norm_under_unequal_shares_is_doubted():
     for levers, expected in (({"infer": ClassLevers(passes=2)}, 1), ({}, 0)):
         profiles = under(graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {}))
         plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
-        found = [text for text in plan_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]
+        found = [text for text in doubts(graph, plan, profiles, CLUSTER) if "batch norms" in text]
         assert len(found) == expected and all("(accumulate)" in text for text in found)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qsync.errors import MismatchError
 from qsync.records.precision import Precision
-from qsync.replayer import memory_breakdown, replay
+from qsync.replayer import peaks, replay
 
 GRAPH = encoder()
 PROFILES = {name: profile_of(GRAPH, name, optimizer_bytes=12345) for name in ("train", "infer")}
@@ -24,7 +24,7 @@ def test_the_parts_are_the_peak_that_replay_predicts(count, device, data):
     cluster = cluster_of({"train": count, "infer": count})
     cluster = replace(cluster, classes=tuple(replace(c, device=device) for c in cluster.classes))
     timeline = replay(GRAPH, plan, PROFILES, cluster)
-    for name, peak in memory_breakdown(GRAPH, plan, PROFILES, cluster).items():
+    for name, peak in peaks(GRAPH, plan, PROFILES, cluster).items():
         assert peak.peak_bytes == timeline[name].memory_bytes
         assert peak.parts["optimizer"] == 12345 and all(peak.parts.values())
         fullest = max(sum(parts) for parts in zip(*peak.curve.values(), strict=True))
@@ -33,17 +33,17 @@ def test_the_parts_are_the_peak_that_replay_predicts(count, device, data):
 
 def test_what_is_saved_is_told_by_the_precision_that_saves_it():
     low = {op.name: Precision.INT8 for op in GRAPH.adjustable if op.kind == "linear"}
-    found = memory_breakdown(GRAPH, {"train": {}, "infer": low}, PROFILES, cluster_of(memory_bytes=10**6))
+    found = peaks(GRAPH, {"train": {}, "infer": low}, PROFILES, cluster_of(memory_bytes=10**6))
     train, infer = found["train"].parts, found["infer"].parts
     assert "saved by int8 operators" not in train
     assert infer["saved by int8 operators"] > 0
     assert infer["saved by fp32 operators"] < train["saved by fp32 operators"]
     assert "gradients, in DDP's buckets" in train and "gradients" not in train
     assert {peak.budget_bytes for peak in found.values()} == {10**6}
-    alone = memory_breakdown(GRAPH, {"train": {}}, PROFILES, cluster_of({"train": 1}))["train"]
+    alone = peaks(GRAPH, {"train": {}}, PROFILES, cluster_of({"train": 1}))["train"]
     assert "gradients" in alone.parts
 
 
 def test_a_class_without_a_profile_is_refused():
     with pytest.raises(MismatchError, match="no profile of device class 'infer'"):
-        memory_breakdown(GRAPH, {"train": {}, "infer": {}}, {"train": PROFILES["train"]}, cluster_of())
+        peaks(GRAPH, {"train": {}, "infer": {}}, {"train": PROFILES["train"]}, cluster_of())
