@@ -28,8 +28,9 @@ _MAX_ROUNDS = 16
 
 @dataclass(frozen=True, slots=True)
 class Additive:
-    """The assignments as solved for the target itself, and those for the nominal target that replay asked
-    for: None where no assignment is fast enough, by the program's own times or in replay.
+    """The assignments for the target itself, and those for the nominal target that replay asked for.
+
+    None where no assignment is fast enough, by the program's own times or in replay.
     """
 
     solved: Assignments | None
@@ -85,7 +86,7 @@ class _Class:
         return step_time(works, self._state.problem.exchange)
 
     def solve(self, nominal_s: float) -> dict[str, Precision] | None:
-        """The assignment of least variance by additive times, None if none is fast enough by these."""
+        """Return the assignment of least variance by additive times, None if none is fast enough."""
         best, known = None, self._known
         while True:
             found = self._solved(nominal_s, known)

@@ -9,12 +9,13 @@ computes from its own samples alone: batch norms, dropout's share, memory.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from qsync.experiments.harness.emulated_profiles import with_batch_share
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
-from qsync.records.profiles import Cost, Profile
+from qsync.records.profiles import Profile
 from qsync.replayer import replay
 
 _GRADIENT_AND_WEIGHT = 8  # bytes per trained number that no share of the batch changes
@@ -55,7 +56,7 @@ def balanced(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
     }
     rest = {c.name: timeline[c.name].compute_s - lead[c.name] for c in cluster.classes}
     shares = _level(cluster, lead, rest)
-    scaled = {name: _with_share(profiles[name], share) for name, share in shares.items()}
+    scaled = {name: with_batch_share(profiles[name], share) for name, share in shares.items()}
     again = replay(graph, plan, scaled, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
     memory = {}
     for name, share in shares.items():
@@ -69,7 +70,7 @@ def balanced(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
 
 
 def _level(cluster: Cluster, lead: Mapping[str, float], rest: Mapping[str, float]) -> dict[str, float]:
-    """Shares, as many samples in all as planned, with which every class that gets any takes equally long."""
+    """Return shares, as many samples in all as planned, with which all classes take equally long."""
     taking = [c for c in cluster.classes if rest[c.name] > 0.0]
     while True:
         samples = cluster.num_ranks + sum(c.count * lead[c.name] / rest[c.name] for c in taking)
@@ -80,19 +81,3 @@ def _level(cluster: Cluster, lead: Mapping[str, float], rest: Mapping[str, float
         taking = still  # one whose optimizer alone takes longer gets no sample
     found = {c.name: 0.0 for c in cluster.classes}
     return {**found, **{c.name: (level - lead[c.name]) / rest[c.name] for c in taking}}
-
-
-def _with_share(profile: Profile, share: float) -> Profile:
-    """The same profile as if the batch were this share of what it is."""
-
-    def times(cost: Cost) -> Cost:
-        return Cost(share * cost.forward_s, share * cost.backward_s, share * cost.spread_s)
-
-    return replace(
-        profile,
-        ops={op: {mode: times(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()},
-        casts={key: times(cost) for key, cost in profile.casts.items()},
-        cast_fit={key: (times(base), times(rise)) for key, (base, rise) in profile.cast_fit.items()},
-        outside=times(profile.outside),
-        loading_s=share * profile.loading_s,
-    )

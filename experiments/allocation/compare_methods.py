@@ -1,4 +1,6 @@
-"""qsync's plans against other ways to choose precisions: `python -m qsync.experiments.allocation.compare_methods`.
+"""qsync's plans against other methods that choose precisions.
+
+    python -m qsync.experiments.allocation.compare_methods --out FOLDER
 
 GPT, BERT, ViT, ResNet and VGG are profiled on this machine (measured) and planned for this machine beside
 half of it (emulated), and, at larger batches, for clusters of T4, V100, L4, A100 and H100 that are SIMULATED
@@ -20,24 +22,20 @@ Profiles stay in the folder, so that `--again` compares without measuring.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-import qsync
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
 from qsync.experiments.allocation import methods_picture
-from qsync.experiments.allocation.bases import GLOO, GPU_BATCH, NETWORK, SHARE, Posed, measure, posed
+from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
-from qsync.experiments.allocation.methods_report import markdown, summary, tables
-from qsync.experiments.demo.rank import commit
+from qsync.experiments.allocation.methods_report import bars, markdown, summary, tables
+from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
+from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, run
 from qsync.experiments.workloads.subjects import NAMES
-from qsync.records.json_files import write_json, write_text
 
 OUT = Path("allocation")
 # Targets: parts of the way from the least step to that in FP32.
@@ -55,61 +53,61 @@ NOTES = (
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for profiles, figures and a picture.")] = OUT,
-    model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
+    out: Out = OUT,
+    model: Models = None,
     seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
     seeds: Annotated[int, typer.Option(help="Random assignments per target.")] = 30,
     seed: int = 0,
-    again: Annotated[
-        bool, typer.Option(help="Compare on the profiles in the folder; measure nothing.")
-    ] = False,
+    again: Again = False,
+    fresh: Fresh = False,
 ) -> None:
     """Profile, compare, print tables, write figures and a picture."""
     if seeds < 1 or not seconds > 0:
         raise typer.BadParameter("--seeds must be at least 1, and --seconds positive")
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    with Console(stderr=True).status("allocation") as status:
+    # What is compared again is only the comparison: the profiles in the folder stay.
+    experiment = Experiment("allocation", out, seed=seed, fresh=fresh or again)
+    with experiment.progress() as say:
+        rows = []
         for name in model or NAMES:
-            folder = out / name
+            if again and not (out / name / "graph-large.json").is_file():
+                raise QSyncError(f"{out / name} holds no profile; leave out --again")
             if not again:
-                status.update(f"{name}: profiling")
-                measure(name, folder, seconds=seconds, seed=seed)
-            elif not (folder / "graph-large.json").is_file():
-                raise QSyncError(f"{folder} holds no profile; leave out --again")
-            for one in posed(name, folder):
-                status.update(f"{name} on {one.cluster_name}")
-                rows += judge(one, seeds)
-    content = {
-        "measured": "profiles, and seconds of solvers; steps and variances are simulated",
-        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed, "seeds": seeds,
-        "parts": PARTS, "emulated_share": SHARE, "batch_of_simulated_devices": GPU_BATCH,
-        "links": {"this machine (assumed)": GLOO, "simulated devices (assumed)": NETWORK},
-        "notes": NOTES, "summary": summary(rows), "rows": rows,
+                experiment.piece(
+                    f"profile {name}", lambda name=name: measure(name, out / name, seconds=seconds, seed=seed)
+                )  # type: ignore[misc]
+            for one in problems(name, out / name):
+                say(f"{name} on {one.cluster_name}")
+                rows += experiment.piece(
+                    f"{name} on {one.cluster_name}".replace(" + ", "-"),
+                    lambda one=one: judge(one, seeds),  # type: ignore[misc]
+                    seeds=seeds,
+                )
+    found = summary(rows)
+    figures = {
+        "seeds": seeds, "parts": PARTS, "emulated_share": SHARE, "batch_of_simulated_devices": GPU_BATCH,
+        "links": {
+            f"{where} (assumed)": [link.latency_s, link.bytes_per_s]
+            for where, link in (("this machine", GLOO), ("simulated devices", NETWORK))
+        },
+        "notes": NOTES, "summary": found, "rows": rows,
     }  # fmt: skip
-    content["links"] = {name: [link.latency_s, link.bytes_per_s] for name, link in content["links"].items()}
-    write_json(out / "allocation.json", content)
-    write_text(out / "allocation.md", markdown(content))
-    methods_picture.draw(rows, out / "allocation.png")
-    for table in tables(content["summary"]):
-        Console(width=None if sys.stdout.isatty() else 140).print(table)
+    experiment.finish(
+        figures, measured="profiles, and seconds of solvers; steps and variances are simulated",
+        markdown=markdown, picture=lambda content, path: methods_picture.draw(content["rows"], path),
+        tables=tables(found), bars=bars(found["verdicts"]),
+    )  # fmt: skip
 
 
-def judge(one: Posed, seeds: int, parts: tuple[float, ...] = PARTS) -> list[dict[str, Any]]:
-    """Rows of every method at every target of one model on one cluster."""
+def judge(one: ModelOnCluster, seeds: int, parts: tuple[float, ...] = PARTS) -> list[dict[str, Any]]:
+    """Return rows of every method at every target of one model on one cluster."""
+    about = {"model": one.model, "cluster": one.cluster_name, "kind": one.kind}
     return [
-        {
-            "model": one.model,
-            "cluster": one.cluster_name,
-            "kind": one.kind,
-            "part": part,
-            "target_s": target_s,
-            **row,
-        }
+        {**about, "part": part, "target_s": target_s, **row}
         for part, target_s in targets(one.basis, parts)
         for row in compare(one.basis, target_s, seeds=seeds)
     ]
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,32 +1,31 @@
-"""Are qsync's own plans as fast as they say? `python -m qsync.experiments.allocation.measured_steps`.
+"""Are qsync's own plans as fast as predicted?
+
+    python -m qsync.experiments.allocation.measured_steps --out FOLDER
 
 Two unequal ranks of this machine (the second emulated at half of its core) are profiled together, planned
 for, and then run the plans in turns with each other and with the profile's own steps, as `qsync validate`
-runs random ones. *planned* is what the plan said, from the profile before; *predicted* is the same plan
-replayed from the profile that took turns with it, at the pace of the machine meanwhile. Measured steps are
-medians of turns. Sensitivities are those that `python -m qsync.experiments.allocation.compare_methods` left in FOLDER.
+runs random ones. *planned* is the plan's own prediction, from the profile before; *predicted* is the same
+plan replayed from the profile that took turns with it, at the pace of the machine meanwhile. Measured steps
+are medians of turns. Sensitivities are those that compare_methods left in FOLDER.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-import qsync
 from qsync.allocator import allocate, uniform
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
 from qsync.experiments.allocation.compare_methods import OUT
-from qsync.experiments.demo.rank import commit
-from qsync.experiments.demo.runs import MARGIN
-from qsync.experiments.prediction.validation_ranks import BUCKET_CAP_MB, run_validation
+from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar
+from qsync.experiments.harness.experiment import run as run_command
+from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES, MARGIN
+from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness.tables import yes
+from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.records.basis import Basis
 from qsync.records.json_files import read_json, write_json
@@ -43,33 +42,38 @@ TURNS_BEFORE = 2
 
 
 def main(
-    folder: Annotated[
-        Path, typer.Argument(help="Where experiments.allocation left its sensitivities.")
-    ] = OUT,
-    model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
+    out: Out = OUT,
+    model: Models = None,
     turns: int = 5,
     seed: int = 0,
-    again: Annotated[bool, typer.Option(help="Print what lies in the folder; run nothing.")] = False,
+    again: Again = False,
+    fresh: Fresh = False,
 ) -> None:
-    """Profile, plan and run, model by model; print a table, write allocation_measured.json."""
-    rows: list[dict[str, Any]] = []
+    """Profile, plan and run, model by model; print a table, write the figures to FOLDER/measured."""
+    experiment = Experiment(
+        "allocation, measured",
+        out / "measured",
+        seed=seed,
+        settings={"turns": turns},
+        fresh=fresh,
+        again=again,
+    )
+    rows = []
     for name in model or NAMES:
-        place = folder / name / "ranks"
-        if not again:
-            run(name, folder / name / "sensitivity.json", place, turns, seed)
-        if (place / "plans.json").is_file():
-            rows += judge(name, place)
-    content = {
-        "measured": "steps: medians of turns, at the pace of the profile's median round; planned and "
+        place = out / name / "ranks"
+        measure = lambda name=name, place=place: run(  # noqa: E731
+            name, out / name / "sensitivity.json", place, turns, seed
+        )
+        rows += experiment.piece(name, measure)
+    experiment.finish(
+        {"rows": rows}, bars=[_bar(row) for row in rows], tables=[table(rows)],
+        measured="steps: medians of turns, at the pace of the profile's median round; planned and "
         "predicted steps are simulated; the second rank is emulated (half of its core)",
-        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed, "rows": rows,
-    }  # fmt: skip
-    write_json(folder / "allocation_measured.json", content)
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    )  # fmt: skip
 
 
-def run(name: str, sensitivity: Path, place: Path, turns: int, seed: int) -> None:
-    """Profile the ranks of one model, plan for them, run the plans; all is kept in `place`."""
+def run(name: str, sensitivity: Path, place: Path, turns: int, seed: int) -> list[dict[str, Any]]:
+    """Profile the ranks of one model, plan for them, run the plans; keep all in `place`, return its rows."""
     if not sensitivity.is_file():
         raise QSyncError(
             f"there is no {sensitivity}; run python -m qsync.experiments.allocation.compare_methods first"
@@ -81,10 +85,11 @@ def run(name: str, sensitivity: Path, place: Path, turns: int, seed: int) -> Non
     chosen = plans(Basis.load(before))
     run_validation(name, turns=turns, seed=seed, out=place, plans=chosen)
     write_json(place / "plans.json", {key: plan.to_json() for key, plan in chosen.items()})
+    return judge(name, place)
 
 
-def plans(basis: Basis, bucket_cap_bytes: int = int(BUCKET_CAP_MB * 2**20)) -> dict[str, Plan]:
-    """What is run: nothing lowered, and the exact solver's plans for the least step and a longer one."""
+def plans(basis: Basis, bucket_cap_bytes: int = BUCKET_CAP_BYTES) -> dict[str, Plan]:
+    """Return the plans: nothing lowered, and the exact solver's for the least step and a longer one."""
     at = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     full = uniform(
         basis.graph, basis.profiles, basis.cluster, {}, sensitivity=basis.sensitivity,
@@ -102,7 +107,7 @@ def plans(basis: Basis, bucket_cap_bytes: int = int(BUCKET_CAP_MB * 2**20)) -> d
 
 
 def judge(name: str, place: Path) -> list[dict[str, Any]]:
-    """A row per plan: planned, predicted and measured step, and by what part the last is longer than each."""
+    """Return a row per plan: planned, predicted and measured step, and how much longer the last is."""
     chosen = {key: Plan.from_json(plan) for key, plan in read_json(place / "plans.json").items()}
     rows = []
     for one in Validation.load(place / "validation.json").comparisons:
@@ -117,31 +122,28 @@ def judge(name: str, place: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _bar(row: Mapping[str, Any]) -> dict[str, Any]:
+    return bar(f"{row['model']}, {row['plan']}: measured over predicted", row["over_predicted"], BAR)
+
+
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether the plan was no slower than predicted, to within the bar."""
-    return bool(row["over_predicted"] <= BAR)
+    """Return whether the plan was no slower than predicted, to within the bar."""
+    return bool(_bar(row)["holds"])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per model and plan."""
-    shown = Table(title="qsync's plans on two unequal ranks (measured; one emulated)", box=box.SIMPLE_HEAD)
-    for heading in (
-        "model",
-        "plan",
-        "planned",
-        "predicted",
-        "measured",
-        "over predicted",
-        "over planned",
-        "holds",
-    ):
-        shown.add_column(heading, justify="left" if heading in ("model", "plan") else "right")
-    for row in rows:
-        seconds = (f"{1e3 * row[key]:.1f} ms" for key in ("planned_s", "predicted_s", "measured_s"))
-        over = (f"{row[key]:+.1%}" for key in ("over_predicted", "over_planned"))
-        shown.add_row(row["model"], row["plan"], *seconds, *over, "yes" if holds(row) else "NO")
-    return shown
+    """Return a line per model and plan."""
+    steps, over = ("planned", "predicted", "measured"), ("predicted", "planned")
+    cells = [
+        [
+            row["model"], row["plan"], *(f"{1e3 * row[f'{key}_s']:.1f} ms" for key in steps),
+            *(f"{row[f'over_{key}']:+.1%}" for key in over), yes(holds(row)),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headings = ("model", "plan", *steps, *(f"over {key}" for key in over), "holds")
+    return table_of("qsync's plans on two unequal ranks (measured; one emulated)", headings, cells, left=2)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -1,4 +1,4 @@
-"""Every way to choose precisions that experiments/allocation/compare_methods.py compares, at one target for the step."""
+"""Every method to choose precisions that compare_methods.py compares, at one target for the step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def targets(basis: Basis, parts: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def compare(basis: Basis, target_s: float, *, seeds: int = 30) -> list[Row]:
-    """A row for every method: added variance, step, whether that is within `target_s`, and seconds taken.
+    """Return a row for every method: added variance, step, whether that is within `target_s`, seconds.
 
     Seconds are the processor's: others on the machine change them little.
     """
@@ -56,7 +56,7 @@ def compare(basis: Basis, target_s: float, *, seeds: int = 30) -> list[Row]:
 
 
 def weak_classes(basis: Basis) -> list[str]:
-    """The classes that may be lowered: all but the one whose FP32 step takes least, as `allocate` has it."""
+    """Return the classes that may be lowered: all but the one whose FP32 step takes least."""
     full = uniform(basis.graph, basis.profiles, basis.cluster, {})
     compute = {name: entry.predicted.compute_s for name, entry in full.classes.items() if entry.predicted}
     strongest = min(compute, key=lambda name: compute[name])
@@ -127,7 +127,7 @@ class _One:
         return self._assigned(method, self.state.assignments(), seconds)
 
     def additive(self) -> list[Row]:
-        """The program without casts: its plan in full replay, and after its target was shortened."""
+        """Solve the program without casts: its plan in full replay, and after its target was shortened."""
         self.state.restore(self.fastest)
         begun = time.process_time()
         found = additive(self.state, self.weak, self.target_s)

@@ -1,18 +1,16 @@
-"""Variance against step time, every method on every model: the picture of experiments/allocation/compare_methods.py."""
+"""The picture of compare_methods.py: variance against step time, every method on every model."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from qsync.experiments.allocation.methods import BATCHES, BY_TIME, BY_VARIANCE, GREEDY, MILP, REPAIRED
-from qsync.figures.style import FAINT, INK
-from qsync.records.json_files import write_bytes
+from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure, open_axes
+from qsync.figures.style import FAINT, INK, save_png
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,14 +27,15 @@ _STYLES = {
 
 
 def draw(rows: Rows, path: str | Path) -> Path:
-    """A panel per model and cluster: the first cluster above, the one of most classes below.
+    """Draw a panel per model and cluster: the first cluster above, the one of most classes below.
 
     >>> draw(content["rows"], "allocation.png")
     """
     models = list(dict.fromkeys(row["model"] for row in rows))
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     shown = list(dict.fromkeys([clusters[0], max(clusters, key=lambda name: name.count("+"))]))
-    figure = Figure(figsize=(3.1 * len(models) + 0.6, 3.2 * len(shown) + 0.9), layout="constrained")
+    title = "What a shorter step costs, by method (simulated; profiles measured, GPUs from data sheets)"
+    figure = new_figure(3.1 * len(models) + 0.6, 3.2 * len(shown) + 0.9, title)
     panels = figure.subplots(len(shown), len(models), squeeze=False)
     for cluster, line in zip(shown, panels, strict=True):
         for model, axes in zip(models, line, strict=True):
@@ -45,20 +44,8 @@ def draw(rows: Rows, path: str | Path) -> Path:
         line[0].set_ylabel("added variance", color=INK)
     for axes in panels[-1]:
         axes.set_xlabel("step, ms", color=INK)
-    handles = {
-        label: handle
-        for axes in panels.flat
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 8) or 1,
-        frameon=False, fontsize=8,
-    )  # fmt: skip
-    title = "What a shorter step costs, by method (simulated; profiles measured, GPUs from data sheets)"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=130, facecolor="white")
-    return write_bytes(path, drawn.getvalue())
+    legend_below(figure, panels.flat, ncols=8)
+    return save_png(figure, path, dpi=130)
 
 
 def _panel(axes: Axes, rows: Rows) -> None:
@@ -75,14 +62,7 @@ def _panel(axes: Axes, rows: Rows) -> None:
             )  # fmt: skip
     for row in rows:
         if row["method"] == BATCHES:
-            axes.axvline(
-                1e3 * row["step_s"],
-                color=INK,
-                linewidth=1,
-                linestyle=(0, (4, 3)),
-                label=f"{BATCHES}: adds none",
-            )
+            axes.axvline(1e3 * row["step_s"], **DASHED, label=f"{BATCHES}: adds none")
             break
     axes.set_yscale("log")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=7, colors=INK)
+    open_axes(axes)

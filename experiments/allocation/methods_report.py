@@ -1,4 +1,4 @@
-"""What experiments/allocation/compare_methods.py says in the end: each method's variance against the exact solver's."""
+"""The report of compare_methods.py: each method's variance against the exact solver's."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from qsync.experiments.allocation.methods import ADDITIVE, BATCHES, GREEDY, MILP
+from qsync.experiments.harness.experiment import bar
+from qsync.experiments.harness.tables import markdown_table, table
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -20,7 +21,7 @@ RELATIVE = 1e-3
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """By kind of cluster and model: per method the factor on the MILP's variance, and how many targets met.
+    """Return each method's factor on the MILP's variance and targets met, by kind of cluster and model.
 
     A factor is a geometric mean over the targets that the method met and at which something must be lowered.
     """
@@ -59,7 +60,7 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 
 def _problems(rows: Rows) -> dict[tuple[str, str, float], dict[str, Mapping[str, Any]]]:
-    """Rows by method, for each model, cluster and target."""
+    """Return rows by method, for each model, cluster and target."""
     found: dict[tuple[str, str, float], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault((row["model"], row["cluster"], row["part"]), {})[row["method"]] = row
@@ -72,7 +73,7 @@ def _best_uniform(at: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | No
 
 
 def _verdicts(rows: Rows) -> dict[str, Any]:
-    """Worst cases over all problems, and every problem in which a method that lowers operators adds less."""
+    """Return the worst cases over all problems, and every problem in which another method adds less."""
     problems = _problems(rows)
     own = (MILP, GREEDY, BATCHES)
     beaten, greedy = [], []
@@ -102,7 +103,7 @@ def _verdicts(rows: Rows) -> dict[str, Any]:
 
 
 def cell(entry: Mapping[str, Any] | None) -> str:
-    """The factor, and beside it how many of the targets were met if not all."""
+    """Return the factor, and how many of the targets were met if not all."""
     if entry is None:
         return "-"
     if not entry["met"]:
@@ -112,31 +113,42 @@ def cell(entry: Mapping[str, Any] | None) -> str:
     return text if entry["met"] == entry["problems"] else f"{text} ({entry['met']} of {entry['problems']})"
 
 
-def _methods(models: Mapping[str, Any]) -> list[str]:
-    every = dict.fromkeys(method for entry in models.values() for method in entry)
-    return [method for method in every if not method.startswith("uniform ")]
+def bars(verdicts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the worst cases over all problems beside their limits."""
+    return [
+        bar("violations of plans", verdicts["violations"], 0),
+        bar("baselines that add less variance", len(verdicts["baselines_that_add_less"]), 0),
+        bar("greedy above MILP, worst", verdicts["greedy_worst"][0], GREEDY_BAR),
+    ]
+
+
+def _rows(models: Mapping[str, Any]) -> list[list[str]]:
+    methods = dict.fromkeys(method for entry in models.values() for method in entry)
+    return [
+        [method, *(cell(entry.get(method)) for entry in models.values())]
+        for method in methods
+        if not method.startswith("uniform ")
+    ]
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """One table per kind of cluster, and the verdicts."""
-    shown = []
-    for kind, models in found["clusters"].items():
-        title = f"Added variance at equal step time, times the MILP's (simulated; {kind})"
-        table = Table(title=title, box=box.SIMPLE_HEAD)
-        table.add_column("", no_wrap=True)
-        for model in models:
-            table.add_column(model, justify="right")
-        for method in _methods(models):
-            table.add_row(method, *(cell(entry.get(method)) for entry in models.values()))
-        shown.append(table)
-    verdicts = Table(title="Over all problems", box=box.SIMPLE_HEAD, show_header=False)
-    for name, value in found["verdicts"].items():
-        verdicts.add_row(name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value))
-    return [*shown, verdicts]
+    """Return one table per kind of cluster, and the verdicts."""
+    title = "Added variance at equal step time, times the MILP's (simulated; {})"
+    verdicts = [
+        [name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
+        for name, value in found["verdicts"].items()
+    ]
+    return [
+        *(
+            table(title.format(kind), ["", *models], _rows(models))
+            for kind, models in found["clusters"].items()
+        ),
+        table("Over all problems", ("", ""), verdicts, left=2),
+    ]
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The tables as they stand in the README."""
+    """Return the tables as they stand in the README."""
     lines = [
         f"Variance added at equal step time, times that of the exact solver's plan: geometric means over "
         f"{len(content['parts'])} targets between",
@@ -146,8 +158,5 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"torch {content['machine']['torch']}, seed {content['seed']}, commit {content['commit']}.",
     ]
     for kind, models in content["summary"]["clusters"].items():
-        lines += ["", f"| {kind} | {' | '.join(models)} |", "|---" * (len(models) + 1) + "|"]
-        for method in _methods(models):
-            cells = [cell(entry.get(method)) for entry in models.values()]
-            lines.append(f"| {method} | {' | '.join(cells)} |")
+        lines += ["", *markdown_table([kind, *models], _rows(models))]
     return "\n".join(lines) + "\n"

@@ -1,19 +1,18 @@
-"""How long planning takes for large models: `python -m qsync.experiments.allocation.planning_times [FOLDER]`.
+"""How long planning takes for large models.
+
+    python -m qsync.experiments.allocation.planning_times --out FOLDER
 
 BERT-large, ResNet-101 and Llama-3-70B, captured on the meta device, on four classes: T4, V100, L4 and A100,
 SIMULATED from their data sheets at the shares of peak that this machine reaches (from the profiles that
-`python -m qsync.experiments.allocation.compare_methods` left in FOLDER). Sensitivities are made up, four decades of them;
-only their spread matters to how long solving takes. Each solver runs in a fresh process, whose wall seconds
-of `allocate` and peak of resident memory are measured; importing is not counted, nor is capturing.
+compare_methods left in FOLDER). Sensitivities are made up, four decades of them; only their spread matters to
+how long solving takes. Each solver runs in a fresh process: the wall seconds of `allocate` and the peak of
+resident memory are measured; importing and capturing are not counted.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,19 +20,19 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 import qsync
 from qsync.allocator import allocate, check_plan
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
-from qsync.experiments.allocation.bases import HERE, card
+from qsync.experiments.allocation.bases import card
 from qsync.experiments.allocation.compare_methods import OUT
-from qsync.experiments.demo.rank import commit
-from qsync.experiments.prediction.limits import bert, peak_resident_bytes, synthetic_profile, tokens
-from qsync.experiments.prediction.replay_speed import large_graph
+from qsync.experiments.harness.emulated_profiles import HERE
+from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, bar, run
+from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
+from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness.tables import yes
+from qsync.experiments.workloads.large_models import bert_graph, large_graph, synthetic_profile
 from qsync.predictor.cost_model.fill_profile import simulate
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.samples import samples_of
@@ -41,7 +40,7 @@ from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, Link
 from qsync.records.datasheets import datasheet
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import read_json, write_json
+from qsync.records.json_files import read_json
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
 
@@ -55,9 +54,7 @@ _OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
 
 
 def _bert_large() -> OpGraph:
-    with torch.device("meta"):
-        model = bert(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
-        return qsync.capture(model, tokens(8, 128))
+    return bert_graph(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
 
 
 def _resnet_101() -> OpGraph:
@@ -78,38 +75,47 @@ MODELS: dict[str, tuple[Callable[[], OpGraph], int, dict[str, float | None]]] = 
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where experiments.allocation left its profiles.")] = OUT,
-    model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
+    out: Out = OUT,
+    model: Models = None,
     times: Annotated[int, typer.Option(help="Runs of each solver; the median is shown.")] = 3,
     slack: float = SLACK,
     seed: int = 0,
+    fresh: Fresh = False,
 ) -> None:
-    """Capture what is not in the folder yet, time the solvers, print a table, write allocation_times.json."""
-    costs: CostModel | None = None
-    rows: list[dict[str, Any]] = []
+    """Capture what is not in the folder yet, time the solvers, print a table, write FOLDER/times."""
     for name in model or MODELS:
         if name not in MODELS:
             raise typer.BadParameter(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
-        place = folder / name
-        if not (place / "cluster.json").is_file():
-            costs = costs or learned(folder)
-            made_up(MODELS[name][0](), costs, MODELS[name][1], seed).save(place)
-        for solver, bar_s in MODELS[name][2].items():
-            found = [_in_fresh_process(place, solver, slack) for _ in range(times)]
-            middle = sorted(found, key=lambda entry: entry["seconds"])[len(found) // 2]
-            rows.append({"model": name, "solver": solver, "bar_s": bar_s, **middle,
-                         "all_seconds": [entry["seconds"] for entry in found]})  # fmt: skip
-    content = {
-        "measured": "seconds and memory; devices are simulated, sensitivities made up",
-        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed, "slack": slack,
-        "load": os.getloadavg()[0], "rows": rows,
-    }  # fmt: skip
-    write_json(folder / "allocation_times.json", content)
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    settings = {"slack": slack, "times": times}
+    experiment = Experiment("planning times", out / "times", seed=seed, settings=settings, fresh=fresh)
+    rows = []
+    with experiment.progress():
+        for name in model or MODELS:
+            graph, count, bars_s = MODELS[name]
+            if not (out / name / "cluster.json").is_file():
+                made_up(graph(), learned(out), count, seed).save(out / name)
+            for solver, bar_s in bars_s.items():
+                row = experiment.piece(
+                    f"{name} {solver}",
+                    lambda name=name, solver=solver: timed(out / name, solver, slack, times),  # type: ignore[misc]
+                )
+                rows.append({"model": name, "solver": solver, "bar_s": bar_s, **row})
+    experiment.finish(
+        {"rows": rows}, bars=[one for row in rows for one in bars(row)], tables=[table(rows)],
+        measured="seconds and memory; devices are simulated, sensitivities made up",
+    )  # fmt: skip
+
+
+def timed(folder: Path, solver: str, slack: float, times: int) -> dict[str, Any]:
+    """Return the run of median seconds of so many."""
+    found = [in_fresh_process(solve, str(folder), solver, slack) for _ in range(times)]
+    middle = sorted(found, key=lambda entry: entry["seconds"])[len(found) // 2]
+    seconds = [entry["seconds"] for entry in found]
+    return {**middle, "all_seconds": seconds, "load": os.getloadavg()[0]}
 
 
 def learned(folder: Path) -> CostModel:
-    """A cost model of the profiles measured on this machine. QSyncError if there are none."""
+    """Return a cost model of the profiles measured on this machine. QSyncError if there are none."""
     samples = []
     for path in sorted(folder.glob(f"*/profile-{HERE}.json")):
         samples += samples_of(OpGraph.load(path.with_name("graph.json")), Profile.load(path))
@@ -121,7 +127,7 @@ def learned(folder: Path) -> CostModel:
 
 
 def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int, sheets: Sequence[str] = SHEETS) -> Basis:
-    """A basis of `count` ranks of each of the devices, with a sensitivity drawn from `seed`."""
+    """Make a basis of `count` ranks of each of the devices, with a sensitivity drawn from `seed`."""
     base = synthetic_profile(graph, "base", 1.0)  # of which only what is outside of the operators counts
     cluster = Cluster(tuple(card(sheet, count, MEMORY_BYTES) for sheet in sheets), LINK)
     profiles = {
@@ -141,7 +147,7 @@ def solve(folder: str, solver: str, slack: float) -> dict[str, Any]:
     """Plan what lies in a folder, checked. For a fresh process, whose peak memory is read."""
     import scipy.optimize  # noqa: F401  half a second that is not planning's
 
-    where = Path(folder)
+    where = Path(folder)  # Basis.load leaves out the profiles of simulated devices
     cluster = Cluster.from_json(read_json(where / "cluster.json"))
     profiles = {c.name: Profile.load(where / f"profile-{c.name}.json") for c in cluster.classes}
     graph, sensitivity = OpGraph.load(where / "graph.json"), Sensitivity.load(where / "sensitivity.json")
@@ -159,41 +165,40 @@ def solve(folder: str, solver: str, slack: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_fresh_process(folder: Path, solver: str, slack: float) -> dict[str, Any]:
-    call = f"allocation_times.solve({str(folder)!r}, {solver!r}, {slack!r})"
-    code = f"import json; from qsync.experiments import allocation_times; print(json.dumps({call}))"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def bars(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return seconds, memory and violations of a row beside their limits, and the exact solver's gap."""
+    name = f"{row['model']}, {row['solver']}: "
+    return [
+        *([bar(name + "seconds", row["seconds"], row["bar_s"])] if row["bar_s"] is not None else []),
+        *([bar(name + "gap", row["gap"], GAP_BAR)] if row["solver"] == "milp" else []),
+        bar(name + "peak bytes", row["peak_bytes"], MEMORY_BAR),
+        bar(name + "violations", len(row["violations"]), 0),
+    ]
 
 
 def holds(row: Mapping[str, Any]) -> bool:
-    """Whether a row is within its bars: seconds, memory, and the gap where the solver is the exact one."""
-    near = row["solver"] != "milp" or row["gap"] <= GAP_BAR
-    quick = row["bar_s"] is None or row["seconds"] <= row["bar_s"]
-    return bool(near and quick and row["peak_bytes"] <= MEMORY_BAR and not row["violations"])
+    """Return whether a row is within its bars."""
+    return all(one["holds"] for one in bars(row))
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per model and solver; "x least" is the variance against the lower one of the two solvers'."""
-    title = "Planning for T4, V100, L4 and A100 (seconds measured; devices SIMULATED)"
-    shown = Table(title=title, box=box.SIMPLE_HEAD)
-    headings = ("model", "operators", "adjustable", "ranks", "solver", "seconds", "bar", "gap", "x least")
-    headings += ("peak", "holds")
+    """Return a line per model and solver; "x least" is the variance against the lower of the two solvers'."""
     least: dict[str, float] = {}
     for row in rows:
         least[row["model"]] = min(row["added_variance"], least.get(row["model"], row["added_variance"]))
-    for heading in headings:
-        shown.add_column(heading, justify="left" if heading in ("model", "solver") else "right")
-    for row in rows:
-        shown.add_row(
-            row["model"], str(row["operators"]), str(row["adjustable"]), str(row["ranks"]), row["solver"],
+    cells = [
+        [
+            row["model"], row["solver"], *(str(row[key]) for key in ("operators", "adjustable", "ranks")),
             f"{row['seconds']:.2f}", f"{row['bar_s']:g}" if row["bar_s"] else "-", f"{row['gap']:.2%}",
             f"{row['added_variance'] / least[row['model']]:.3f}" if least[row["model"]] else "-",
-            f"{row['peak_bytes'] / 2**30:.2f} GiB", "yes" if holds(row) else "NO",
-        )  # fmt: skip
-    return shown
+            f"{row['peak_bytes'] / 2**30:.2f} GiB", yes(holds(row)),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headings = ("model", "solver", "operators", "adjustable", "ranks", "seconds", "bar", "gap", "x least")
+    title = "Planning for T4, V100, L4 and A100 (seconds measured; devices SIMULATED)"
+    return table_of(title, (*headings, "peak", "holds"), cells, left=2)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,8 +1,10 @@
-"""Do plans keep their word? `python -m qsync.experiments.allocation.random_checks`: a thousand made-up problems.
+"""Do plans hold? A thousand made-up problems.
 
-Each is solved by both solvers. Every plan is given to `check_plan`, which replays it; where every assignment
-can be tried, what was called infeasible must be so, and the exact solver's variance and bound are held
-against the least there is. Problems: `random_problems`; seconds are the processor's.
+    python -m qsync.experiments.allocation.random_checks --out FOLDER
+
+Each is solved by both solvers. Every plan is given to `check_plan`, which replays it. Where every assignment
+can be tried, problems called infeasible must be so, and the exact solver's variance and bound are compared
+with the least there is. Problems: `random_problems`; seconds are the processor's.
 """
 
 from __future__ import annotations
@@ -19,64 +21,66 @@ from typing import Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-import qsync
 from qsync.allocator import allocate, check_plan
 from qsync.allocator.problem import Problem, pose
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
-from qsync.backend.device_detection import machine
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.random_problems import Drawn, problem
-from qsync.experiments.demo.rank import commit
+from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
+from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import write_json
 from qsync.tracing.tracer import capture
 
+PROBLEMS_A_PIECE = 25
 SOLVERS = ("milp", "greedy")
 # With more assignments than this, of all classes that may be lowered together, not every one is tried.
 MOST_TRIED = 3000
 TIME_LIMIT_S = 5.0
+WRONG = "problems with something wrong"
 GREEDY_BAR, ROUNDING = 0.05, 1e-6
 # The exact solver stops within this part of the least variance; so near, the other may end below it.
 STOPS = 1e-3
 
 
 def main(
-    out: Path = Path("allocation_random.json"), problems: int = 1000, seed: int = 0, first: int = 0,
-    captured: bool = True,
+    out: Out = Path("allocation_random"), problems: int = 1000, seed: int = 0, first: int = 0,
+    captured: bool = True, fresh: Fresh = False,
 ) -> None:  # fmt: skip
-    """Solve the problems, print the counts, write every row to a JSON file."""
+    """Solve the problems, print the counts, write every row to the folder."""
     if problems < 1:
         raise typer.BadParameter("--problems must be at least 1")
     torch.set_num_threads(1)
+    experiment = Experiment("random problems", out, seed=seed, settings={"captured": captured}, fresh=fresh)
     graphs = [captured_graph(name) for name in NAMES] if captured else []
     rows = []
-    with Console(stderr=True).status("random problems") as status:
-        for number in range(first, first + problems):
-            status.update(f"problem {number}")
-            rows.append(try_problem(seed, number, graphs))
-    content = {
-        "measured": "seconds; costs, sensitivities and clusters are made up",
-        "machine": machine(), "qsync": qsync.__version__, "commit": commit(), "seed": seed,
-        "counts": counts(rows), "rows": rows,
-    }  # fmt: skip
-    write_json(out, content)
-    Console().print(table(content["counts"]))
+    with experiment.progress():
+        for begin in range(first, first + problems, PROBLEMS_A_PIECE):
+            numbers = range(begin, min(begin + PROBLEMS_A_PIECE, first + problems))
+            rows += experiment.piece(
+                f"problems {numbers[0]} to {numbers[-1]}",
+                lambda numbers=numbers: [try_problem(seed, number, graphs) for number in numbers],  # type: ignore[misc]
+            )
+    found = counts(rows)
+    bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]
+    bars.append(bar(WRONG, len(found[WRONG]), 0))
+    experiment.finish(
+        {"counts": found, "rows": rows}, bars=bars,
+        measured="seconds; costs, sensitivities and clusters are made up", tables=[table(found)],
+    )  # fmt: skip
 
 
 def captured_graph(name: str) -> OpGraph:
-    """The graph of one of the experiments' models, a sample or two of batch."""
+    """Return the graph of one of the experiments' models, for a batch of two."""
     chosen = subject(name, 2)
     return capture(chosen.make_model(0), chosen.batch(0, 0, 0)[0])
 
 
 def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[str, Any]:
-    """What both solvers make of one problem, and what is wrong with it: `wrong` is empty if nothing is."""
+    """Solve one problem with both solvers; return what they found, and in `wrong` what is wrong."""
     drawn = problem(seed, number, graphs)
     drawn = bounded(drawn, random.Random(f"budgets {seed} {number}"))
     row: dict[str, Any] = {
@@ -114,7 +118,7 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
 
 
 def bounded(drawn: Drawn, draw: random.Random) -> Drawn:
-    """The problem with budgets, or a target of its own, in half of all cases: some that cannot be kept."""
+    """Add budgets, or a target, to the problem in half of all cases: some that cannot be kept."""
     state = State(_posed(drawn))
     options = dict(drawn.options)
     step_s, peaks = state.step_s(), {name: one.peak_bytes for name, one in state.classes.items()}
@@ -139,7 +143,7 @@ def _posed(drawn: Drawn) -> Problem:
 
 
 def _compared(row: Mapping[str, Any]) -> Iterator[str]:
-    """What one solver says against the other."""
+    """Compare the solvers with each other."""
     exact, quick = row["milp"], row["greedy"]
     if ("infeasible" in exact) != ("infeasible" in quick):
         yield "only one solver calls it infeasible"
@@ -156,7 +160,7 @@ def _compared(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
-    """Against every assignment there is, if these are few; `row["least"]` is the least variance of any."""
+    """Compare with every assignment, if these are few; `row["least"]` is the least variance of any."""
     if any("broke" in row[solver] for solver in SOLVERS):
         return
     state = State(_posed(drawn))
@@ -192,13 +196,13 @@ def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """The classes that `allocate` lowers, by its own words: all but the strongest, if FP32 fits there."""
+    """Return the classes that `allocate` lowers: all but the strongest, if FP32 fits there."""
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     return [n for n, one in state.classes.items() if lower_all or n != strongest or not one.fits()]
 
 
 def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many problems came out how, and how far greedy is from the exact solver."""
+    """Count how problems came out, and how far greedy is from the exact solver."""
     solved = [row for row in rows if all("variance" in row[solver] for solver in SOLVERS)]
     lowered = [row for row in solved if row["milp"]["variance"] > 0.0]
     more = sorted(row["greedy"]["variance"] / row["milp"]["variance"] - 1 for row in lowered)
@@ -220,21 +224,20 @@ def counts(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "MILP gap above 1 %": sum(gap > 0.01 for gap in gaps),
         "MILP gap, worst": max(gaps, default=0.0),
         "MILP seconds, worst": max((row["milp"]["seconds"] for row in solved), default=0.0),
-        "problems with something wrong": [[row["number"], *row["wrong"]] for row in rows if row["wrong"]],
+        WRONG: [[row["number"], *row["wrong"]] for row in rows if row["wrong"]],
     }
 
 
 def table(found: Mapping[str, Any]) -> Table:
-    """The counts, and what is wrong where."""
-    shown = Table(title="Random problems (made up)", box=box.SIMPLE_HEAD, show_header=False)
+    """Return the counts, and what is wrong where."""
+    rows = []
     for name, value in found.items():
         if isinstance(value, list):
-            for number, *texts in value[:40]:
-                shown.add_row(f"problem {number}", "; ".join(texts))
+            rows += [[f"problem {number}", "; ".join(texts)] for number, *texts in value[:40]]
         else:
-            shown.add_row(name, f"{value:.3g}" if isinstance(value, float) else str(value))
-    return shown
+            rows.append([name, f"{value:.3g}" if isinstance(value, float) else str(value)])
+    return table_of("Random problems (made up)", ("", ""), rows, left=2)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

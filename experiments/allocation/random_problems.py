@@ -39,7 +39,7 @@ class Drawn:
 
 
 def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
-    """The problem of this number; one in ten has one of the given graphs, if there are any.
+    """Make the problem of this number; one in ten has one of the given graphs, if there are any.
 
     >>> problem(0, 17) == problem(0, 17)
     True

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from qsync.errors import QSyncError
-from qsync.experiments.workloads import demo_workloads
+from qsync.experiments.harness.processes import start_ranks
+from qsync.experiments.workloads.subjects import demo_workload
 from qsync.records.json_files import read_json
 
 
@@ -39,7 +36,7 @@ def run_demo(
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
         if value is not None and value < least:
             raise QSyncError(f"{name} must be at least {least}, found {value}")
-    demo_workloads.load(workload, data)
+    demo_workload(workload, data)
     out = Path(out).absolute()
     if out.exists() and not out.is_dir():
         raise QSyncError(f"--out {out} is a file; name a folder")
@@ -47,15 +44,5 @@ def run_demo(
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
         "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps,
     }  # fmt: skip
-    # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python",
-        sys.executable, "-m", "qsync.experiments.demo.rank", json.dumps(config),
-    ]  # fmt: skip
-    done = subprocess.run(command, env=environment, check=False)
-    if done.returncode != 0:
-        raise QSyncError(
-            f"the demo's ranks stopped with exit code {done.returncode}; the first message above says why"
-        )
+    start_ranks("qsync.experiments.demo.rank", config, what="the demo's ranks")
     return read_json(out / "report.json")

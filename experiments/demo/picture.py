@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -23,7 +24,7 @@ RUN_TITLES = {
 }
 
 # What is drawn of a run: (label, style of its bar).
-_STEP_BARS = {
+_STEP_BARS: dict[str, tuple[str, dict[str, Any]]] = {
     "measured_step_s": ("measured", {"facecolor": "#0072b2", "edgecolor": "#0072b2"}),
     "predicted_step_s": (
         "predicted (simulated)",

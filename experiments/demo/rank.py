@@ -1,20 +1,16 @@
-"""One rank of `qsync demo`: profile, plan, train every run side by side, measure. Rank 0 writes what came of
-it.
+"""One rank of `qsync demo`: profile, plan, train every run side by side, measure.
 
 All runs live in the same processes and take turns, a few steps each, so that a drift of the machine falls on
 all of them alike. Same seeds, same batches, same number of steps. The profile takes turns too: plans are made
-from the rounds before training, and what replay predicts is told twice, from these (`planned_step_s`) and
-from all rounds (`predicted_step_s`), so that the replay's own error can be told from the machine's drift.
+from the rounds before training. A step is predicted twice, from these rounds (`planned_step_s`) and from all
+rounds (`predicted_step_s`), which separates the error of replay from the drift of the machine. Rank 0 writes
+the report.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -30,15 +26,21 @@ from qsync.backend.device_detection import machine
 from qsync.distributed import job, liveness
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import job_clock
-from qsync.distributed.job import in_ddp
-from qsync.errors import QSyncError
 from qsync.experiments.demo import report
-from qsync.experiments.demo.runs import ALONE, FAST, WEAK, Planned, planned_runs, replayed
-from qsync.experiments.harness.measured_peak import step_peak_bytes
-from qsync.experiments.harness.ranks import Place, backend_of, leave, placed
-from qsync.experiments.harness.training import Runner, make_optimizer, persistent_bytes
-from qsync.experiments.workloads import demo_workloads
-from qsync.experiments.workloads.demo_workloads import Workload
+from qsync.experiments.demo.runner import Runner, attached_runner
+from qsync.experiments.demo.runs import Planned, planned_runs, replayed
+from qsync.experiments.harness.provenance import commit
+from qsync.experiments.harness.ranks import (
+    ALONE,
+    BUCKET_CAP_BYTES,
+    BUCKET_CAP_MB,
+    FAST,
+    WEAK,
+    Place,
+    run_rank,
+)
+from qsync.experiments.workloads.subjects import demo_workload
+from qsync.experiments.workloads.workload import Workload, evaluate, make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.basis import Basis, save_plan
@@ -50,41 +52,29 @@ from qsync.runtime import program as runtime
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
 ROUNDS_BEFORE = 3
-BUCKET_CAP_MB = 8.0  # smaller than DDP's 25: less is left to reduce when the last gradient is ready
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 
 
 def main() -> None:
-    """Entry point of `torchrun -m qsync.experiments.demo.rank CONFIG`, with the configuration as JSON."""
-    config = json.loads(sys.argv[1])
-    os.environ.setdefault("QSYNC_BACKEND", backend_of())
-    try:
-        with placed(config["weak_share"]) as place:
-            job.join_job(place.device, timeout_s=300.0)
-            watch = liveness.start(60.0)
-            with watch:
-                _run(config, place)
-    except QSyncError as error:
-        leave("demo", error)
+    """Run one rank of the demo, with the configuration as JSON in argv."""
+    run_rank("demo", _run)
 
 
 def _run(config: dict[str, Any], place: Place) -> None:
-    rank = dist.get_rank()
-    out = Path(config["out"])
-    workload = demo_workloads.load(config["workload"], config["data"])
+    """Measure, plan, train every run, measure again; rank 0 writes the report."""
+    rank, out = dist.get_rank(), Path(config["out"])
+    workload = demo_workload(config["workload"], config["data"])
     steps = config["steps"] or workload.steps
-    cap = int(BUCKET_CAP_MB * 2**20)
-    with _progress(rank) as show:
+    with liveness.start(60.0), _Progress(rank) as show:
         measuring = Measuring(workload, place, show)
         basis = measuring.basis()
-        planned = planned_runs(basis, cap)
-        results = []
-        for seed in range(config["seed"], config["seed"] + config["seeds"]):
-            results.append(_train(workload, planned, measuring, place, seed, steps, show))
+        planned = planned_runs(basis, BUCKET_CAP_BYTES)
+        seeds = range(config["seed"], config["seed"] + config["seeds"])
+        results = [_train(workload, planned, measuring, place, seed, steps, show) for seed in seeds]
         basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
-        content = report.assemble(basis, planned, replayed(planned, basis, cap), results, {
+        content = report.assemble(basis, planned, replayed(planned, basis, BUCKET_CAP_BYTES), results, {
             "workload": workload.name, "description": workload.description, "steps": steps,
             "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(),
             "qsync": qsync.__version__,
@@ -96,20 +86,17 @@ def _run(config: dict[str, Any], place: Place) -> None:
 
 
 class Measuring:
-    """What every plan is made from, measured round by round. The batch is one of training, of a seed that no
-    run uses.
-    """
+    """What every plan is made from, measured round by round, on a batch of a seed that no run uses."""
 
     def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
         self._place, self._show = place, show
         self._model = workload.make_model(0).to(place.device)
         inputs, targets = workload.batch(10_000, 0, dist.get_rank())
         self._batch = (inputs.to(place.device), targets.to(place.device))
-        self._loss_fn = lambda model, batch: workload.loss_fn(model(batch[0]), batch[1])
+        self._loss_fn = workload.loss
         show("finding out what this machine is")
         job.check_models(self._model)
-        share = place.throttle.measured_share(2.0) if place.throttle else None
-        self._own = job.own_class(self._model, share, FAST if dist.get_rank() == 0 else WEAK)
+        self._own = job.own_class(self._model, place.measured_share(), FAST if dist.get_rank() == 0 else WEAK)
         self._graph = job.form_graph(self._model, self._batch, self._loss_fn)
         on_cpu = place.device.type == "cpu"
         precisions = [
@@ -153,7 +140,7 @@ class Measuring:
         self._links.append(job.form_cluster(self._own, self._place.device, self._show, rounds=2))
 
     def basis(self) -> Basis:
-        """The basis from all rounds so far."""
+        """Return the basis from all rounds so far."""
         here = machine(self._place.device)
         profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
         profile = job.with_toll(profile, median_measurement([exchanged for _, exchanged in self._links]))
@@ -179,12 +166,14 @@ def _train(
 ) -> dict[str, dict[str, Any]]:
     """Train every run for the same number of steps, in turns; what each rank measured, by run."""
     rank = dist.get_rank()
-    runners = {name: _runner(name, entry, workload, place, seed) for name, entry in planned.items()}
+    runners = {
+        name: attached_runner(name, entry.plan, workload, place, seed) for name, entry in planned.items()
+    }
     turns = max(1, -(-steps // STEPS_A_TURN))
     for runner in runners.values():  # compile, fill caches; not measured, and undone
         dist.barrier()
         if runner is not None:
-            _warm_up(runner)
+            runner.warm_up()
     for turn in range(turns):
         for name, runner in runners.items():
             show(
@@ -198,7 +187,7 @@ def _train(
     results = {}
     for name, runner in runners.items():
         show(f"held-out loss and memory of {name}")
-        own = _outcome(runner) if runner is not None else None
+        own = runner.outcome() if runner is not None else None
         entries = [entry for entry in agree(f"finishing {name}", lambda own=own: own) if entry is not None]
         results[name] = _together(entries)
     dist.barrier()
@@ -209,57 +198,10 @@ def _train(
     return results
 
 
-def _runner(name: str, entry: Planned, workload: Workload, place: Place, seed: int) -> Runner | None:
-    """This rank's side of a run; None if it has none."""
-    rank = dist.get_rank()
-    alone = name == "fast_alone"
-    if alone and rank != 0:
-        return None
-    model = workload.make_model(seed).to(place.device)
-    device_class = ALONE if alone else FAST if rank == 0 else WEAK
-    runtime.attach(model, runtime.following(entry.plan[device_class].assignment), entry.plan.check_graph)
-    trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
-    optimizer = make_optimizer(workload.lr)([p for p in model.parameters() if p.requires_grad])
-    return Runner(name, model, trained, optimizer, workload, seed, rank, place.device)
-
-
-def _warm_up(runner: Runner) -> None:
-    """Two steps whose effect is undone: weights and buffers are put back, optimizer state is dropped."""
-    saved = {name: value.clone() for name, value in runner.model.state_dict().items()}
-    runner.train(2)
-    runner.model.load_state_dict(saved)
-    runner.optimizer = make_optimizer(runner.workload.lr)(
-        [p for p in runner.model.parameters() if p.requires_grad]
-    )
-    runner.step = 0
-    for samples in (runner.periods_s, runner.blocked_s, runner.cpu_s, runner.losses):
-        samples.clear()
-
-
-def _outcome(runner: Runner) -> dict[str, Any]:
-    """What one rank knows of a run that is over. The step that measures memory changes the weights after
-    their digest.
-    """
-    digest = hashlib.sha256()
-    for value in runner.model.parameters():
-        digest.update(value.detach().cpu().contiguous().numpy().tobytes())
-    saved = {name: value.clone() for name, value in runner.model.state_dict().items()}
-    peak = persistent_bytes(runner) + step_peak_bytes(lambda: runner.train(1), runner.device)
-    runner.model.load_state_dict(saved)
-    return {
-        "rank": runner.rank,
-        "parameters": digest.hexdigest(),
-        "periods_s": runner.periods_s,
-        "blocked_s": statistics.fmean(runner.blocked_s) if runner.blocked_s else 0.0,
-        "cpu_s": statistics.median(runner.cpu_s) if runner.cpu_s else 0.0,
-        "peak_memory_bytes": peak,
-        "losses": runner.losses,
-    }
-
-
 def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """One run from what its ranks know. A rank waits for as long as it is blocked beyond what the least
-    blocked one is.
+    """Combine what the ranks know of one run.
+
+    A rank waits for as long as it is blocked beyond the least blocked one.
     """
     periods = entries[0]["periods_s"]
     step_s = statistics.median(periods) if periods else float("nan")
@@ -278,19 +220,10 @@ def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
 def _heldout(runner: Runner, workload: Workload, place: Place) -> float:
     """Held-out loss of the trained weights, in FP32 for every run: what was learned, not how it is served."""
     runtime.detach(runner.model)
-    return demo_workloads.evaluate(runner.model, workload, place.device, HELDOUT_BATCHES)
+    return evaluate(runner.model, workload, place.device, HELDOUT_BATCHES)
 
 
-def commit() -> str:
-    """The commit of this source tree, `unknown` outside of one."""
-    where = Path(__file__).parent
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
-class _progress:
+class _Progress:
     """A progress bar on rank 0; plain lines where there is no terminal."""
 
     def __init__(self, rank: int) -> None:

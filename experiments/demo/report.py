@@ -35,7 +35,7 @@ def assemble(
     seeds: list[dict[str, dict[str, Any]]],
     header: dict[str, Any],
 ) -> dict[str, Any]:
-    """The content of report.json, from what was predicted and what each seed's runs measured."""
+    """Return the content of report.json, from predictions and from what each seed's runs measured."""
     runs = {}
     for name, entry in planned.items():
         measured = [results[name] for results in seeds]
@@ -68,9 +68,7 @@ def assemble(
 
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
-    """Held-out loss of the plan minus that of FP32 DDP, seed by seed: mean, and its standard error over
-    seeds.
-    """
+    """Return the held-out loss of the plan minus that of FP32 DDP: mean, standard error over seeds."""
     pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp_fp32"]["heldout_losses"], strict=True)
     differences = [plan - full for plan, full in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -96,7 +94,7 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
 
 
 def table(content: Mapping[str, Any]) -> Table:
-    """The one table that the demo prints."""
+    """Return the one table that the demo prints."""
     note = "; the weak rank is emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
     title = f"{content['workload']}, {size}{note}"
@@ -140,7 +138,7 @@ def _mean_of(measured: list[dict[str, Any]], key: str) -> dict[str, float]:
 
 
 def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
-    """What the table means, in words, and where the files are."""
+    """Say in words what the table means, and where the files are."""
     runs = content["runs"]
     limit = runs["fast_alone"]["measured_step_s"]
     plain, plan = (runs[name]["measured_step_s"] for name in ("ddp_fp32", "qsync"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync.allocator import allocate, uniform
+from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -14,11 +15,6 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import Timeline, replay
 
-FAST, WEAK = "train", "infer"
-ALONE = "alone"  # the fast rank with the machine to itself
-# A step waits for the rank that is late. Without a margin a plan whose ranks are predicted to arrive together
-# took 5 % longer than predicted here, and a weak rank that was idle for a fifth of the step 1 %.
-MARGIN = 0.05
 NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
 
 
@@ -31,9 +27,7 @@ class Planned:
     timeline: Timeline
 
     def summary(self, graph: OpGraph, again: Timeline) -> dict[str, Any]:
-        """The predicted part of a run's entry in report.json; `again` is the replay from the profile of the
-        whole run.
-        """
+        """Return the predicted part of a run's entry; `again` is replayed from the whole run's profile."""
         variance = sum(c.predicted.added_variance for c in self.plan.classes.values() if c.predicted)
         return {
             "predicted_step_s": again.step_s,
@@ -46,8 +40,9 @@ class Planned:
 
 
 def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
-    """Every run of the demo. The weak class's narrow precisions stand for BF16 and INT8 where it has no such
-    kernel.
+    """Plan every run of the demo.
+
+    The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
@@ -80,7 +75,7 @@ def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: A
 def replayed(
     planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None
 ) -> dict[str, Timeline]:
-    """The same plans replayed from another basis: the profile and link that the whole of the training saw."""
+    """Replay the same plans from the profile and link of the whole training."""
     return {
         name: replay(
             basis.graph, entry.plan, basis.profiles, replace(entry.cluster, link=basis.cluster.link),
@@ -91,12 +86,12 @@ def replayed(
 
 
 def sixteen_bit(cluster: Cluster) -> Precision:
-    """The weak class's 16-bit precision: BF16 where it has it, else FP16."""
+    """Return the weak class's 16-bit precision: BF16 where it has it, else FP16."""
     return Precision.BF16 if Precision.BF16 in cluster[WEAK].precisions else Precision.FP16
 
 
 def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Which part of all adjustable operators, and of their FLOPs, runs below FP32, counted over all ranks."""
+    """Return which part of all adjustable operators, and of their FLOPs, runs below FP32, over all ranks."""
     flops = {op.name: op.flops for op in graph.adjustable}
     num_ops = low_ops = num_flops = low_flops = 0
     for device_class in cluster.classes:

@@ -1,4 +1,6 @@
-"""How good a guess a grown model inherits: `python -m qsync.experiments.expansion.carried_sensitivity --out carried.json`.
+"""How good a guess a grown model inherits.
+
+    python -m qsync.experiments.expansion.carried_sensitivity --out FOLDER
 
 For each model and seed: a small one is trained, its sensitivity gathered, and carried over to the one it
 grows to (1.5 times as wide, and deeper). That is compared with the grown model's own sensitivity and with the
@@ -18,23 +20,20 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from scipy.stats import spearmanr
 from torch import nn
 
 import qsync
-from qsync.backend.device_detection import machine
 from qsync.expansion.plan.plan import ExpansionPlan
-from qsync.experiments.demo.rank import commit
-from qsync.experiments.harness.training import make_optimizer
-from qsync.experiments.workloads.demo_workloads import Workload, seeded
+from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run, show
+from qsync.experiments.harness.tables import markdown_table
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.subjects import CONTEXT, subject
 from qsync.experiments.workloads.vit import Vit
+from qsync.experiments.workloads.workload import Workload, make_optimizer, seeded, train
 from qsync.lowering.rules import Lowering
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import write_bytes, write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer import ClassCosts
@@ -78,45 +77,43 @@ SUBJECTS = {
 
 
 def main(
-    out: Path = Path("carried.json"),
-    models: list[str] = typer.Option(list(SUBJECTS), "--model", help="Repeat for several."),  # noqa: B008
+    out: Out = Path("carried"),
+    models: Models = None,
     seeds: int = 3,
     profiles: Annotated[bool, typer.Option("--profiles", help="Measure times instead.")] = False,
     quick: bool = False,
+    fresh: Fresh = False,
 ) -> None:
     """Judge the guess, print the table, and write figures and table."""
     torch.set_num_threads(1)
-    rows = []
-    with Console(stderr=True).status("carried") as status:
-        for name in models:
+    experiment = Experiment("carried", out, settings={"steps": [BEFORE, AFTER], "quick": quick}, fresh=fresh)
+    rows: list[Row] = []
+    with experiment.progress():
+        for name in models or SUBJECTS:
             for seed in range(1 if profiles or quick else seeds):
-                status.update(f"{name}, seed {seed}")
-                rows += [timed(name, seed)] if profiles else judged(name, seed, quick)
-                write_json(
-                    out,
-                    {
-                        "measured": True, "machine": machine(), "threads": 1, "commit": commit(),
-                        "qsync": qsync.__version__, "steps": [BEFORE, AFTER], "rows": rows,
-                    },
-                )  # fmt: skip
+                if profiles:
+                    rows.append(experiment.piece(f"profile {name}", lambda name=name: timed(name, 0)))  # type: ignore[misc]
+                else:
+                    judge = lambda name=name, seed=seed: judged(name, seed, quick)  # noqa: E731
+                    rows += experiment.piece(f"{name} {seed}", judge)
     table = times(rows) if profiles else markdown(rows)
-    write_bytes(out.with_suffix(".md"), table.encode())
-    print(table)
+    show(table)
+    experiment.finish({"threads": 1, "rows": rows}, markdown=lambda content: table)
 
 
 def judged(name: str, seed: int, quick: bool = False) -> list[Row]:
-    """The guess against fresh statistics and against the truth, right after growing and some steps later."""
+    """Compare the guess with fresh statistics and the truth, right after growing and some steps later."""
     chosen, work = SUBJECTS[name], _workload(name)
     batches = [work.batch(seed, 10_000 + i, 0) for i in range(1 if quick else chosen.num_batches)]
     others = [work.batch(seed, 20_000 + i, 0) for i in range(len(batches))]
     small = seeded(chosen.make, seed)
-    _train(small, work, seed, 2 if quick else BEFORE)
+    train(small, work, seed, range(2 if quick else BEFORE))
     before = _gathered(small, batches, work)
     graph, big, target, plan = _grown(small, chosen, batches[0], seed)
     guess = qsync.carry_sensitivity(before, graph, target, plan)
     rows = []
     for steps in (0, 2 if quick else AFTER):
-        _train(big, work, seed, steps, start=1_000)
+        train(big, work, seed, range(1_000, 1_000 + steps))
         fresh, truth = _gathered(big, batches, work), _gathered(big, batches, work, "empirical")
         again = _gathered(big, others, work, draw=1)
         for precision in PRECISIONS:
@@ -130,14 +127,14 @@ def judged(name: str, seed: int, quick: bool = False) -> list[Row]:
 
 
 def timed(name: str, seed: int) -> Row:
-    """A profile carried over from the small model against one of the grown model."""
+    """Compare a profile carried over from the small model with one of the grown model."""
     chosen, work = SUBJECTS[name], _workload(name)
     batch = work.batch(seed, 0, 0)
     small = seeded(chosen.make, seed)
     graph, big, target, plan = _grown(small, chosen, batch, seed)
     before, after = (
         qsync.profile(
-            model, batch, _loss_fn(work), precisions=["fp32", *PRECISIONS], seconds=15.0,
+            model, batch, work.loss, precisions=["fp32", *PRECISIONS], seconds=15.0,
             make_optimizer=make_optimizer(1e-3),
         )
         for model in (small, big)
@@ -147,7 +144,7 @@ def timed(name: str, seed: int) -> Row:
 
 
 def errors(graph: OpGraph, guess: Profile, fresh: Profile) -> Row:
-    """|guess / fresh - 1| of products that take 20 us and more, and guess / fresh - 1 of compute, by mode."""
+    """Return |guess / fresh - 1| of products of 20 us and more, and guess / fresh - 1 of compute, by mode."""
     single = [
         abs(guess.ops[op.name][mode].total_s / cost.total_s - 1.0)
         for op in graph.adjustable
@@ -157,13 +154,13 @@ def errors(graph: OpGraph, guess: Profile, fresh: Profile) -> Row:
     steps = {}
     for mode in ("fp32", *PRECISIONS):
         chosen = {op.name: mode for op in graph.adjustable if mode in fresh.ops[op.name]}
-        told, found = (_step_s(graph, chosen, profile) for profile in (guess, fresh))
-        steps[mode] = told / found - 1.0
+        guessed, found = (_step_s(graph, chosen, profile) for profile in (guess, fresh))
+        steps[mode] = guessed / found - 1.0
     return {"median": statistics.median(single), "p95": float(np.quantile(single, 0.95)), "steps": steps}
 
 
 def compare(guess: Sensitivity, other: Sensitivity, precision: str) -> Row:
-    """Spearman's correlation over operators, and the 5th, 50th and 95th percentile of guess / other."""
+    """Return Spearman's correlation over operators, and percentiles 5, 50 and 95 of guess / other."""
     pairs = np.array(
         [
             (guess.omega[op][precision], modes[precision])
@@ -176,16 +173,12 @@ def compare(guess: Sensitivity, other: Sensitivity, precision: str) -> Row:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """README's table: per model and moment, BF16 / INT8, means over seeds; ratios as medians over seeds."""
+    """Return README's table by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
     columns = ("fresh", "truth", "fresh against fresh", "fresh against truth")
-    lines = [
-        f"| model, steps after growing | guess ~ {' | guess ~ '.join(columns[:2])} | fresh ~ fresh "
-        "| fresh ~ truth | guess / truth: 5 %, median, 95 % (INT8) |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, steps in dict.fromkeys((row["model"], row["steps"]) for row in rows):
         own = [row for row in rows if (row["model"], row["steps"]) == (name, steps)]
-        cells = []
+        cells = [f"{name}, {steps}"]
         for column in columns:
             means = [
                 statistics.fmean(row[column]["spearman"] for row in own if row["precision"] == precision)
@@ -193,18 +186,26 @@ def markdown(rows: Sequence[Row]) -> str:
             ]
             cells.append(" / ".join(f"{mean:.2f}" for mean in means))
         ratios = zip(*(row["truth"]["ratio"] for row in own if row["precision"] == "int8"), strict=True)
-        cells.append(", ".join(f"{statistics.median(each):.2f}" for each in ratios))
-        lines.append(f"| {name}, {steps} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append([*cells, ", ".join(f"{statistics.median(each):.2f}" for each in ratios)])
+    headings = (
+        "model, steps after growing", "guess ~ fresh", "guess ~ truth", "fresh ~ fresh", "fresh ~ truth",
+        "guess / truth: 5 %, median, 95 % (INT8)",
+    )  # fmt: skip
+    return "\n".join(markdown_table(headings, lines)) + "\n"
 
 
 def times(rows: Sequence[Row]) -> str:
-    """README's second table: single operators, and compute of whole steps."""
-    lines = ["| model | operators, median / 95th | FP32 | BF16 | INT8 |", "|---|---|---|---|---|"]
-    for row in rows:
-        steps = " | ".join(f"{error:+.0%}" for error in row["steps"].values())
-        lines.append(f"| {row['model']} | {row['median']:.0%} / {row['p95']:.0%} | {steps} |")
-    return "\n".join(lines) + "\n"
+    """Return README's second table: single operators, and compute of whole steps."""
+    cells = [
+        [
+            row["model"],
+            f"{row['median']:.0%} / {row['p95']:.0%}",
+            *(f"{e:+.0%}" for e in row["steps"].values()),
+        ]
+        for row in rows
+    ]
+    headings = ("model", "operators, median / 95th", "FP32", "BF16", "INT8")
+    return "\n".join(markdown_table(headings, cells)) + "\n"
 
 
 def _step_s(graph: OpGraph, assignment: Mapping[str, str], profile: Profile) -> float:
@@ -216,28 +217,10 @@ def _workload(name: str) -> Workload:
     return subject(SUBJECTS[name].data, SUBJECTS[name].batch_size)
 
 
-def _loss_fn(work: Workload) -> Callable[[nn.Module, Any], torch.Tensor]:
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        returned = model(batch[0])
-        return work.loss_fn(getattr(returned, "logits", returned), batch[1])
-
-    return loss
-
-
-def _train(model: nn.Module, work: Workload, seed: int, steps: int, start: int = 0) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=work.lr)
-    for step in range(start, start + steps):
-        optimizer.zero_grad()
-        _loss_fn(work)(model, work.batch(seed, step, 0)).backward()
-        optimizer.step()
-
-
 def _gathered(
     model: nn.Module, batches: Sequence[Any], work: Workload, indicator: str = "variance", draw: int = 0
 ) -> Sensitivity:
-    return qsync.sensitivity(
-        model, batches, _loss_fn(work), indicator=indicator, precisions=PRECISIONS, seed=draw
-    )
+    return qsync.sensitivity(model, batches, work.loss, indicator=indicator, precisions=PRECISIONS, seed=draw)
 
 
 def _grown(
@@ -250,4 +233,4 @@ def _grown(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -1,8 +1,7 @@
-"""What experiments/expansion/compare_growth.py says in the end: what each method saves, as a table and as curves."""
+"""The report of compare_growth.py: what each method saves, as a table and as curves."""
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
-from rich import box
 from rich.table import Table
 
-from qsync.experiments.allocation.bases import HALF
-from qsync.figures.style import FAINT, INK
-from qsync.records.json_files import write_bytes
+from qsync.experiments.harness.emulated_profiles import HALF
+from qsync.experiments.harness.experiment import bar
+from qsync.experiments.harness.pictures import legend_below, new_figure, open_axes
+from qsync.experiments.harness.tables import markdown_table
+from qsync.experiments.harness.tables import table as table_of
+from qsync.figures.style import FAINT, INK, save_png
 
 Row = Mapping[str, Any]
 Rows = Sequence[Row]
@@ -38,7 +38,7 @@ _COLOURS = {
 
 
 def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
-    """Tokens (images) after which the held-out loss is `loss` and stays at or below it; None if it does not.
+    """Return the tokens (images) after which the held-out loss stays at or below `loss`; None if never.
 
     Between two points of the curve it is taken to be straight. That a noisy curve dips below does not count.
 
@@ -55,7 +55,7 @@ def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """By workload and method: how many seeds reach their from-scratch loss, and what is saved on the way.
+    """Return how many seeds reach their from-scratch loss, and what is saved, by workload and method.
 
     Savings are shares of the from-scratch run, seed by seed: `items` of its tokens (images), `with_source` of
     its tokens when the source's are counted too, `seconds_with_source` of its CPU seconds likewise. A step of
@@ -89,7 +89,7 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 
 def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str, float | None]:
-    """One run against the from-scratch run of its seed: what it saves, where it begins and ends.
+    """Compare one run with the from-scratch run of its seed: what it saves, where it begins and ends.
 
     `first` is held-out loss above the source's, `final` above the target; a step of the source takes
     `source_step` of one of the large model. Under a plan: the loss that the lower class has above FP32.
@@ -116,7 +116,7 @@ def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str,
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Mean, least and most; None unless every seed has one."""
+    """Return mean, least and most; None unless every seed has one."""
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
@@ -124,7 +124,7 @@ def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
 
 
 def says(method: Mapping[str, Any]) -> str:
-    """A method in words."""
+    """Return a method in words."""
     share = "" if method["ratio"] == 1.0 else f", {method['ratio']:.0%} of the steps"
     return _SAYS[method["start"]] + share
 
@@ -137,7 +137,7 @@ _HEADINGS = (
 
 
 def cells(method: Mapping[str, Any]) -> list[str]:
-    """A method's line of the table; savings are means over seeds, with the least and the most."""
+    """Return a method's line of the table; savings are means over seeds, with the least and the most."""
     losses = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")]
     savings = [_shares(method[key]) for key in ("items", "with_source", "seconds_with_source")]
     if method["start"] == "plan":
@@ -153,19 +153,30 @@ def _shares(spread: Mapping[str, float] | None) -> str:
     return f"{spread['mean']:.0%} ({spread['least']:.0%} to {spread['most']:.0%})"
 
 
+def bars(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tokens or images that the expanded model saves beside the share to be saved."""
+    return [
+        bar(
+            f"{workload}, {name}: share saved",
+            method["items"] and method["items"]["mean"],
+            BAR,
+            at_least=True,
+        )
+        for workload, of in found.items()
+        for name, method in of["methods"].items()
+        if method["start"] == "expanded"
+    ]
+
+
 def table(found: Mapping[str, Any]) -> Table:
-    """What every method saves."""
-    shown = Table(title="Growing (measured; the plan's weak class is emulated)", box=box.SIMPLE_HEAD)
-    for heading in ("workload", *_HEADINGS):
-        shown.add_column(heading.format(items="tokens or images"))
-    for workload, of in found.items():
-        for method in of["methods"].values():
-            shown.add_row(workload, *cells(method))
-    return shown
+    """Return what every method saves."""
+    rows = [[workload, *cells(method)] for workload, of in found.items() for method in of["methods"].values()]
+    headings = ["workload", *(heading.format(items="tokens or images") for heading in _HEADINGS)]
+    return table_of("Growing (measured; the plan's weak class is emulated)", headings, rows, left=2)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """README's tables, one per workload, with what was trained above each."""
+    """Return README's tables, one per workload, with what was trained above each."""
     parts = []
     settings = {one["workload"]: one for one in content["settings"]}
     for workload, of in content["summary"].items():
@@ -178,9 +189,7 @@ def markdown(content: Mapping[str, Any]) -> str:
             f"{workload}: {small}, trained for {setting['source_steps']} steps of {per_step} {items}, grown "
             f"to {large}; from scratch {setting['steps']} steps.",
             "",
-            "| " + " | ".join(heading.format(items=items) for heading in _HEADINGS) + " |",
-            "|---" * len(_HEADINGS) + "|",
-            *("| " + " | ".join(cells(method)) + " |" for method in of["methods"].values()),
+            *markdown_table([h.format(items=items) for h in _HEADINGS], map(cells, of["methods"].values())),
             "",
             *_gaps(rows, of["methods"]),
         ]
@@ -197,7 +206,7 @@ def _sizes(of: Mapping[str, int]) -> str:
 
 
 def _gaps(rows: Rows, methods: Mapping[str, Any]) -> list[str]:
-    """What the plan lowers and what that adds, in a sentence, where there is one."""
+    """Say what the plan lowers and what that adds, where there is one."""
     row = next((row for row in rows if row["start"] == "plan"), None)
     if row is None:
         return []
@@ -210,7 +219,7 @@ def _gaps(rows: Rows, methods: Mapping[str, Any]) -> list[str]:
 
 
 def picture(rows: Rows, path: str | Path) -> Path:
-    """Held-out loss over what the large model was trained on, and over CPU seconds with the source's before.
+    """Draw held-out loss over the large model's tokens, and over CPU seconds with the source's before.
 
     A line is the mean over seeds, its band from the least to the most; the dashed line is where the
     from-scratch run ends.
@@ -218,26 +227,15 @@ def picture(rows: Rows, path: str | Path) -> Path:
     >>> picture(content["rows"], "expansion.png")
     """
     workloads = list(dict.fromkeys(row["setting"]["workload"] for row in rows))
-    figure = Figure(figsize=(10, 3.6 * len(workloads) + 0.7), layout="constrained")
+    title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"
+    figure = new_figure(10, 3.6 * len(workloads) + 0.7, title)
     panels = figure.subplots(len(workloads), 2, squeeze=False, sharey="row")
     for workload, (left, right) in zip(workloads, panels, strict=True):
         own = [row for row in rows if row["setting"]["workload"] == workload]
         _panel(left, own, workload)
         _panel(right, [row for row in own if row["start"] != "plan"], workload, seconds=True)
-    handles = {
-        label: handle
-        for axes in panels.flat
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4),
-        frameon=False, fontsize=8,
-    )  # fmt: skip
-    title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=INK)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120, facecolor="white")
-    return write_bytes(path, drawn.getvalue())
+    legend_below(figure, panels.flat, ncols=4)
+    return save_png(figure, path, dpi=120)
 
 
 def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None:
@@ -257,38 +255,22 @@ def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None
         line = (
             "-" if start in ("source", "scratch") else ("-", "--", ":", "-.")[(ratios.index(ratio) - 1) % 4]
         )
-        label = "the source" if start == "source" else says(own[0])
-        axes.plot(
-            xs,
-            [statistics.fmean(at) for at in losses],
-            color=_COLOURS[start],
-            linestyle=line,
-            linewidth=1.3,
-            label=label,
-        )
-        axes.fill_between(
-            xs,
-            [min(at) for at in losses],
-            [max(at) for at in losses],
-            color=_COLOURS[start],
-            alpha=0.12,
-            linewidth=0,
-        )
+        label, colour = "the source" if start == "source" else says(own[0]), _COLOURS[start]
+        mean, low, high = ([of(at) for at in losses] for of in (statistics.fmean, min, max))
+        axes.plot(xs, mean, color=colour, linestyle=line, linewidth=1.3, label=label)
+        axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
     scratch = [row["curve"] for row in rows if row["start"] == "scratch"]
     target = statistics.fmean(curve[-1]["heldout"] for curve in scratch)
     axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
     # The first tenth of a from-scratch run is steep, and hides what is compared.
-    high = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
-    low = min(point["heldout"] for row in rows for point in row["curve"])
-    axes.set_ylim(low - 0.05 * (high - low), high)
+    top = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
+    bottom = min(point["heldout"] for row in rows for point in row["curve"])
+    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 0.6M tokens
-    axes.set_xlabel(
-        "CPU seconds, the source's included" if seconds else f"{items}, of the large model", fontsize=9
-    )
+    axes.set_xlabel("CPU seconds, the source's included" if seconds else f"{items}, of the large model")
     if not seconds:
         axes.set_ylabel(f"{workload}: held-out loss", fontsize=9, color=INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=INK)
+    open_axes(axes)
 
 
 def _seconds(row: Row) -> list[float]:

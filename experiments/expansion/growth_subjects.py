@@ -1,19 +1,20 @@
-"""What experiments/expansion/compare_growth.py grows: a byte-level GPT on source text, a ViT on digits."""
+"""The models that compare_growth.py grows: a byte-level GPT on source text, a ViT on digits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from qsync.errors import QSyncError
-from qsync.experiments.workloads.demo_workloads import Batch, Workload, seeded
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import CONTEXT, subject
 from qsync.experiments.workloads.vit import Vit
+from qsync.experiments.workloads.workload import Batch, Workload, seeded
 
 # Batches of the source are of another stream than those of the large model: it sees no text twice.
 SOURCE, LARGE = 0, 1
@@ -64,8 +65,8 @@ SETTINGS = {
 }
 
 
-def setting(name: str, **changed: object) -> Setting:
-    """The setting called `name`, with other sizes where they are given. Raises QSyncError for an unknown one.
+def setting(name: str, **changed: Any) -> Setting:
+    """Return the setting called `name`, with other sizes where given. Raises QSyncError for an unknown one.
 
     >>> setting("gpt", steps=1200, large=Sizes(256, 6, 8))
     """
@@ -75,7 +76,7 @@ def setting(name: str, **changed: object) -> Setting:
 
 
 def make(of: Setting, sizes: Sizes, seed: int) -> nn.Module:
-    """A new model of these sizes, from this seed."""
+    """Build a model of these sizes from this seed."""
     return seeded(_maker(of.workload, sizes), seed)
 
 
@@ -86,13 +87,13 @@ def _maker(workload: str, sizes: Sizes) -> Callable[[], nn.Module]:
 
 
 def workload_of(of: Setting) -> Workload:
-    """Data and loss; `batch(seed, step, SOURCE or LARGE)`, and the model from scratch."""
+    """Return data and loss; `batch(seed, step, SOURCE or LARGE)`, and the model from scratch."""
     found = replace(subject(of.workload, of.batch), make_model=lambda seed: make(of, of.large, seed))
     return found if of.workload == "gpt" else replace(found, batch=_shifted(found.batch))
 
 
 def _shifted(batch: Callable[[int, int, int], Batch]) -> Callable[[int, int, int], Batch]:
-    """Images moved by a few pixels, each by its own draw; what comes in is what images have at their rim."""
+    """Move images by a few pixels, each by its own draw; fill with the background of the rim."""
 
     def moved(seed: int, step: int, stream: int) -> Batch:
         images, labels = batch(seed, step, stream)

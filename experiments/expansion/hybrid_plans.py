@@ -1,4 +1,4 @@
-"""The precision plan that a grown model is trained under, in experiments/expansion/compare_growth.py, and training under it.
+"""The precision plan that compare_growth.py trains a grown model under.
 
 Two device classes: this machine, and half of it. The profile is measured here; that of the half is the same
 with every time twice as long: emulated. One process computes both ranks' shares of a batch in turn, on one
@@ -8,7 +8,6 @@ set of parameters, so the gradient is what DDP would give two ranks: only that n
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,9 @@ from torch import nn
 import qsync
 from qsync import api
 from qsync.backend.device_detection import candidates, detect_class
-from qsync.experiments.allocation.bases import GLOO, HALF, HERE, SHARE, slowed
 from qsync.experiments.expansion.growth_subjects import LARGE, Setting, workload_of
 from qsync.experiments.expansion.starts import grown, source_of
+from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, SHARE, slowed
 from qsync.records.cluster import Cluster
 from qsync.records.plans import Plan
 
@@ -29,7 +28,7 @@ PROFILE_S = 20.0
 
 
 def plan_path(folder: Path, of: Setting) -> Path:
-    """Where the plan of a workload is."""
+    """Return where the plan of a workload is."""
     return folder / f"plan-{of.workload}.json"
 
 
@@ -39,19 +38,15 @@ def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = Non
     model = grown(of, source_of(of, seed, folder), "random", seed)
     inputs, targets = workload.batch(seed, 0, LARGE)
     batch = tuple(part.chunk(len(CLASSES))[0] for part in (inputs, targets))
-
-    def loss(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-        return workload.loss_fn(model(batch[0]), batch[1])
-
-    graph = api.trace_step(model, batch, loss)
+    graph = api.trace_step(model, batch, workload.loss)
     own = replace(detect_class(torch.device("cpu")), name=HERE)
     own = replace(own, precisions=candidates(own))
-    profile = qsync.profile(model, batch, loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
+    profile = qsync.profile(model, batch, workload.loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
     weak = replace(own, name=HALF, emulated_share=SHARE)
     plan = qsync.plan(
         graph,
         {HERE: profile, HALF: slowed(profile, HALF, SHARE)},
-        qsync.sensitivity(model, [batch], loss),
+        qsync.sensitivity(model, [batch], workload.loss),
         Cluster((own, weak), GLOO),
     )
     plan.save(plan_path(folder, of))
@@ -59,7 +54,7 @@ def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = Non
 
 
 def in_ranks(model: nn.Module, plan: Plan) -> dict[str, nn.Module]:
-    """The model as a rank of each class computes it under the plan, all with the model's own parameters."""
+    """Return the model as a rank of each class computes it, all with the model's own parameters."""
     ranks = {}
     for name in CLASSES:
         shared = copy.deepcopy(model, {id(p): p for p in model.parameters()})

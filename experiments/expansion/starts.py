@@ -1,4 +1,4 @@
-"""What a large model begins with in experiments/expansion/compare_growth.py: nothing, or a trained small one."""
+"""The start of a large model in compare_growth.py: from scratch, or from a trained small one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STARTS = ("source", "scratch", "expanded", "even", "stacked", "plan")
 
 
 def begun(of: Setting, start: str, seed: int, folder: Path) -> nn.Module:
-    """The model before its first step; `folder` has the sources."""
+    """Return the model before its first step; `folder` has the sources."""
     if start == "source":
         return make(of, of.small, seed)
     if start == "scratch":
@@ -28,18 +28,19 @@ def begun(of: Setting, start: str, seed: int, folder: Path) -> nn.Module:
 
 
 def grown(of: Setting, source: nn.Module, split: str, seed: int) -> nn.Module:
-    """The source, expanded to the large model's sizes."""
+    """Expand the source to the large model's sizes."""
     to = {"width": of.large.width, "layers": of.large.layers, "heads": of.large.heads}
-    return qsync.expand(source, qsync.recipe_of(source).to(**to), split=split, seed=seed)
+    large: nn.Module = qsync.expand(source, qsync.recipe_of(source).to(**to), split=split, seed=seed)
+    return large
 
 
 def source_path(folder: Path, of: Setting, seed: int) -> Path:
-    """Where the weights of a source are."""
+    """Return where the weights of a source are."""
     return folder / f"source-{of.workload}-{seed}.pt"
 
 
 def source_of(of: Setting, seed: int, folder: Path) -> nn.Module:
-    """The trained source, as its own run left it."""
+    """Return the trained source, as its own run left it."""
     model = make(of, of.small, seed)
     model.load_state_dict(torch.load(source_path(folder, of, seed), weights_only=True))
     return model

@@ -22,8 +22,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 def pin_to_core(local_rank: int) -> int:
-    """Bind every thread of this process to one of the cores it may use, counted by `local_rank`; return that
-    core.
+    """Bind every thread of this process to one of its cores, counted by `local_rank`; return the core.
 
     Threads that start later inherit it. Raises UnsupportedError where processes cannot be bound to cores.
 
@@ -56,10 +55,10 @@ def throttled(share: float) -> Iterator[Throttle]:
 
 
 class Throttle:
-    """Gives this process `share` of its core between `start` and `stop`. Raises QSyncError for a share out of
-    (0, 1].
+    """Gives this process `share` of its core between `start` and `stop`.
 
     The helper dies with this process, however that dies, and this process runs on, however the helper dies.
+    Raises QSyncError for a share out of (0, 1].
     """
 
     def __init__(self, share: float) -> None:
@@ -76,9 +75,7 @@ class Throttle:
         return self._helper.pid if self._helper else None
 
     def start(self) -> None:
-        """Start pausing; returns when the first cycle has begun. Raises UnsupportedError if the helper cannot
-        run.
-        """
+        """Start pausing; return when the first cycle has begun. UnsupportedError if the helper cannot run."""
         if self.share == 1 or self._helper:
             return
         if not sys.platform.startswith("linux"):
@@ -136,14 +133,12 @@ class Throttle:
                 self.start()
 
     def measured_share(self, duration_s: float = 0.5) -> float:
-        """CPU time over wall time of a busy loop of `duration_s`: what this rank really gets, other load
-        included.
-        """
+        """Return the CPU time over wall time of a busy loop of `duration_s`, other load included."""
         return busy_share(duration_s)
 
 
 def busy_share(duration_s: float) -> float:
-    """CPU time over wall time of this thread while it does nothing but spin."""
+    """Return CPU time over wall time of this thread while it does nothing but spin."""
     wall, cpu = time.monotonic(), time.thread_time()
     while time.monotonic() - wall < duration_s:
         pass

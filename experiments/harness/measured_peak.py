@@ -1,6 +1,4 @@
-"""Peak memory of one training step, measured: what stays between steps plus the most that a step allocates on
-top.
-"""
+"""Peak memory of one training step, measured."""
 
 from __future__ import annotations
 
@@ -14,10 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """The most bytes of tensors that `step` has live at once beyond those it found.
+    """Return the most bytes of tensors that `step` has live at once beyond those it found.
 
-    From the allocator's own events: resident memory of the process would mix in everything else that runs in
-    it.
+    Counted by the allocator's own events: resident memory of the process mixes in everything else that runs.
 
     >>> step_peak_bytes(lambda: model(batch).sum().backward(), torch.device("cpu"))
     """
@@ -40,9 +37,7 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
 
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
-    """The profiler writes its start and stop, and every block it did not see allocated, straight to file
-    descriptor 2.
-    """
+    """Silence file descriptor 2, to which the profiler writes start, stop and blocks it did not see."""
     sys.stderr.flush()
     kept = os.dup(2)
     with open(os.devnull, "wb") as nowhere:

@@ -35,6 +35,7 @@ class Samples:
 
     @property
     def median_s(self) -> float:
+        """Return the median of the rounds."""
         return statistics.median(self.seconds)
 
 

@@ -73,9 +73,7 @@ def announce() -> None:
 
 
 def stop_with_parent(pid: int) -> None:
-    """Arrange for SIGTERM when the parent dies, for exit on SIGTERM, and for wake-ups as sharp as the kernel
-    has.
-    """
+    """Arrange for SIGTERM when the parent dies, for exit on SIGTERM, and for the sharpest wake-ups."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
@@ -86,9 +84,7 @@ def stop_with_parent(pid: int) -> None:
 
 
 def resume_when_this_dies(pid: int) -> None:
-    """Leave a watcher behind that resumes the rank even if this process is killed between a pause and its
-    end.
-    """
+    """Leave a watcher behind that resumes the rank even if this process is killed during a pause."""
     held, watched = os.pipe()
     if os.fork() != 0:
         os.close(held)
@@ -102,6 +98,7 @@ def resume_when_this_dies(pid: int) -> None:
 
 
 def resume(pid: int) -> None:
+    """Let the rank run again."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGCONT)
 

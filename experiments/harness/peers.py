@@ -30,7 +30,7 @@ PRODUCTS = {
 
 
 def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """The call under torch.autocast in BF16; its cache of weight casts lives for one call."""
+    """Return the call under torch.autocast in BF16; its cache of weight casts lives for one call."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, torch.bfloat16):
@@ -46,7 +46,7 @@ class _OneDnnLinear(torch.autograd.Function):
         return _one_dnn(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         return _one_dnn(gradient, weight.t()), _one_dnn(gradient.t(), x.t()), gradient.sum(0)
 
@@ -59,15 +59,17 @@ def linear_one_dnn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     >>> linear_one_dnn(x, weight, bias)
     """
-    return _OneDnnLinear.apply(x, weight, bias)
+    y: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _one_dnn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return y
 
 
 def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The call through torch.compile with Inductor, for this shape only: symbolic shapes make slower code."""
+    """Compile the call with Inductor, for this shape only: symbolic shapes make slower code."""
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1  # no pool of compilers beside what is measured
@@ -78,15 +80,15 @@ def torchao_version() -> str | None:
     """Torchao's version; None if it is not installed or cannot be imported here."""
     try:
         with silent():
-            import torchao
-            import torchao.prototype.quantized_training
+            import torchao  # type: ignore[import-not-found]
+            import torchao.prototype.quantized_training  # type: ignore[import-not-found]
     except Exception:  # a binary package built for another torch fails in ways of its own
         return None
     return str(torchao.__version__)
 
 
 def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.Module:
-    """The model's linear layers in torchao's INT8 mixed-precision training, in place: all three products.
+    """Put linear layers into torchao's INT8 mixed-precision training, in place: all three products.
 
     Raises UnsupportedError if there is no torchao.
     """
@@ -94,7 +96,7 @@ def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.M
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
     with silent():
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-        from torchao.quantization import quantize_
+        from torchao.quantization import quantize_  # type: ignore[import-not-found]
 
         quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=module_swap))
     return model
@@ -106,7 +108,7 @@ class _Contiguous(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
 
 
@@ -118,21 +120,25 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))
+            module.register_forward_hook(lambda module, inputs, output: _Contiguous.apply(output))  # type: ignore[no-untyped-call]
     return model
 
 
 def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
-    """The model's linear layers in torchao's float8 training with rowwise scales, in place. GPUs only.
+    """Put linear layers into torchao's float8 training with rowwise scales, in place. GPUs only.
 
     Raises UnsupportedError if there is no torchao.
     """
     if torchao_version() is None:
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
     with silent():
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        from torchao.float8 import (  # type: ignore[import-not-found]
+            Float8LinearConfig,
+            convert_to_float8_training,
+        )
 
-        return convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
+    return model
 
 
 def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
@@ -150,7 +156,7 @@ def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
         model = torchao_int8(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device), swap)
         x = torch.randn(size, size, device=device, requires_grad=True)
         try:
-            ran = operators_run(lambda model=model, x=x: model(x).sum().backward(), device)
+            ran = operators_run(lambda model=model, x=x: model(x).sum().backward(), device)  # type: ignore[misc]
         except Exception as error:  # another version of torch or torchao
             found[name] = {"products": {}, "runs_int8": False, "failed": str(error).splitlines()[0]}
             continue
@@ -176,7 +182,7 @@ def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, 
 
 
 def profiled(run: Callable[[], object], device: torch.device, memory: bool = False) -> Any:
-    """The profiler after one call."""
+    """Run a call under the profiler, and return the profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     with quiet_stderr(), profile(activities=activities, profile_memory=memory) as profiler:
         run()
@@ -185,7 +191,7 @@ def profiled(run: Callable[[], object], device: torch.device, memory: bool = Fal
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """Importing torchao, as transformers does, warns of binaries for other devices and of names to come."""
+    """Silence warnings of importing torchao: of binaries for other devices, and of names to come."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

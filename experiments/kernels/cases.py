@@ -1,10 +1,10 @@
-"""What experiments/kernels/compare_kernels.py measures of single layers: every way to run a call, bars, least times.
+"""The single layers of compare_kernels.py: every alternative for a call, bars, least times.
 
 A layer stands in FP32 surroundings: its input, weight and bias are FP32, casts of them are part of the call,
-and so is whatever brings their gradients back to FP32. What it hands on is FP32, but for the variants whose
-result is BF16 (`bf16`, torch.autocast, and those called `... bf16 out`): their gradient then arrives in BF16,
-too. A bar against FP32 is judged on FP32 results where the variant has them, a bar against torch.autocast on
-BF16 results: equal terms. Forward passes record what backward will need, as in training.
+and so are casts of their gradients back to FP32. Its result is FP32, but for the variants whose result is
+BF16 (`bf16`, torch.autocast, and those called `... bf16 out`): their gradient then arrives in BF16 as well. A
+bar against FP32 is judged on FP32 results where the variant has them, a bar against torch.autocast on BF16
+results: equal terms. Forward passes save what backward will need, as in training.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 
 # batch, channels in and out, side, kernel
 CONV_SHAPES = ((16, 64, 32, 3), (16, 256, 16, 3), (16, 256, 16, 1))
 WITH_WEIGHT = " + weight"  # the weight's cast, once per optimizer step, is part of the call
-NARROW_OUT = " bf16 out"
+BF16_OUT = " bf16 out"
 Run = Callable[[], Any]
 
 
@@ -85,10 +85,11 @@ class Bench:
 
     @property
     def kernels(self) -> Kernels:
+        """Return the kernels of the device."""
         return select(self.device)
 
     def random(self, *shape: int) -> Tensor:
-        """Normal numbers that depend on the shape and the seed only."""
+        """Return normal numbers that depend on the shape and the seed only."""
         generator = torch.Generator().manual_seed(self.seed + math.prod(shape))
         return torch.randn(*shape, generator=generator).to(self.device)
 
@@ -115,11 +116,11 @@ class Layer:
         self.sizes = (operands[0].numel(), operands[1].numel(), y.numel())
 
     def eager(self, *operands: Tensor) -> Tensor:
-        """The call as it stands in a model."""
+        """Run the call as it stands in a model."""
         return self.target(*operands, **self.options)
 
     def cast(self, index: int, precision: Precision) -> Any:
-        """An operand as the product takes it, as a wrapped model casts it."""
+        """Cast an operand as a wrapped model does."""
         value, kernels = self.operands[index], self.bench.kernels
         type_name = operand_type(self.kind, index, precision)
         encoded = kernels.cast(value, type_name)
@@ -128,7 +129,7 @@ class Layer:
     def qsync(
         self, precision: Precision, out_type: str, once: Mapping[int, Any] | None = None
     ) -> Callable[[], Tensor]:
-        """The call in a precision of qsync, casts included but for operands cast `once` (by index)."""
+        """Return the call in a precision of qsync, casts included but for operands cast `once` (by index)."""
         kernel = self.bench.kernels.kernel(self.kind, precision)
         ready = once or {}
 
@@ -141,18 +142,18 @@ class Layer:
         return call
 
     def training(self, call: Callable[[], Tensor], leaves: list[Tensor] | None = None) -> Run:
-        """The call and its backward pass: gradients of all operands."""
+        """Return the call and its backward pass: gradients of all operands."""
         return lambda: torch.autograd.grad(
             y := call(), self.operands if leaves is None else leaves, self.gradients[y.dtype]
         )
 
     def least_s(self, flops: Mapping[str, float], num_bytes: int) -> float | None:
-        """The roofline's bound for this layer."""
+        """Return the roofline's bound for this layer."""
         return self.bench.peaks.least_s(flops, num_bytes, 4 * max(self.sizes))
 
 
 def linear(bench: Bench, shape: tuple[int, int, int]) -> Layer:
-    """X (M, K), W (N, K), b (N)."""
+    """Make a linear layer: X (M, K), W (N, K), b (N)."""
     rows, inputs, outputs = shape
     operands = [
         bench.random(rows, inputs),
@@ -163,7 +164,7 @@ def linear(bench: Bench, shape: tuple[int, int, int]) -> Layer:
 
 
 def conv2d(bench: Bench, shape: tuple[int, int, int, int]) -> Layer:
-    """As many channels out as in, the same size out as in, no bias, channels-last."""
+    """Make a convolution: as many channels out as in, the same size, no bias, channels_last."""
     batch, channels, side, kernel = shape
     operands = [bench.random(batch, channels, side, side), bench.random(channels, channels, kernel, kernel)]
     operands[1] *= (channels * kernel * kernel) ** -0.5
@@ -172,12 +173,13 @@ def conv2d(bench: Bench, shape: tuple[int, int, int, int]) -> Layer:
 
 
 def conv_name(shape: tuple[int, int, int, int]) -> str:
+    """Return the sizes of a convolution as text."""
     batch, channels, side, kernel = shape
     return f"{batch}x{channels}x{side}x{side}, {kernel}x{kernel}"
 
 
 def quantize_case(layer: Layer, shape: str, bars: tuple[Bar, ...]) -> Case:
-    """A layer's FP32 input -> INT8 codes and scales, against a copy of the same tensor."""
+    """Compare a layer's FP32 input -> INT8 codes and scales with a copy of the same tensor."""
     case, bench = Case("quantize", shape, "clone", bars), layer.bench
     x, type_name = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8)
     size, kernels = x.numel(), bench.kernels
@@ -188,7 +190,7 @@ def quantize_case(layer: Layer, shape: str, bars: tuple[Bar, ...]) -> Case:
 
 
 def forward_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) -> Case:
-    """A forward pass, the activation's cast included; the weight's is where the variant's name says so."""
+    """Compare forward passes, the activation's cast included; the weight's where the name says so."""
     case = Case(section, shape, "fp32", bars)
 
     def least(variant: str, with_weight: bool = False) -> float | None:
@@ -211,7 +213,7 @@ def forward_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) 
 
 
 def training_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) -> Case:
-    """Forward and backward, every cast included: the weight's, too."""
+    """Compare forward and backward, every cast included: the weight's as well."""
     case = Case(section, shape, "fp32", bars)
     case.add(
         "fp32",
@@ -219,18 +221,21 @@ def training_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...])
         least_s=layer.least_s({"fp32": 3 * layer.flops}, training_bytes("fp32", layer.sizes)),
     )
     for precision, out_type in _precisions(layer, forward=False):
-        narrow = out_type == "bf16" and precision is not Precision.BF16
-        traffic = f"{precision}_bf16" if narrow else str(precision)
+        bf16_out = out_type == "bf16" and precision is not Precision.BF16
+        traffic = f"{precision}_bf16" if bf16_out else str(precision)
         least_s = layer.least_s(training_flops(traffic, layer.flops), training_bytes(traffic, layer.sizes))
         make = lambda p=precision, o=out_type: layer.training(layer.qsync(p, o))  # noqa: E731
-        case.add(f"{precision}{NARROW_OUT if narrow else ''}", make, least_s=least_s)
+        case.add(f"{precision}{BF16_OUT if bf16_out else ''}", make, least_s=least_s)
     for name, make in _peers(layer).items():
         case.add(name, lambda make=make: layer.training(*make()), theirs=True)
     return case
 
 
 def _precisions(layer: Layer, forward: bool) -> list[tuple[Precision, str]]:
-    """The precisions to measure, with the type of the result. int8_all differs from int8 in backward only."""
+    """Return the precisions to measure, with the type of the result.
+
+    int8_all differs from int8 in backward only.
+    """
     found = [(Precision.BF16, "bf16"), (Precision.INT8, "fp32")]
     if not forward:
         found += [(Precision.INT8, "bf16")]
@@ -242,7 +247,7 @@ def _precisions(layer: Layer, forward: bool) -> list[tuple[Precision, str]]:
 
 
 def _peers(layer: Layer) -> dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]]:
-    """Name -> maker of (the call, the leaves of its gradients). A maker may fail."""
+    """Return name -> maker of (the call, the leaves of its gradients). A maker may fail."""
     device, operands = layer.bench.device, layer.operands
 
     def of(run: Callable[..., Tensor]) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -277,9 +282,9 @@ def _peers(layer: Layer) -> dict[str, Callable[[], tuple[Callable[[], Tensor], l
 
 
 def kept_bytes(layer: Layer, precision: Precision) -> int:
-    """Bytes that a forward pass leaves allocated for backward, its result and the weight's cast not counted.
+    """Return the bytes that a forward pass saves for backward, without its result and the weight's cast.
 
-    On a CPU from the allocator's events: what the call allocated and did not free while its result is alive.
+    On a CPU from the allocator's events: bytes allocated and not freed while the call's result is alive.
     """
     with torch.no_grad():
         once = {i: layer.cast(i, precision) for i in range(1, len(layer.operands))}
@@ -296,6 +301,6 @@ def kept_bytes(layer: Layer, precision: Precision) -> int:
 
 
 def scale_bytes(layer: Layer) -> int:
-    """Bytes of the scales of the layer's input: FP32, one per row or per image."""
+    """Return the bytes of the scales of the layer's input: FP32, one per row or per image."""
     x = layer.operands[0]
     return 4 * (x.shape[0] if layer.kind == "conv2d" else x.numel() // x.shape[-1])

@@ -1,55 +1,49 @@
-"""Every kernel against its bar and its peers: `python -m qsync.experiments.kernels.compare_kernels`.
+"""Every kernel against its bar and its peers.
 
-Writes kernels.json and kernels.png to --out, and prints which bars hold. Measured on one thread, paired: each
-round runs every variant once in rotating order, and a ratio is the median of the rounds' own ratios. What is
-measured is what users get: `backend.select(device).kernel` and `.cast`, and models in `qsync.wrap`. Peers are
-torch eager, torch.autocast, torch.compile (Inductor) and torchao. Beside each bar stands what the roofline of
-this machine, measured in the same run, would allow.
+    python -m qsync.experiments.kernels.compare_kernels --out FOLDER
+
+Measured on one thread, paired: each round runs every variant once in rotating order, and a ratio is the
+median of the rounds' own ratios. Users get what is measured: `backend.select(device).kernel` and `.cast`, and
+models in `qsync.wrap`. Peers are torch eager, torch.autocast, torch.compile (Inductor) and torchao. Beside
+each bar stands the bound by the roofline of this machine, measured in the same run.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-import qsync
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
-from qsync.experiments.demo.rank import commit
 from qsync.experiments.harness import peers
+from qsync.experiments.harness.experiment import Experiment, Fresh, Out, show
+from qsync.experiments.harness.experiment import run as run_command
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
+from qsync.experiments.harness.tables import milliseconds
+from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import whole_steps
-from qsync.experiments.kernels.cases import NARROW_OUT, WITH_WEIGHT, Bar, Bench, Case
-from qsync.experiments.kernels.kernel_picture import draw, milliseconds
-from qsync.experiments.kernels.roofline import measure_peaks
+from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case
+from qsync.experiments.kernels.kernel_picture import draw
+from qsync.experiments.kernels.roofline import Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import CONTIGUOUS
-from qsync.records.json_files import read_json, write_json
+from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 
-OUT = Path("experiments/results/kernels")
 ROUNDS, STEP_ROUNDS = 15, 7
-QUICK = 3
+QUICK_ROUNDS = 3
 SECTIONS = (
     "quantize", "linear forward", "linear training", "conv forward", "conv training", "memory",
     "bert", "resnet",
 )  # fmt: skip
 STEPS = ("bert", "resnet")
 DEMO_LIMIT = 1.05
-_PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy")
 
 TERMS = (
     "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
@@ -68,12 +62,12 @@ TERMS = (
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for kernels.json and kernels.png.")] = OUT,
+    out: Out = Path("experiments/results/kernels"),
     only: Annotated[
         list[str] | None, typer.Option(help=f"A section: {', '.join(SECTIONS)}. Repeatable.")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of every case.")] = None,
-    quick: Annotated[bool, typer.Option(help=f"{QUICK} rounds of everything, no Inductor.")] = False,
+    quick: Annotated[bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of everything, no Inductor.")] = False,
     skip_inductor: Annotated[
         bool, typer.Option(help="Leave out torch.compile: minutes of compiling.")
     ] = False,
@@ -85,73 +79,79 @@ def main(
     demo_report: Annotated[
         Path | None, typer.Option(help="A demo's report.json, for the plan's bar.")
     ] = None,
+    fresh: Fresh = False,
 ) -> None:
     """Measure every kernel and whole step against its bar and its peers."""
     for section in only or ():
         if section not in SECTIONS:
             raise QSyncError(f"there is no section {section!r}; choose among {', '.join(SECTIONS)}")
     torch.set_num_threads(1)
-    kept = False if page_faults else keep_freed_memory()
     torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
-    place = torch.device(device)
-    content = run(
-        place, only or SECTIONS, rounds or (QUICK if quick else None), not (quick or skip_inductor), seed,
-        demo_report=demo_report,
-    )  # fmt: skip
-    content["keep_freed_memory"] = kept
-    write_json(out / "kernels.json", content)
-    draw(content, out / "kernels.png")
-    console = Console()
-    if not console.is_terminal:
-        console.width = 132
-    report(content, console)
-    console.print(f"Written: {out / 'kernels.json'}, {out / 'kernels.png'}", style="dim")
+    settings = {
+        "device": device, "rounds": rounds or (QUICK_ROUNDS if quick else None),
+        "inductor": not (quick or skip_inductor),
+        "keep_freed_memory": False if page_faults else keep_freed_memory(),
+    }  # fmt: skip
+    experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
+    with experiment.progress():
+        content = run(experiment, only or SECTIONS, demo_report=demo_report)
+    report(content)
 
 
 def run(
-    device: torch.device,
+    experiment: Experiment,
     sections: Sequence[str],
-    rounds: int | None,
-    inductor: bool,
-    seed: int = 0,
     *,
     cases: Callable[[Bench, str], Iterator[Callable[[], Case]]] | None = None,
     demo_report: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the sections; the content of kernels.json. `cases` makes other cases (smaller, for tests)."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("peaks", total=None)
-        torchao = peers.what_torchao_runs(device)
-        bench = Bench(device, measure_peaks(device, min(rounds or STEP_ROUNDS, STEP_ROUNDS)), inductor, seed)
-        measured: list[dict[str, Any]] = []
-        rows: list[dict[str, Any]] = []
-        for section in sections:
-            if section == "memory":
-                rows += memory_rows(bench)
-                continue
-            wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
-            for make in (cases or standard_cases)(bench, section):
-                progress.update(task, description=f"{section}: warming up", completed=0, total=wanted)
-                torch._dynamo.reset()
-                case = make()
-                progress.update(task, description=f"{section} {case.shape}")
-                samples = measure(case.runs, wanted, device, lambda: progress.advance(task))
-                measured.append(case_json(case, samples))
-                rows += bar_rows(case, samples)
+    """Measure the sections, case by case; return the content of figures.json.
+
+    `cases` makes other cases (smaller, for tests).
+    """
+    settings, seed = experiment.settings, experiment.seed or 0
+    device, rounds = torch.device(settings["device"]), settings["rounds"]
+    torchao = experiment.piece("torchao", lambda: peers.what_torchao_runs(device))
+    few = min(rounds or STEP_ROUNDS, STEP_ROUNDS)
+    peaks = experiment.piece("peaks", lambda: measure_peaks(device, few).to_json())
+    bench = Bench(device, Peaks.from_json(peaks), settings["inductor"], seed)
+    measured: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for section in sections:
+        if section == "memory":
+            rows += experiment.piece("memory", lambda: memory_rows(bench))
+            continue
+        wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
+        for number, make in enumerate((cases or standard_cases)(bench, section)):
+            found = experiment.piece(
+                f"{section} {number}",
+                lambda make=make, wanted=wanted: _measured(make, wanted, device),  # type: ignore[misc]
+            )
+            measured.append(found["case"])
+            rows += found["rows"]
     if demo_report is not None:
         rows.append(demo_row(demo_report))
-    return {
-        "measured": True, "machine": machine(), "versions": versions(), "commit": commit(),
-        "uncommitted_changes": uncommitted_changes(), "seed": seed, "device": str(device),
+    figures = {
         "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
-        "inductor": inductor, "peaks": bench.peaks.to_json(), "torchao": torchao,
-        "terms": list(TERMS), "rows": rows, "cases": measured,
+        "peaks": peaks, "torchao": torchao, "terms": list(TERMS), "rows": rows, "cases": measured,
     }  # fmt: skip
+    bars = [
+        {"name": f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
+         "measured": row["value"], "limit": row["bar"], "holds": row["holds"]} for row in rows
+    ]  # fmt: skip
+    return experiment.finish(figures, bars=bars, picture=draw)
+
+
+def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> dict[str, Any]:
+    """Return the times of one case, and its bars."""
+    torch._dynamo.reset()
+    case = make()
+    samples = measure(case.runs, rounds, device)
+    return {"case": case_json(case, samples), "rows": bar_rows(case, samples)}
 
 
 def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
-    """The cases of a section, each to be made when its turn comes."""
+    """Yield the cases of a section, each to be made when its turn comes."""
     if section in STEPS:
         yield lambda: _step_case(bench, section)
         return
@@ -164,7 +164,7 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
 
 
 def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case:
-    """One linear shape in a section, with its bars."""
+    """Make the case of one linear shape in a section, with its bars."""
     name = "x".join(map(str, shape))
     layer = kernel_cases.linear(bench, shape)
     if section == "quantize":
@@ -176,14 +176,14 @@ def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case
         return kernel_cases.forward_case(layer, section, name, bars)
     bars = (
         Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0),
-        Bar("int8", "fp32", 2.25), Bar("int8" + NARROW_OUT, "autocast", 1.1),
+        Bar("int8", "fp32", 2.25), Bar("int8" + BF16_OUT, "autocast", 1.1),
         Bar("int8_all", "fp32", 3.0),
     )  # fmt: skip
     return kernel_cases.training_case(layer, section, name, bars)
 
 
 def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> Case:
-    """One convolution in a section, with its bars."""
+    """Make the case of one convolution in a section, with its bars."""
     name = kernel_cases.conv_name(shape)
     layer = kernel_cases.conv2d(bench, shape)
     if section == "quantize":
@@ -215,20 +215,13 @@ def memory_rows(
     linear: Sequence[Any] = kernel_cases.LINEAR_SHAPES,
     conv: Sequence[Any] = kernel_cases.CONV_SHAPES,
 ) -> list[dict[str, Any]]:
-    """What an INT8 layer keeps of its input for backward, in bytes of the FP32 input that FP32 keeps."""
+    """Return the bytes that an INT8 layer saves of its input for backward, per byte of the FP32 input."""
     made = [("x".join(map(str, shape)), kernel_cases.linear, shape) for shape in linear]
     made += [(kernel_cases.conv_name(shape), kernel_cases.conv2d, shape) for shape in conv]
     rows = []
     for name, make, shape in made:
         layer = make(bench, shape)
-        row = {
-            "section": "memory",
-            "shape": name,
-            "variant": "int8",
-            "against": "fp32",
-            "at_most": True,
-            "unit": "x",
-        }
+        row = {"section": "memory", "shape": name, "variant": "int8", "against": "fp32", "at_most": True}
         full = layer.operands[0].nbytes
         limit = 0.25 + kernel_cases.scale_bytes(layer) / full
         try:
@@ -236,12 +229,12 @@ def memory_rows(
             why = None
         except QSyncError as error:
             value, why = None, str(error)
-        rows.append(judged({**row, "bar": limit, "roofline": limit, "why": why}, value, None))
+        rows.append(judged({**row, "unit": "x", "bar": limit, "roofline": limit, "why": why}, value, None))
     return rows
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """A row for each bar of a case: the measured ratio, whether it holds, what the roofline would allow."""
+    """Return a row for each bar of a case: measured ratio, verdict, bound by the roofline."""
     rows = []
     for bar in case.bars:
         row: dict[str, Any] = {
@@ -263,7 +256,7 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
 
 
 def judged(row: dict[str, Any], value: float | None, spread: list[float] | None) -> dict[str, Any]:
-    """The row with its measured value: whether the bar holds, and by how much of it it is missed.
+    """Return the row with its measured value: whether the bar holds, and by what part it is missed.
 
     >>> judged({"bar": 2.0, "at_most": False}, 1.5, None)["missed_by"]
     0.25
@@ -282,7 +275,7 @@ def judged(row: dict[str, Any], value: float | None, spread: list[float] | None)
 
 
 def demo_row(path: Path) -> dict[str, Any]:
-    """The bar of `qsync demo`, read from its report."""
+    """Return the bar of `qsync demo`, read from its report."""
     found = read_json(path)["runs"]
     row = {
         "section": "demo", "shape": "plan step", "variant": "qsync plan", "against": "fast rank alone",
@@ -293,7 +286,7 @@ def demo_row(path: Path) -> dict[str, Any]:
 
 
 def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
-    """Everything measured of a case: every variant's time, and its speed against the baseline."""
+    """Return everything measured of a case: every variant's time, and its speed against the baseline."""
     variants = {}
     for name, found in samples.items():
         speedups = ratios(samples[case.baseline], found)
@@ -308,68 +301,49 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def versions() -> dict[str, str | None]:
-    """Of qsync, Python and every package that computes here; None for one that is not installed."""
-    found: dict[str, str | None] = {"qsync": qsync.__version__, "python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def uncommitted_changes() -> bool | None:
-    """Whether tracked files differ from the commit that the results name; None outside of a repository."""
-    command = ["git", "status", "--porcelain", "--untracked-files=no"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return bool(done.stdout.strip()) if done.returncode == 0 else None
-
-
-def report(content: Mapping[str, Any], console: Console) -> None:
+def report(content: Mapping[str, Any]) -> None:
     """Print the bars, the speed of every variant, and what could not be measured."""
-    console.print(_bars(content["rows"]))
-    for section in SECTIONS:
-        cases = [case for case in content["cases"] if case["section"] == section]
-        if cases:
-            console.print(_speeds(section, cases))
     peaks = content["peaks"]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
     copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
-    console.print(f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.")
-    console.print(f"torchao: {content['torchao']['seen']}.")
-    for name, why in {k: v for case in content["cases"] for k, v in case["unavailable"].items()}.items():
-        console.print(f"Not measured: {name}: {why}")
-    for case in content["cases"]:
-        for name, entry in case["variants"].items():
-            if entry["cpu_share"] > 1.1:
-                console.print(f"More than one core: {name}, {case['section']} {case['shape']}", style="red")
-    judged_rows = [row for row in content["rows"] if row["holds"] is not None]
-    held = sum(row["holds"] for row in judged_rows)
-    console.print(f"{held} of {len(judged_rows)} bars hold.", style="bold")
+    missing = {name: why for case in content["cases"] for name, why in case["unavailable"].items()}
+    by_section = {
+        section: [case for case in content["cases"] if case["section"] == section] for section in SECTIONS
+    }
+    verdicts = [row["holds"] for row in content["rows"] if row["holds"] is not None]
+    show(
+        _bars(content["rows"]),
+        *(_speeds(section, cases) for section, cases in by_section.items() if cases),
+        f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.",
+        f"torchao: {content['torchao']['seen']}.",
+        *(f"Not measured: {name}: {why}" for name, why in missing.items()),
+        *(
+            f"More than one core: {name}, {case['section']} {case['shape']}"
+            for case in content["cases"]
+            for name, entry in case["variants"].items()
+            if entry["cpu_share"] > 1.1
+        ),
+        f"{sum(verdicts)} of {len(verdicts)} bars hold.",
+    )
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="Bars (measured)", box=box.SIMPLE_HEAD)
-    for heading in ("section", "shape", "variant / against", "bar", "measured", "verdict", "roofline"):
-        right = heading in ("bar", "measured", "roofline")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
-    last = None
+    cells = []
     for row in rows:
         digits = 4 if row["section"] == "memory" else 2
-        figures = ("-" if row[key] is None else f"{row[key]:.{digits}f}" for key in ("value", "roofline"))
-        measured, bound = figures
-        section = row["section"] if row["section"] != last else ""
-        pair, sign = f"{row['variant']} / {row['against']}", "<=" if row["at_most"] else ">="
-        bar = f"{sign} {row['bar']:.{digits}f}"
-        style = None if row["holds"] else "bold"
-        table.add_row(section, row["shape"], pair, bar, measured, verdict(row), bound, style=style)
-        last = row["section"]
-    return table
+        measured, bound = (
+            "-" if row[key] is None else f"{row[key]:.{digits}f}" for key in ("value", "roofline")
+        )
+        limit = f"{'<=' if row['at_most'] else '>='} {row['bar']:.{digits}f}"
+        pair = f"{row['variant']} / {row['against']}"
+        cells.append([row["section"], row["shape"], pair, verdict(row), limit, measured, bound])
+    headings = ("section", "shape", "variant / against", "verdict", "bar", "measured", "roofline")
+    missed = [number for number, row in enumerate(rows) if not row["holds"]]
+    return table_of("Bars (measured)", headings, cells, left=4, bold=missed)
 
 
 def verdict(row: Mapping[str, Any]) -> str:
-    """`holds` or `missed by X %`, with `in spread` if the bar lies between the quartiles."""
+    """Return `holds` or `missed by X %`, with `in spread` if the bar lies between the quartiles."""
     if row["holds"] is None:
         return "not measured"
     near = ", in spread" if row["within_spread"] else ""
@@ -377,29 +351,15 @@ def verdict(row: Mapping[str, Any]) -> str:
 
 
 def _speeds(section: str, cases: Sequence[Mapping[str, Any]]) -> Table:
-    """Speed of every variant against the baseline, one column per shape, below the baseline's own time."""
+    """Return the speed of every variant against the baseline by shape, below the baseline's own time."""
     baseline = cases[0]["baseline"]
-    table = Table(title=f"{section}: times as fast as {baseline}", box=box.SIMPLE_HEAD)
-    table.add_column("variant")
-    for case in cases:
-        table.add_column(case["shape"], justify="right")
-    first = [milliseconds(case["variants"][baseline]["median_s"]) for case in cases]
-    table.add_row(baseline, *first, style="dim")
-    names = dict.fromkeys(name for case in cases for name in case["variants"] if name != baseline)
-    for name in names:
+    rows = [[baseline, *(milliseconds(case["variants"][baseline]["median_s"]) for case in cases)]]
+    for name in dict.fromkeys(name for case in cases for name in case["variants"] if name != baseline):
         found = [case["variants"].get(name) for case in cases]
-        table.add_row(name, *("-" if entry is None else f"{entry['speedup']:.2f}" for entry in found))
-    return table
-
-
-def app() -> None:
-    """The command line: bad input is one sentence and exit code 2."""
-    try:
-        typer.run(main)
-    except QSyncError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}")
-        raise SystemExit(2) from None
+        rows.append([name, *("-" if entry is None else f"{entry['speedup']:.2f}" for entry in found)])
+    headings = ["variant", *(case["shape"] for case in cases)]
+    return table_of(f"{section}: times as fast as {baseline}", headings, rows)
 
 
 if __name__ == "__main__":
-    app()
+    run_command(main)

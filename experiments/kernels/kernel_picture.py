@@ -1,20 +1,19 @@
-"""The picture of experiments/kernels/compare_kernels.py: every variant's speed against FP32, by shape, and the bars."""
+"""The picture of compare_kernels.py: every variant's speed against FP32, by shape, and the bars."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync.figures.style import FAINT, INK, PRECISION_COLOURS
-from qsync.records.json_files import write_bytes
+from qsync.experiments.harness.pictures import legend_below, new_figure
+from qsync.experiments.harness.tables import milliseconds
+from qsync.figures.style import FAINT, INK, PRECISION_COLOURS, save_png, strip_axes
 from qsync.records.precision import Precision
 
 
@@ -47,6 +46,7 @@ _ORDER = (
     "int8_all bf16 out", "fp8", "fp8 bf16 out", "fp32 contiguous", "fp32 onednn", "autocast",
     "inductor fp32", "inductor bf16", "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
 )  # fmt: skip
+_ROOFLINE: dict[str, Any] = {"color": INK, "marker": "v", "markersize": 5, "markerfacecolor": "white"}
 _PANELS = (
     ("linear forward", "Linear, forward"),
     ("linear training", "Linear, forward and backward"),
@@ -67,42 +67,30 @@ def draw(content: Mapping[str, Any], path: str | Path) -> Path:
         for case in content["cases"]:
             if case["section"] == section:
                 panels.setdefault(title, []).append(case)
-    figure = Figure(figsize=(13, 1.3 + 2.75 * max(len(panels), 1)), layout="constrained")
+    about = content["machine"]
+    where = (
+        ", ".join(about["gpus"][:1])
+        if content["device"].startswith("cuda")
+        else f"{about['processor']}, one thread"
+    )
+    figure = new_figure(
+        13, 1.3 + 2.75 * max(len(panels), 1), f"Times as fast as FP32 eager (measured, {where})"
+    )
     shown: set[str] = set()
     for place, (title, cases) in enumerate(panels.items()):
         axes = figure.add_subplot(len(panels), 1, place + 1)
         shown |= _draw_panel(axes, title, cases, content["rows"])
     handles: list[Any] = [Patch(**_style(name), label=name) for name in _ORDER if name in shown]
     handles.append(Line2D([], [], color=INK, linewidth=2, label="bar"))
-    handles.append(
-        Line2D(
-            [],
-            [],
-            color=INK,
-            marker="v",
-            markersize=5,
-            markerfacecolor="white",
-            linewidth=0,
-            label="roofline",
-        )
-    )
-    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, fontsize=9)
-    machine = content["machine"]
-    where = f"{machine['processor']}, one thread"
-    if content["device"].startswith("cuda"):
-        where = ", ".join(machine["gpus"][:1])
-    figure.suptitle(
-        f"Times as fast as FP32 eager (measured, {where})", x=0.01, ha="left", fontsize=12, color=INK
-    )
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=130, facecolor="white")
-    return write_bytes(path, drawn.getvalue())
+    handles.append(Line2D([], [], **_ROOFLINE, linewidth=0, label="roofline"))
+    legend_below(figure, handles)
+    return save_png(figure, path, dpi=130)
 
 
 def _draw_panel(
     axes: Axes, title: str, cases: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> set[str]:
-    """One group of columns per case; the names of the variants drawn."""
+    """Draw one group of columns per case; return the names of the variants drawn."""
     names = [name for name in _ORDER if any(name in case["variants"] for case in cases)]
     position, ticks, top = 0.0, [], 1.0
     for case in cases:
@@ -122,25 +110,23 @@ def _draw_panel(
     axes.set_ylim(0, top * 1.13)
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_ylabel("x FP32", color=INK, fontsize=9)
-    _plain(axes)
+    strip_axes(axes, "y")
     return set(names)
 
 
 def _draw_column(axes: Axes, x: float, case: Mapping[str, Any], name: str, limit: float | None) -> float:
-    """One column with its spread, figure, bar and roofline; how high it reaches."""
+    """Draw one column with its spread, figure, bar and roofline; return how high it reaches."""
     entry = case["variants"][name]
     speed, (low, _, high) = entry["speedup"], entry["speedup_quartiles"]
     axes.bar(x, speed, width=0.86, linewidth=0.6, zorder=2, **_style(name))
     axes.plot([x, x], [low, high], color=INK, linewidth=1, zorder=4)
     reach = max(speed, high)
     if limit is not None:
-        axes.plot(
-            [x - 0.46, x + 0.46], [limit, limit], color=INK, linewidth=2, zorder=5, solid_capstyle="butt"
-        )
+        axes.hlines(limit, x - 0.46, x + 0.46, color=INK, linewidth=2, zorder=5)
         reach = max(reach, limit)
     if entry["least_s"]:
         bound = case["variants"][case["baseline"]]["median_s"] / entry["least_s"]
-        axes.plot(x, bound, marker="v", markersize=5, color=INK, markerfacecolor="white", zorder=5)
+        axes.plot(x, bound, **_ROOFLINE, zorder=5)
     else:
         bound = 0.0
     axes.annotate(
@@ -155,25 +141,5 @@ def _label(case: Mapping[str, Any]) -> str:
     return f"{case['shape']}\nFP32 {milliseconds(case['variants'][case['baseline']]['median_s'])}"
 
 
-def milliseconds(seconds: float) -> str:
-    """Three digits and the unit.
-
-    >>> milliseconds(0.0000406), milliseconds(1.07)
-    ('0.0406 ms', '1070 ms')
-    """
-    value = 1e3 * seconds
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
-
-
 def _style(name: str) -> dict[str, Any]:
     return {"edgecolor": "white", **_STYLES[name]}
-
-
-def _plain(axes: Axes) -> None:
-    """Only the lines that carry information."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(FAINT)
-    axes.tick_params(which="both", colors=INK, length=0, labelsize=9)
-    axes.grid(axis="y", color="#e6e9ed", linewidth=0.8)
-    axes.set_axisbelow(True)

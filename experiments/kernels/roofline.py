@@ -60,20 +60,27 @@ class Peaks:
     products: Mapping[str, float] = field(default_factory=dict)
 
     def bytes_per_s(self, largest_bytes: int) -> float:
-        """The copy rate for tensors of at most so many bytes: that of the nearest size not above it."""
+        """Return the copy rate for tensors of at most so many bytes: that of the next size below."""
         below = [size for size in self.copy_bytes_per_s if size <= largest_bytes]
         return self.copy_bytes_per_s[max(below, default=min(self.copy_bytes_per_s))]
 
     def least_s(
         self, flops: Mapping[str, float], num_bytes: float = 0.0, largest_bytes: int = 0
     ) -> float | None:
-        """The least time for products of these types and so many bytes; None if a type has no peak here."""
+        """Return the least time for products of these types and so many bytes; None without a peak."""
         if not set(flops) <= set(self.flops_per_s):
             return None
         products = sum(count / self.flops_per_s[kind] for kind, count in flops.items())
         return products + (num_bytes / self.bytes_per_s(largest_bytes) if num_bytes else 0.0)
 
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Peaks:
+        """Return the peaks that `to_json` wrote."""
+        copies = {int(size): rate for size, rate in value["copy_bytes_per_s"].items()}
+        return cls(value["flops_per_s"], copies, value["products"])
+
     def to_json(self) -> dict[str, Any]:
+        """Return the peaks as JSON."""
         return {
             "flops_per_s": dict(self.flops_per_s),
             "products": dict(self.products),
@@ -83,7 +90,7 @@ class Peaks:
 
 
 def measure_peaks(device: torch.device, rounds: int, square: int = SQUARE) -> Peaks:
-    """Measure the peaks of a device: the fastest round of each product (`qsync.backend.device_peaks`) and copy."""
+    """Measure the peaks of a device: the fastest round of each product and copy."""
     types = [str(p) for p in device_precisions(device) if str(p) in MEASURED_TYPES]
     multiplied = products(device, square, types)
     copies = {str(size): _copy(torch.ones(size // 4, device=device)) for size in COPIES}
@@ -99,19 +106,19 @@ def _copy(source: torch.Tensor) -> Callable[[], object]:
 
 
 def forward_bytes(variant: str, sizes: tuple[int, int, int], with_weight: bool) -> int:
-    """Bytes of a forward pass for (input, weight, result) of so many elements."""
+    """Return the bytes of a forward pass for (input, weight, result) of so many elements."""
     per_input, per_weight, per_result = FORWARD[variant]
     per_weight += WEIGHT_CAST[variant] if with_weight else 0
     return sizes[0] * per_input + sizes[1] * per_weight + sizes[2] * per_result
 
 
 def training_bytes(variant: str, sizes: tuple[int, int, int]) -> int:
-    """Bytes of a forward and backward pass, the weight's cast included."""
+    """Return the bytes of a forward and backward pass, the weight's cast included."""
     return sum(count * each for count, each in zip(sizes, TRAINING[variant], strict=True))
 
 
 def training_flops(variant: str, forward: float) -> dict[str, float]:
-    """FLOPs by the type of the product, of a forward and backward pass."""
+    """Return FLOPs by the type of the product, of a forward and backward pass."""
     variant = variant.removesuffix("_bf16")
     if variant == "int8":
         return {"int8": forward, "bf16": 2 * forward}

@@ -35,7 +35,7 @@ FP32_PRODUCTS = (
 
 
 def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[nn.Module, Batch]:
-    """BERT, 4 layers, 512 wide, 8 heads, and a batch of token sequences to classify."""
+    """Make a BERT, 4 layers, 512 wide, 8 heads, and a batch of token sequences to classify."""
     with peers.silent():
         from transformers import BertConfig, BertForSequenceClassification
 
@@ -49,7 +49,7 @@ def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[
 
 
 def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[nn.Module, Batch]:
-    """ResNet-18, channels-last, and a batch of images to classify."""
+    """Make a ResNet-18, channels_last, and a batch of images to classify."""
     with peers.silent():
         from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -75,9 +75,9 @@ def step_case(
     precisions: tuple[str, ...],
     bars: tuple[Bar, ...],
 ) -> Case:
-    """The whole step in FP32 eager, in qsync's precisions and by every peer.
+    """Compare the whole step in FP32 eager, in qsync's precisions and by every peer.
 
-    A model of images runs channels-last, and once more contiguous, as models come (`fp32 contiguous` ...).
+    A model of images runs channels_last, and once more contiguous, as models come (`fp32 contiguous` ...).
     """
     model, batch = made
     case = Case(section, shape, "fp32", bars)
@@ -135,7 +135,7 @@ def _torchao_int8(model: nn.Module) -> nn.Module:
 
 
 def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:
-    """One training step of the model, called as `call`."""
+    """Return one training step of the model, called as `call`."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run = model if call is None else call
@@ -151,7 +151,7 @@ def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None
 def least_times(
     bench: Bench, model: nn.Module, batch: Batch, fp32_step: Run, precisions: tuple[str, ...]
 ) -> dict[str, float | None]:
-    """Amdahl's bound of the whole step in each precision; None where the device has no peak for a product."""
+    """Return Amdahl's bound of the whole step in each precision; None without a peak for a product."""
     flops: dict[str, float] = {}
     for op in qsync.capture(copy.deepcopy(model), batch).adjustable:
         flops[op.kind] = flops.get(op.kind, 0.0) + op.flops
@@ -168,7 +168,7 @@ def least_times(
 
 
 def _flops_by_type(flops: Mapping[str, float], precision: Precision) -> dict[str, float]:
-    """FLOPs of a step by the type that multiplies them; what has no such precision stays in FP32."""
+    """Return the FLOPs of a step by the type that multiplies them; FP32 where a precision is missing."""
     found: dict[str, float] = {}
     for kind, forward in flops.items():
         if precision not in PRECISIONS_BY_KIND[kind]:

@@ -1,11 +1,8 @@
-"""What experiments/levers/measured_levers.py runs on each of two unequal ranks: plans with levers, predicted and measured."""
+"""One rank of measured_levers.py: plans with levers, predicted and measured."""
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,16 +16,12 @@ from qsync import api
 from qsync.allocator import allocate
 from qsync.allocator import search
 from qsync.allocator.levers.save_less_steps import Patterns, savings
-from qsync.backend.device_detection import machine
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
-from qsync.errors import QSyncError
-from qsync.experiments.demo.rank import commit
-from qsync.experiments.demo.runs import FAST, WEAK
 from qsync.experiments.harness.measured_peak import step_peak_bytes
-from qsync.experiments.harness.ranks import leave, placed
-from qsync.experiments.harness.training import make_optimizer
+from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_rank
 from qsync.experiments.memory.memory_runs import parts_of
+from qsync.experiments.workloads.workload import make_optimizer
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
@@ -46,28 +39,22 @@ TIGHT, TIGHT_SLACK = 0.95, 0.1
 
 
 def main() -> None:
-    """Entry point of a rank, with the configuration as JSON."""
-    config: dict[str, Any] = json.loads(sys.argv[1])
-    os.environ["QSYNC_BACKEND"] = "gloo"
-    try:
-        with placed(config["weak_share"]) as place:
-            job.join_job(place.device, timeout_s=600.0)
-            share = place.throttle.measured_share(2.0) if place.throttle else None
-            rows = measure(config["model"], share, config["turns"], config["trials"], config["tight"])
-            if dist.get_rank() == 0:
-                write_json(
-                    Path(config["out"]) / "levers.json",
-                    {"measured": True, "emulated": True, "machine": machine(place.device), "commit": commit(),
-                     "qsync": qsync.__version__, **config, "rows": rows},
-                )  # fmt: skip
-    except QSyncError as error:
-        leave("levers", error)
+    """Run one rank, with the configuration as JSON in argv."""
+    run_rank("levers", _measure, timeout_s=600.0)
+
+
+def _measure(config: dict[str, Any], place: Place) -> None:
+    rows = measure(
+        config["model"], place.measured_share(), config["turns"], config["trials"], config["tight"]
+    )
+    if dist.get_rank() == 0:
+        write_json(Path(config["out"]) / "rows.json", {"rows": rows})
 
 
 def measure(
     model_name: str, share: float | None, turns: int, trials: int, tight: bool = False
 ) -> list[dict[str, Any]]:
-    """A row for each plan: seconds of a step and bytes at its peak, predicted and measured on these ranks."""
+    """Return a row for each plan: seconds of a step and bytes at its peak, predicted and measured."""
     rank = dist.get_rank()
     name = WEAK if rank else FAST
     model, batch, loss_fn = parts_of(model_name, rank)
@@ -122,7 +109,7 @@ def _basis(
 
 
 def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
-    """Plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
+    """Return plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
     captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
 
@@ -149,8 +136,10 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
 
 
 def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
-    """Plans in FP32 as torch keeps things, and with two blocks saving less; then in less memory than FP32
-    needs however much saves less, with a tenth more time than its step: precisions alone, and as searched.
+    """Return plans for little memory on the weak rank.
+
+    In FP32 as torch saves, and with two blocks saving less; then in less memory than FP32 needs however much
+    saves less, with a tenth more time than its step: precisions alone, and as searched.
     """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
 
@@ -192,13 +181,13 @@ class _Steps:
         self._buckets = 0
 
     def timed(self) -> float:
-        """Seconds of one step."""
+        """Return the seconds of one step."""
         begun = time.perf_counter()
         self._step()
         return time.perf_counter() - begun
 
     def peak_bytes(self) -> int:
-        """Bytes at the peak of one step: what is there throughout, and what comes and goes."""
+        """Return the bytes at the peak of one step: those that stay, and those of the step."""
         self._step()
         comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
         state = [v for entry in self._optimizer.state.values() for v in entry.values()]

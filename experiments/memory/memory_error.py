@@ -1,7 +1,7 @@
 """How wrong the memory model is: `python -m qsync.experiments.memory.memory_error --out FOLDER` measures it.
 
-Plans of every model run as training runs them: in DDP, gradients in its buckets, AdamW. What autograd keeps
-is counted with its own hooks, the peak with the allocator's own events; beside them stands what was predicted
+Plans of every model run as training runs them: in DDP, gradients in its buckets, AdamW. Autograd's own hooks
+count the bytes saved for backward, the allocator's own events the peak; beside them stands the prediction
 from the graph alone.
 
     margin      random plans (precisions and operators that save less drawn at random). The most by which the
@@ -10,8 +10,8 @@ from the graph alone.
     two ranks   random plans of a seed of its own, different ones on two real ranks, judged alike
     accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
 
-What is measured stays in the folder, so that parts can be measured one by one (`--part`). `--state` writes
-the margin beside the model, and the table into the README.
+Parts can be measured one by one (`--part`); the figures cover all parts in the folder. `--state` writes the
+margin beside the model, and the table into the README.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as dist
 import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
-import qsync
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
-from qsync.experiments.demo.rank import commit
+from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
+from qsync.experiments.harness.provenance import commit
+from qsync.experiments.harness.tables import markdown_table, yes
+from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.memory import memory_picture
 from qsync.experiments.memory.memory_ranks import SHARES, run_ranks
 from qsync.experiments.memory.memory_runs import MODELS, SEED, Trained, drawn, parts_of
 from qsync.predictor.memory import peak
-from qsync.records.json_files import read_json, write_json, write_text
+from qsync.records.json_files import write_json, write_text
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -55,12 +54,13 @@ ALL = "all"
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for memory_error.json and memory_error.png.")] = Path("."),
+    out: Out = Path("memory_error"),
     part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(PARTS)}; all if left out.")] = None,
     plans: Annotated[int, typer.Option(help="Random plans of each model and seed.")] = 30,
     seed: Annotated[list[int], typer.Option(help="Of the plans that the margin has not seen.")] = [1, 2],  # noqa: B006
     rank_plans: Annotated[int, typer.Option(help="Random plans of each model on each of two ranks.")] = 6,
     state: Annotated[bool, typer.Option(help="Write the margin beside the memory model.")] = False,
+    fresh: Fresh = False,
 ) -> None:
     """Measure the parts, print a table, write figures and a picture, and on demand the margin."""
     torch.set_num_threads(1)
@@ -70,72 +70,95 @@ def main(
             raise typer.BadParameter(f"there is no part {name!r}; choose from {', '.join(PARTS)}")
     if SEED in seed:
         raise typer.BadParameter(f"the margin comes from the plans of seed {SEED}; give another --seed")
-    content = _before(out)
-    for name in parts:
-        if name == "margin":
-            rows, content["curve"] = random_plans(plans, MARGIN, SEED)
-            if state:  # what follows is judged by it
-                _state({"worst_underprediction": {"cpu": worst_underprediction(rows)}})
-        elif name == "unseen":
-            rows = [row for one in seed for row in random_plans(plans, UNSEEN, one)[0]]
-        else:
-            rows = run_ranks(MODELS, rank_plans, max(SEED, *seed) + 1)
-        content = _with(content, name, rows)
-        write_json(out / "memory_error.json", content)
-    if "curve" in content:
-        margin = peak.SAFETY * worst_underprediction(content["plans"])
-        shown = [judged(row, margin) if row["part"] == MARGIN else row for row in content["plans"]]
-        memory_picture.draw(shown, content["curve"], out / "memory_error.png")
+    experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
+    found: dict[str, Any] = {}
+    with experiment.progress():
+        if "margin" in parts:
+            found["margin"] = _random_plans(experiment, plans, MARGIN, SEED)
+            if state:  # the other parts are judged by it
+                _state({"worst_underprediction": {"cpu": worst_underprediction(found["margin"])}})
+        if "unseen" in parts:
+            found["unseen"] = [row for one in seed for row in _random_plans(experiment, plans, UNSEEN, one)]
+        if "ranks" in parts:
+            found["ranks"] = experiment.piece(
+                "ranks", lambda: run_ranks(MODELS, rank_plans, max(SEED, *seed) + 1),
+                plans=rank_plans, seeds=seed, **_stated(),
+            )  # fmt: skip
+    content = _finished(experiment, found)
     if state:
         text = between_markers(README.read_text(encoding="utf-8"), markdown(content))
         _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
         write_text(README, text)
-    Console().print(table(content["parts"]))
 
 
-def random_plans(num: int, part: str, seed: int) -> tuple[list[dict[str, Any]], dict[str, list[int]]]:
-    """A row for each of so many random plans of every model, on one rank; and the last one's step."""
+def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each random plan of every model; every model and seed is a piece."""
     rows: list[dict[str, Any]] = []
-    with _alone(), Console(stderr=True).status("memory") as status:
-        for name in MODELS:
-            trained = make(name)
-            for number in range(num):
-                status.update(f"{name}, plan {number + 1} of {num}, seed {seed}")
-                found = trained.measure(drawn(trained.graph, number, seed))
-                rows.append({"part": part, "model": name, "seed": seed, "plan": number, **found})
-            if name == MODELS[0]:
-                example = trained.predicted().curve()
-    return rows, example
+    for name in MODELS:
+        rows += experiment.piece(
+            f"{part} {seed} {name}",
+            lambda name=name: random_plans(name, num, part, seed),  # type: ignore[misc]
+            plans=num, **({} if part == MARGIN else _stated()),
+        )["rows"]  # fmt: skip
+    return rows
+
+
+def _stated() -> dict[str, float]:
+    """Return the margin that stands, by which a piece is judged."""
+    return {"stated_margin": peak.stated_error("cpu")}
+
+
+def random_plans(name: str, num: int, part: str, seed: int) -> dict[str, Any]:
+    """Return a row for each of so many random plans of a model on one rank, and the curve of the last one."""
+    with _alone():
+        trained = make(name)
+        rows = [
+            {"part": part, "model": name, "seed": seed, "plan": number}
+            | trained.measure(drawn(trained.graph, number, seed))
+            for number in range(num)
+        ]
+        return {"rows": rows, "curve": trained.predicted().curve()}
 
 
 def make(name: str) -> Trained:
-    """A model in training."""
+    """Return a model in training."""
     torch._dynamo.reset()
     return Trained(*parts_of(name))
 
 
-def _before(out: Path) -> dict[str, Any]:
-    """What lies in the folder from parts measured before."""
-    path = out / "memory_error.json"
-    out.mkdir(parents=True, exist_ok=True)
-    return read_json(path) if path.is_file() else {"plans": [], "commits": {}}
+def _finished(experiment: Experiment, found: Mapping[str, Rows]) -> dict[str, Any]:
+    """Write the figures of these parts and of those that were measured before."""
+    before = experiment.earlier()
+    rows = [*(row for row in before.get("plans", []) if _chosen(row["part"]) not in found)]
+    rows += [row for part in found.values() for row in part]
+    curve = before.get("curve")
+    if "margin" in found:
+        curve = experiment.piece(f"{MARGIN} {SEED} {MODELS[0]}", dict)["curve"]
+    parts = summary(rows)
+    margin = peak.SAFETY * worst_underprediction(rows)
+    shown = [judged(row, margin) if row["part"] == MARGIN else row for row in rows]
+    figures = {
+        "commits": {**before.get("commits", {}), **dict.fromkeys(found, commit())}, "threads": 1,
+        "parts": parts, "worst_underprediction": {"cpu": worst_underprediction(rows)}, "plans": rows,
+        "curve": curve,
+    }  # fmt: skip
+    return experiment.finish(
+        figures, bars=_bars(parts), tables=[table(parts)],
+        picture=(lambda content, path: memory_picture.draw(shown, curve, path)) if curve else None,
+    )  # fmt: skip
 
 
-def _with(content: Mapping[str, Any], part: str, rows: Rows) -> dict[str, Any]:
-    """The content with this part measured anew."""
-    rows = [*(row for row in content["plans"] if row["part"] not in PARTS[part]), *rows]
-    return {
-        **content,
-        "measured": True,
-        "machine": machine(),
-        "qsync": qsync.__version__,
-        "torch": torch.__version__,
-        "commits": {**content["commits"], part: commit()},
-        "threads": 1,
-        "parts": summary(rows),
-        "worst_underprediction": {"cpu": worst_underprediction(rows)},
-        "plans": rows,
-    }
+def _chosen(part: str) -> str:
+    return next(name for name, parts in PARTS.items() if part in parts)
+
+
+def _bars(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for part, found in parts.items():
+        entry = found["models"][ALL]
+        for what, limit in (("saved", SAVED_BAR), ("peak", PEAK_BAR)):
+            worst = max(abs(entry[what]["lowest"]), abs(entry[what]["highest"]))
+            yield bar(f"{part}: worst error of {what} bytes", worst, limit)
+        yield bar(f"{part}: plans over their budget", entry["over_budget"], 0)
 
 
 def _state(content: Mapping[str, Any]) -> None:
@@ -144,7 +167,7 @@ def _state(content: Mapping[str, Any]) -> None:
 
 
 def summary(rows: Rows) -> dict[str, dict[str, Any]]:
-    """By part and model, and of all models together, the errors; with the seeds and how many were refused."""
+    """Return the errors by part and model, and of all models together; the seeds, how many were refused."""
     margin = peak.SAFETY * worst_underprediction(rows)
     found: dict[str, dict[str, Any]] = {}
     for part in dict.fromkeys(row["part"] for row in rows if row["part"] != REFUSED):
@@ -160,14 +183,15 @@ def summary(rows: Rows) -> dict[str, dict[str, Any]]:
 
 
 def judged(row: Mapping[str, Any], margin: float) -> dict[str, Any]:
-    """A row with the budget that its prediction and this margin make."""
+    """Return a row with the budget that its prediction and this margin make."""
     comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
     return {**row, "budget_bytes": row["predicted_peak_bytes"] + math.ceil(margin * comes_and_goes)}
 
 
 def errors(rows: Rows) -> dict[str, Any]:
-    """The signed errors (predicted / measured - 1) of saved and peak bytes; and the part of its budget that
-    the plan which came closest took.
+    """Return the signed errors of saved and peak bytes, and the largest part of a budget that was used.
+
+    An error is predicted / measured - 1.
     """
     found: dict[str, Any] = {"plans": len(rows)}
     for what in ("saved", "peak"):
@@ -184,8 +208,9 @@ def errors(rows: Rows) -> dict[str, Any]:
 
 
 def worst_underprediction(rows: Rows) -> float:
-    """The largest part of what comes and goes in a step that the prediction missed, over all plans that the
-    margin is made from.
+    """Return the largest part of a step's temporary bytes that the prediction missed.
+
+    Taken over all plans that the margin is made from.
     """
     missed = [
         (row["peak_bytes"] - row["predicted_peak_bytes"])
@@ -197,7 +222,7 @@ def worst_underprediction(rows: Rows) -> float:
 
 
 def holds(entry: Mapping[str, Any]) -> bool:
-    """Whether errors are within the bars, and no plan went over its budget."""
+    """Return whether errors are within the bars, and no plan went over its budget."""
     within = all(
         max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) <= bar
         for what, bar in (("saved", SAVED_BAR), ("peak", PEAK_BAR))
@@ -206,28 +231,27 @@ def holds(entry: Mapping[str, Any]) -> bool:
 
 
 def table(parts: Mapping[str, Mapping[str, Any]]) -> Table:
-    """The errors of each part and model, in percent."""
-    shown = Table(title="Predicted over measured bytes (measured)", box=box.SIMPLE_HEAD)
-    for heading in HEADINGS:
-        shown.add_column(heading, justify="right" if heading else "left")
-    for part, found in parts.items():
-        for name, entry in found["models"].items():
-            shown.add_row(*cells_of(f"{part}, {name}", entry))
-    return shown
+    """Return the errors of each part and model, in percent."""
+    rows = [
+        cells_of(f"{part}, {name}", entry)
+        for part, found in parts.items()
+        for name, entry in found["models"].items()
+    ]
+    return table_of("Predicted over measured bytes (measured)", HEADINGS, rows)
 
 
 def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """One row of text: the same for the terminal and for the README."""
+    """Return one row of text: the same for the terminal and for the README."""
     cells = [name, str(entry["plans"])]
     for what in ("saved", "peak"):
         errors = entry[what]
         worst = max(errors["lowest"], errors["highest"], key=abs)
         cells += [f"{errors['median']:+.2%}", f"{errors['p95']:.2%}", f"{worst:+.2%}"]
-    return [*cells, f"{entry['of_budget']:.2%}", "yes" if holds(entry) else "NO"]
+    return [*cells, f"{entry['of_budget']:.2%}", yes(holds(entry))]
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table as the README has it: plans that the margin is made from by model, all others together."""
+    """Return the README's table: plans that the margin is made from by model, all others together."""
     parts = content["parts"]
     if MARGIN not in parts:
         raise QSyncError("the margin was not measured yet; measure that part before --state")
@@ -249,12 +273,10 @@ def markdown(content: Mapping[str, Any]) -> str:
     commits = ", ".join(sorted({*content["commits"].values()}))
     lines = [
         f"Predicted over measured bytes - 1; one thread of an {content['machine']['processor']}, torch "
-        f"{content['torch']}; measured, commit {commits}. *of its budget*: what the plan that came closest "
-        f"took of its budget: of random plans, the prediction with its margin{given}.",
+        f"{content['machine']['torch']}; measured, commit {commits}. *of its budget*: what the plan that "
+        f"came closest took of its budget: of random plans, the prediction with its margin{given}.",
         "",
-        "| " + " | ".join(HEADINGS) + " |",
-        "|" + "---|" * len(HEADINGS),
-        *("| " + " | ".join(cells_of(name, entry)) + " |" for name, entry in rows),
+        *markdown_table(HEADINGS, [cells_of(name, entry) for name, entry in rows]),
         "",
         "![Every plan, predicted against measured, and against its budget; one step's memory by part]"
         "(docs/memory_error.png)",
@@ -267,7 +289,7 @@ def _of(refused: Mapping[str, int]) -> str:
 
 
 def between_markers(text: str, table: str) -> str:
-    """A README with this table in the place of its last one."""
+    """Return a README with this table in the place of its last one."""
     begin, end = (f"<!-- memory:{word} -->" for word in ("begin", "end"))
     head, _, rest = text.partition(begin)
     return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"
@@ -275,7 +297,7 @@ def between_markers(text: str, table: str) -> str:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """A process group of one: DDP with its buckets, and nobody to wait for."""
+    """Form a process group of one: DDP with its buckets, and nobody to wait for."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -284,4 +306,4 @@ def _alone() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

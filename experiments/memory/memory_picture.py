@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from qsync.experiments.harness.pictures import new_figure
 from qsync.figures.memory import stack_parts, strip_axes
 from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
 
@@ -20,7 +20,7 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
     >>> draw(content["plans"], memory.curve(), "memory_error.png")
     """
     rows = [row for row in rows if "peak_bytes" in row]  # refused plans have nothing to show
-    figure = Figure(figsize=(12, 7.6), layout="constrained")
+    figure = new_figure(12, 7.6, "Bytes predicted from the graph, and measured")
     (saved, peak), (budget, step) = figure.subplots(2, 2)
     _against(saved, rows, "saved", 0.01)
     _against(peak, rows, "peak", 0.05)
@@ -31,12 +31,11 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
     handles, labels = step.get_legend_handles_labels()
     step.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
     step.set_xlabel("operator: forward | backward (a plan of GPT, simulated)")
-    figure.suptitle("Bytes predicted from the graph, and measured", color=INK, x=0.01, ha="left")
     return save_png(figure, path)
 
 
 def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: float) -> None:
-    """Predicted over measured, one point for each plan; the bar is the grey band."""
+    """Draw predicted over measured, one point for each plan; the bar is the grey band."""
     axes.axhspan(1 - bar, 1 + bar, color="#f0f1f3", zorder=0)
     axes.axhline(1, color=FAINT, linewidth=0.8)
     _points(axes, rows, f"{what}_bytes", lambda row: row[f"predicted_{what}_bytes"] / row[f"{what}_bytes"])
@@ -48,7 +47,7 @@ def _against(axes: Axes, rows: Sequence[Mapping[str, Any]], what: str, bar: floa
 
 
 def _within(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
-    """What each plan takes of its budget; none may take more than all of it."""
+    """Draw what each plan takes of its budget; none may take more than all of it."""
     axes.axhline(1, color=INK, linewidth=1)
     _points(axes, rows, "budget_bytes", lambda row: row["peak_bytes"] / row["budget_bytes"])
     axes.set_xlabel("budget, MB")
@@ -59,7 +58,7 @@ def _within(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 def _points(
     axes: Axes, rows: Sequence[Mapping[str, Any]], along: str, height: Callable[[Mapping[str, Any]], float]
 ) -> None:
-    colours, markers = _colours(rows), _markers(rows)
+    colours, markers = _styles(rows, "model"), _styles(rows, "part")
     for kind in dict.fromkeys((row["model"], row["part"]) for row in rows):
         own = [row for row in rows if (row["model"], row["part"]) == kind]
         axes.scatter(
@@ -68,20 +67,14 @@ def _points(
         )  # fmt: skip
 
 
-def _colours(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return dict(zip(dict.fromkeys(row["model"] for row in rows), SERIES_COLOURS, strict=False))
-
-
-def _markers(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    return dict(zip(dict.fromkeys(row["part"] for row in rows), "oDs^", strict=False))
+def _styles(rows: Sequence[Mapping[str, Any]], what: str) -> dict[str, str]:
+    """Return the colour of each model, or the marker of each part."""
+    return dict(zip(dict.fromkeys(row[what] for row in rows), SERIES_COLOURS if what == "model" else "oDs^"))  # noqa: B905
 
 
 def _keys(rows: Sequence[Mapping[str, Any]], what: str) -> tuple[list[Line2D], list[str]]:
-    """Handles and labels of a legend of colours (models) or of markers (parts)."""
-    if what == "model":
-        found = _colours(rows)
-        handles = [Line2D([], [], color=c, marker="o", linewidth=0, markersize=5) for c in found.values()]
-    else:
-        found = _markers(rows)
-        handles = [Line2D([], [], color=INK, marker=m, linewidth=0, markersize=4) for m in found.values()]
+    """Return handles and labels of a legend of colours (models) or of markers (parts)."""
+    found = _styles(rows, what)
+    pairs = [(style, "o") if what == "model" else (INK, style) for style in found.values()]
+    handles = [Line2D([], [], linewidth=0, markersize=5, color=colour, marker=m) for colour, m in pairs]
     return handles, list(found)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +24,10 @@ from qsync.backend.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.errors import InfeasibleError, QSyncError
-from qsync.experiments.demo.runs import FAST, WEAK
-from qsync.experiments.harness.ranks import leave
-from qsync.experiments.harness.training import make_optimizer
+from qsync.experiments.harness.processes import start_ranks
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, leave
 from qsync.experiments.memory.memory_runs import Choice, Trained, drawn, parts_of
-from qsync.experiments.prediction.validation_ranks import BUCKET_CAP_MB
+from qsync.experiments.workloads.workload import make_optimizer
 from qsync.lowering.rules import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.progress import shown_on_rank_zero
@@ -50,7 +48,7 @@ TIMEOUT_S = 7200.0
 
 
 def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str, Any]]:
-    """A row for each plan of each model on each of two ranks, from processes that torchrun starts.
+    """Return a row for each plan of each model on each of two ranks, from processes that torchrun starts.
 
     Rows of random plans have the bytes of `Trained.measure`; of accepted ones also their budget. Raises
     QSyncError when a rank failed.
@@ -59,23 +57,13 @@ def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str
     """
     with tempfile.TemporaryDirectory() as folder:
         config = {"models": list(models), "num_plans": num_plans, "seed": seed, "out": folder}
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-            "--no-python", sys.executable, "-m", "qsync.experiments.memory.memory_ranks", json.dumps(config),
-        ]  # fmt: skip
-        # Kineto would announce every measurement on stderr.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-        done = subprocess.run(command, env=environment, check=False)
-        if done.returncode != 0:
-            raise QSyncError(
-                f"the ranks stopped with exit code {done.returncode}; the first message above says why"
-            )
+        start_ranks("qsync.experiments.memory.memory_ranks", config)
         rows: list[dict[str, Any]] = read_json(Path(folder) / "rows.json")["rows"]
     return rows
 
 
 def main() -> None:
-    """Entry point of a rank, with the configuration as JSON."""
+    """Run one rank, with the configuration as JSON in argv."""
     config: dict[str, Any] = json.loads(sys.argv[1])
     os.environ["QSYNC_BACKEND"] = "gloo"
     torch.set_num_threads(1)
@@ -86,7 +74,7 @@ def main() -> None:
             for name in config["models"]:
                 progress(name)
                 found = list(rows_of(name, config["num_plans"], config["seed"]))
-                for own in agree("gathering what was measured", lambda found=found: found):
+                for own in agree("gathering what was measured", lambda found=found: found):  # type: ignore[misc]
                     rows += own
     except QSyncError as error:
         leave("memory", error)
@@ -95,7 +83,7 @@ def main() -> None:
 
 
 def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
-    """What this rank measures of one model, in step with the other."""
+    """Yield what this rank measures of one model, in step with the other."""
     rank = dist.get_rank()
     planned = accepted(name, rank)
     torch._dynamo.reset()
@@ -114,10 +102,10 @@ def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def accepted(name: str, rank: int) -> list[list[Any] | None]:
-    """Plans that `qsync.plan` accepts when each class may have a part of what FP32 takes: for each the
-    budget and the assignment of every class, in rank order; None where it accepts none.
+    """Return plans that `qsync.plan` accepts when each class may have a part of what FP32 takes.
 
-    Two classes, profiled one on each rank; the plans are rank 0's.
+    For each plan the budget and the assignment of every class, in rank order; None where it accepts none. Two
+    classes, profiled one on each rank; the plans are rank 0's.
     """
     torch._dynamo.reset()
     model, batch, loss_fn = parts_of(name, rank)

@@ -1,4 +1,4 @@
-"""What experiments/memory/memory_error.py runs: models in training under plans, and the bytes that each takes."""
+"""Models in training under plans, and the bytes that each takes: the runs of memory_error.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from torch import nn
 
 from qsync.distributed.job import in_ddp
 from qsync.experiments.harness.measured_peak import step_peak_bytes
-from qsync.experiments.harness.training import make_optimizer
 from qsync.experiments.memory.saved_bytes import saved_bytes
-from qsync.experiments.workloads.demo_workloads import Batch, seeded
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import NAMES, subject
+from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
 from qsync.lowering.rules import Cast, Run
 from qsync.predictor.memory import peak
 from qsync.records.graph import OpGraph
@@ -59,6 +58,7 @@ class Trained:
         self.graph: OpGraph = self.program.graph
 
     def step(self) -> None:
+        """Take one training step."""
         self.loss_fn(self.ddp(self.batch[0]), self.batch[1]).backward()
         self.optimizer.step()
         gradients = [p.grad.untyped_storage() for p in self.model.parameters() if p.grad is not None]
@@ -67,11 +67,12 @@ class Trained:
 
     @property
     def optimizer_bytes(self) -> int:
+        """Return the bytes of the optimizer's state."""
         state = self.optimizer.state.values()
         return sum(v.nbytes for entry in state for v in entry.values() if isinstance(v, torch.Tensor))
 
     def measure(self, choice: Choice) -> dict[str, int]:
-        """Bytes that this plan keeps for backward, and at its peak; predicted and measured.
+        """Return the bytes that this plan saves for backward, and at its peak; predicted and measured.
 
         With several ranks every rank calls it at once, each with its own plan.
         """
@@ -94,7 +95,7 @@ class Trained:
         }
 
     def predicted(self) -> peak.StepMemory:
-        """The model's own account of the step, as a rank of several would take it."""
+        """Return the memory model's prediction of the step, for a rank of several."""
         (lowered,) = self.program.lowered
         return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2)
 
@@ -102,7 +103,7 @@ class Trained:
         self.program.choose(program.following(choice.assignment), observer, lambda graph: choice.saving_less)
 
     def _throughout(self) -> int:
-        """What stays between steps, as it is: the gradients are DDP's buckets."""
+        """Return the bytes that stay between steps; the gradients are DDP's buckets."""
         tensors = [*self.model.parameters(), *self.model.buffers(), self.batch[0]]
         return sum(self.buckets) + self.optimizer_bytes + sum(tensor.nbytes for tensor in tensors)
 
@@ -125,7 +126,7 @@ class _Copies:
 
 
 def parts_of(name: str, rank: int = 0) -> tuple[nn.Module, Batch, Callable[..., torch.Tensor]]:
-    """A model, a batch of this rank's, and the loss. Raises QSyncError for an unknown name."""
+    """Return a model, a batch of this rank's, and the loss. Raises QSyncError for an unknown name."""
     workload = subject("gpt" if name in (DROPPING, TINY) else name)
     inputs, targets = workload.batch(SEED, 0, rank)
     if name == TINY:
@@ -158,7 +159,7 @@ class _Dropping(nn.Module):
 
 
 def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:
-    """A random plan: how often each precision is chosen is drawn as well, so that some are nearly pure."""
+    """Draw a random plan; shares of precisions are drawn as well, so that some plans are nearly pure."""
     draw = random.Random(f"{seed} {number}")
     weights = [draw.expovariate(1.0) for _ in PRECISIONS]
     share = draw.choice((0.0, 0.3, 0.6, 1.0))

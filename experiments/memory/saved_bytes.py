@@ -1,9 +1,11 @@
-"""Bytes that a step keeps for backward: `python -m qsync.experiments.memory.saved_bytes --out saved.json` counts them.
+"""Bytes that a step saves for backward.
+
+    python -m qsync.experiments.memory.saved_bytes --out FOLDER
 
 Counted with autograd's own hooks: storages, each once, parameters left out. In FP32, under torch.autocast in
-BF16 and in qsync's precisions, each as torch keeps it and with operators that save less. A count holds copies
-of weights, too, which do not grow with the batch; so what is reported is what one more batch adds. Beside it
-stand what the memory model predicts, and what a step takes.
+BF16 and in qsync's precisions, each as torch saves and with operators that save less. A count holds copies of
+weights as well, which do not grow with the batch; so the figure is the bytes that one more batch adds. Beside
+it stand the prediction of the memory model and the time of a step.
 """
 
 from __future__ import annotations
@@ -15,29 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import typer
-from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-import qsync
-from qsync.backend.device_detection import machine
-from qsync.experiments.demo.rank import commit
+from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run
 from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.peers import under_autocast
-from qsync.experiments.workloads.demo_workloads import seeded
+from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.resnet import ResNet
+from qsync.experiments.workloads.workload import seeded
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import write_json
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.runtime import program
 
 SEED = 0
 TORCH, AUTOCAST = "torch, fp32", "torch.autocast, bf16"
 # Precisions by preference.
-WAYS: dict[str, tuple[Precision, ...]] = {
+ALTERNATIVES: dict[str, tuple[Precision, ...]] = {
     "fp32": (Precision.FP32,),
     "bf16": (Precision.BF16,),
     "int8": (Precision.INT8,),
@@ -55,54 +53,48 @@ class Case:
     batch: Callable[[int], dict[str, torch.Tensor]]
 
 
-def main(out: Path = Path("saved.json"), rounds: int = 7) -> None:
-    """Count what every way of running each model keeps for backward, print tables, write the figures."""
+def main(out: Out = Path("saved_bytes"), rounds: int = 7, fresh: Fresh = False) -> None:
+    """Count what each model saves for backward in every alternative, print tables, write the figures."""
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    with Console(stderr=True).status("saved bytes") as status:
-        for case in cases():
-            rows += count(case, rounds, lambda what, name=case.name: status.update(f"{name}, {what}"))
-    content = {
-        "measured": True,
-        "machine": machine(),
-        "qsync": qsync.__version__,
-        "commit": commit(),
-        "seed": SEED,
-        "threads": 1,
-        "rounds": rounds,
-        "saved": rows,
-    }
-    write_json(out, content)
-    for case in cases():
-        Console().print(_table(case.name, [row for row in rows if row["model"] == case.name]))
+    experiment = Experiment("saved bytes", out, seed=SEED, settings={"rounds": rounds}, fresh=fresh)
+    with experiment.progress() as say:
+        found = {
+            case.name: experiment.piece(
+                f"model {number}",
+                lambda case=case: count(case, rounds, lambda what: say(f"{case.name}, {what}")),  # type: ignore[misc]
+            )
+            for number, case in enumerate(cases())
+        }
+    rows = [row for own in found.values() for row in own]
+    experiment.finish({"threads": 1, "saved": rows}, tables=[_table(*entry) for entry in found.items()])
 
 
 def cases() -> tuple[Case, ...]:
-    """One linear, a BERT of 4 layers 512 wide, and a ResNet-18 for small images."""
+    """Return one linear, a BERT of 4 layers 512 wide, and a ResNet-18 for small images."""
     return (
-        Case("linear 1024 x 768 -> 3072", _linear, lambda n: {"input": _normal(1024 * n, 768)}),
+        Case("linear 1024 x 768 -> 3072", _Shifted, lambda n: {"input": _normal(1024 * n, 768)}),
         Case("BERT 4 x 512, batch 8 x 128", _bert, _tokens),
         Case("ResNet-18, batch 16 of 32 x 32", _resnet, lambda n: {"images": _normal(16 * n, 1, 32, 32)}),
     )
 
 
 def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row for each way of running this model: bytes counted and predicted, and seconds of a step."""
-    ways: dict[str, tuple[tuple[Precision, ...], bool] | None] = {TORCH: None, AUTOCAST: None}
-    for name, preferred in WAYS.items():
-        ways[name], ways[f"{name}, saving less"] = (preferred, False), (preferred, True)
+    """Return a row for each alternative for this model: bytes counted and predicted, seconds of a step."""
+    alternatives: dict[str, tuple[tuple[Precision, ...], bool] | None] = {TORCH: None, AUTOCAST: None}
+    for name, preferred in ALTERNATIVES.items():
+        alternatives[name], alternatives[f"{name}, saving less"] = (preferred, False), (preferred, True)
     rows, steps = [], {}
-    for name, way in ways.items():
+    for name, chosen in alternatives.items():
         progress(f"{name}, counting")
         torch._dynamo.reset()
         counts, predictions, step = [], [], None
         for num in (1, 2):
-            model, run = _ready(case, name, way)
+            model, run = _ready(case, name, chosen)
             batch = case.batch(num)
             run(**batch)  # compiled here, so that only the step is counted
             known = [*batch.values(), *model.parameters(), *model.buffers()]
             counts.append(saved_bytes(lambda run=run, batch=batch: run(**batch), known))
-            predictions.append(_predicted(model) if way else None)
+            predictions.append(_predicted(model) if chosen else None)
             step = step or _step(model, run, batch)
         steps[name] = step
         row: dict[str, Any] = {"model": case.name, "way": name, "activation_bytes": counts[1] - counts[0]}
@@ -122,7 +114,7 @@ def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict
 def saved_bytes(
     forward: Callable[[], Any], known: Iterable[torch.Tensor] = (), leave_out: Collection[int] = ()
 ) -> int:
-    """Bytes of the storages that autograd keeps for backward once `forward` has run, each counted once.
+    """Return the bytes of the storages that autograd saves for backward in `forward`, each counted once.
 
     The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are
     those at the addresses that `leave_out` holds once `forward` has run.
@@ -146,17 +138,17 @@ def saved_bytes(
 
 
 def _ready(
-    case: Case, name: str, way: tuple[tuple[Precision, ...], bool] | None
+    case: Case, name: str, chosen: tuple[tuple[Precision, ...], bool] | None
 ) -> tuple[nn.Module, Callable[..., Any]]:
     model = seeded(case.make, SEED).train()
-    if way is not None:
-        preferred, less = way
+    if chosen is not None:
+        preferred, less = chosen
         program.attach(model, _choice(preferred), saving_less=program.saving(["*"] if less else []))
     return model, under_autocast(model, torch.device("cpu")) if name == AUTOCAST else model
 
 
 def _choice(preferred: tuple[Precision, ...]) -> program.Chooser:
-    """The first of these precisions that an operator's kind has a kernel for, else FP32."""
+    """Choose the first of these precisions that an operator's kind has a kernel for, else FP32."""
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
         return {
@@ -181,10 +173,6 @@ def _step(model: nn.Module, run: Callable[..., Any], batch: dict[str, torch.Tens
     return step
 
 
-def _linear() -> nn.Module:
-    return _Shifted()
-
-
 class _Shifted(nn.Module):
     """A linear whose input is an activation: the batch itself would be there anyway."""
 
@@ -197,13 +185,10 @@ class _Shifted(nn.Module):
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
+    return bert(
         hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048,
         attention_probs_dropout_prob=0.0,
     )  # fmt: skip
-    return BertForSequenceClassification(config)
 
 
 def _resnet() -> nn.Module:
@@ -221,20 +206,19 @@ def _normal(*shape: int) -> torch.Tensor:
 
 
 def _table(name: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=f"{name}: kept for backward (measured)", box=box.SIMPLE_HEAD)
-    for heading in ("", "MB", "of FP32", "predicted MB", "step, of FP32"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in rows:
-        predicted = row["predicted_bytes"]
-        table.add_row(
-            row["way"],
-            f"{row['activation_bytes'] / 1e6:.2f}",
-            f"{row['to_fp32']:.3f}",
-            "" if predicted is None else f"{predicted / 1e6:.2f}",
-            f"{row['step_to_fp32']:.2f}",
-        )
-    return table
+    def megabytes(value: int | None) -> str:
+        return "" if value is None else f"{value / 1e6:.2f}"
+
+    cells = [
+        [
+            row["way"], megabytes(row["activation_bytes"]), f"{row['to_fp32']:.3f}",
+            megabytes(row["predicted_bytes"]), f"{row['step_to_fp32']:.2f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headings = ("", "MB", "of FP32", "predicted MB", "step, of FP32")
+    return table_of(f"{name}: saved for backward (measured)", headings, cells)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -24,8 +24,8 @@ from rich.table import Table
 from qsync import api, cost_learning
 from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
-from qsync.experiments.demo.rank import commit
 from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.provenance import commit
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.lowering.rules import Lowering

@@ -1,6 +1,6 @@
 """How far replay's step times are from real ones, over random plans, beside simpler predictions.
 
-    python -m qsync.experiments.prediction.replay_error
+    python -m qsync.experiments.prediction.replay_error --out FOLDER
 
 Thirty random plans each of five models, on one rank and on two unequal ranks. Every plan is replayed from the
 profile that took turns with its steps. The simpler predictions use the same profile:
@@ -14,120 +14,114 @@ profile that took turns with its steps. The simpler predictions use the same pro
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import typer
-from rich.console import Console
+from matplotlib.axes import Axes
+from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
-from qsync.backend.device_detection import machine
-from qsync.experiments.demo.rank import commit
-from qsync.experiments.prediction.validation_ranks import BUCKET_CAP_MB, run_validation
+from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run
+from qsync.experiments.harness.pictures import new_figure, open_axes
+from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
+from qsync.experiments.harness.tables import markdown_table, yes
+from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
+from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import read_json, write_json, write_text
+from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Validation, percentile
 
-matplotlib.use("Agg")
-
-Assignments = Mapping[str, Mapping[str, Precision]]
+# By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}
 METHODS = ("replay", "no casts", "no overlap", "uniform")
+MEASURED = "steps: medians of turns, at the pace of the profile's median round"
 
 
 def main(
-    out: Path = Path("replay_error"),
-    model: Annotated[list[str] | None, typer.Option(help="Only these models.")] = None,
+    out: Out = Path("replay_error"),
+    model: Models = None,
     ranks: Annotated[list[int] | None, typer.Option(help="1 or 2; both if left out.")] = None,
     plans: int = 30,
     turns: int = 3,
     seed: int = 0,
-    again: Annotated[bool, typer.Option(help="Draw and print what lies in the folder; run nothing.")] = False,
+    again: Again = False,
+    fresh: Fresh = False,
 ) -> None:
     """Run, print the table and write figures.json, .md and .png to the folder."""
-    results = []
-    for name in model or NAMES:
-        for num_ranks in ranks or (1, 2):
-            folder = out / f"{name}-{num_ranks}"
-            if not again:
-                run_validation(name, num_ranks=num_ranks, num_plans=plans, turns=turns, seed=seed, out=folder)
-            if (folder / "validation.json").is_file():
-                results.append(judge(name, num_ranks, folder))
-    content = {
-        "machine": machine(), "commit": commit(), "seed": seed, "plans": plans, "turns": turns,
-        "measured": "steps: medians of turns, at the pace of the profile's median round", "results": results,
-    }  # fmt: skip
-    write_json(out / "figures.json", content)
-    draw(results, out / "figures.png")
-    write_text(out / "figures.md", markdown(content))
-    Console(width=None if sys.stdout.isatty() else 140).print(table(results))
+    experiment = Experiment(
+        "replay error", out, seed=seed, settings={"plans": plans, "turns": turns}, fresh=fresh, again=again
+    )
+
+    def measure(name: str, num_ranks: int) -> dict[str, Any]:
+        folder = out / f"{name}-{num_ranks}"
+        run_validation(name, num_ranks=num_ranks, num_plans=plans, turns=turns, seed=seed, out=folder)
+        return judge(name, num_ranks, folder)
+
+    results = [
+        experiment.piece(f"{name}-{num}", lambda name=name, num=num: measure(name, num))  # type: ignore[misc]
+        for name in model or NAMES
+        for num in ranks or (1, 2)
+    ]
+    experiment.finish(
+        {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
+        markdown=markdown, picture=draw, tables=[table(results)],
+    )  # fmt: skip
 
 
 def judge(name: str, num_ranks: int, folder: Path) -> dict[str, Any]:
-    """The errors of every method on one model's runs, as parts of the measured step."""
+    """Return the errors of every method on one model's runs, as parts of the measured step."""
     validation = Validation.load(folder / "validation.json")
     graph = OpGraph.load(folder / "graph.json")
     cluster = Cluster.from_json(read_json(folder / "cluster.json"))
     profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
-    errors: dict[str, list[float]] = {method: [] for method in METHODS}
-    for one in validation.comparisons:
-        predicted = predictions(graph, cluster, profiles, one)
-        for method in METHODS:
-            errors[method].append(predicted[method] / one.measured_s - 1.0)
-    inside = [one.inside for one in validation.comparisons]
+    runs = validation.comparisons
+    predicted = [predictions(graph, cluster, profiles, one) for one in runs]
+    about = ("num_steps", "seconds", "noise", "drift", "error")
     return {
         "model": name,
         "ranks": num_ranks,
-        "predicted_s": [one.predicted_s for one in validation.comparisons],
-        "measured_s": [one.measured_s for one in validation.comparisons],
-        "errors": errors,
-        "inside_interval": sum(bool(found) for found in inside) / len(inside),
-        "profile": {
-            c: {
-                "steps": p.num_steps,
-                "seconds": p.seconds,
-                "noise": p.noise,
-                "drift": p.drift,
-                "error": p.error,
-            }
-            for c, p in profiles.items()
+        "predicted_s": [one.predicted_s for one in runs],
+        "measured_s": [one.measured_s for one in runs],
+        "errors": {
+            method: [p[method] / one.measured_s - 1.0 for p, one in zip(predicted, runs, strict=True)]
+            for method in METHODS
         },
+        "inside_interval": sum(bool(one.inside) for one in runs) / len(runs),
+        "profile": {c: {key: getattr(p, key) for key in about} for c, p in profiles.items()},
     }
 
 
 def predictions(
     graph: OpGraph, cluster: Cluster, profiles: Mapping[str, Profile], run: Comparison
 ) -> dict[str, float]:
-    """Seconds that each method predicts for a run."""
+    """Return the seconds that each method predicts for a run."""
     plan = {
         c: {op: Precision(p) for op, p in assignment.items()} for c, assignment in run.assignments.items()
     }
-    cap = int(BUCKET_CAP_MB * 2**20)
     free = {c: without_casts(profile) for c, profile in profiles.items()}
-    exact = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
-    bare = replay(graph, plan, free, cluster, bucket_cap_bytes=cap)
-    alone = {c: exact[c].compute_s for c in plan}
+    exact = replay(graph, plan, profiles, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES)
+    bare = replay(graph, plan, free, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES)
     flights = {(e.name, e.duration_s) for e in exact.events if e.kind == "communication"}
+    exchange_s = sum(seconds for _, seconds in flights)
     return {
         "replay": exact.step_s,
         "no casts": bare.step_s,
-        "no overlap": max(alone.values()) + sum(seconds for _, seconds in flights),
-        "uniform": max(scaled(graph, profiles[c], plan[c]) for c in plan)
-        + sum(seconds for _, seconds in flights),
+        "no overlap": max(exact[c].compute_s for c in plan) + exchange_s,
+        "uniform": max(scaled(graph, profiles[c], plan[c]) for c in plan) + exchange_s,
     }
 
 
 def without_casts(profile: Profile) -> Profile:
-    """The same profile with every cast free."""
+    """Return the same profile with every cast free."""
     free = (Cost(0.0), Cost(0.0))
     return replace(
         profile,
@@ -137,7 +131,7 @@ def without_casts(profile: Profile) -> Profile:
 
 
 def scaled(graph: OpGraph, profile: Profile, assignment: Mapping[str, Precision]) -> float:
-    """FP32's step, each operator's share by FLOPs taken times the ratio of uniform steps."""
+    """Scale FP32's step: each operator's share by FLOPs times the ratio of uniform steps."""
     total = sum(op.flops for op in graph.adjustable)
     fp32 = profile.step_s["fp32"]
     ratio = sum(
@@ -147,83 +141,89 @@ def scaled(graph: OpGraph, profile: Profile, assignment: Mapping[str, Precision]
     return fp32 * ratio + profile.optimizer_s
 
 
+def median_and_95th(errors: Iterable[float]) -> tuple[float, float]:
+    """Return the median and the 95th percentile of |error|."""
+    sizes = [abs(error) for error in errors]
+    return statistics.median(sizes), percentile(sizes, 0.95)
+
+
+def bars(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return replay's errors of one model and number of ranks beside their limits."""
+    found = zip(("median", "95th percentile"), median_and_95th(entry["errors"]["replay"]), strict=True)
+    return [
+        bar(f"{entry['model']}, {entry['ranks']} ranks, {what}", error, limit)
+        for (what, error), limit in zip(found, BARS[entry["ranks"]], strict=True)
+    ]
+
+
+def _cells(entry: Mapping[str, Any]) -> list[str]:
+    """Return one line of the table: the same for the terminal and for the README."""
+    found = (median_and_95th(entry["errors"][method]) for method in METHODS)
+    errors = [f"{median:.1%} / {high:.1%}" for median, high in found]
+    return [entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}"]
+
+
 def table(results: list[dict[str, Any]]) -> Table:
-    """Median and 95th percentile of |error| of every method, by model and number of ranks."""
-    shown = Table(title="|error| of the step, median / 95th percentile (measured)")
-    for heading in ("model", "ranks", *METHODS, "inside interval", "bars"):
-        shown.add_column(heading, justify="left" if heading == "model" else "right")
-    for entry in results:
-        cells = []
-        for method in METHODS:
-            size = [abs(error) for error in entry["errors"][method]]
-            cells.append(f"{statistics.median(size):.1%} / {percentile(size, 0.95):.1%}")
-        own = [abs(error) for error in entry["errors"]["replay"]]
-        bars = BARS[entry["ranks"]]
-        met = statistics.median(own) <= bars[0] and percentile(own, 0.95) <= bars[1]
-        shown.add_row(
-            entry["model"], str(entry["ranks"]), *cells, f"{entry['inside_interval']:.0%}",
-            "met" if met else "missed",
-        )  # fmt: skip
-    return shown
+    """Return the median and 95th percentile of |error| of every method, by model and number of ranks."""
+    rows = [[*_cells(entry), yes(all(one["holds"] for one in bars(entry)))] for entry in results]
+    headings = ("model", "ranks", *METHODS, "inside interval", "holds")
+    return table_of("|error| of the step, median / 95th percentile (measured)", headings, rows)
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The table as it stands in the README."""
+    """Return the table as it stands in the README."""
     lines = [
         f"Error of the predicted step, median / 95th percentile over {content['plans']} random plans; one "
         f"thread a rank, seed {content['seed']}; steps measured, commit {content['commit']}.",
         "",
-        "| | ranks | " + " | ".join(METHODS) + " | inside the interval |",
-        "|---|---|" + "---|" * (len(METHODS) + 1),
+        *markdown_table(("", "ranks", *METHODS, "inside the interval"), map(_cells, content["results"])),
     ]
-    for entry in content["results"]:
-        cells = []
-        for method in METHODS:
-            size = [abs(error) for error in entry["errors"][method]]
-            cells.append(f"{statistics.median(size):.1%} / {percentile(size, 0.95):.1%}")
-        inside = f"{entry['inside_interval']:.0%}"
-        lines.append("| " + " | ".join([entry["model"], str(entry["ranks"]), *cells, inside]) + " |")
     return "\n".join(lines) + "\n"
 
 
-def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """Predicted against measured, and the errors of every method."""
-    from matplotlib import pyplot as plt
-    from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
+def draw(content: Mapping[str, Any], path: Path) -> Path:
+    """Draw predicted against measured steps, and the errors of every method."""
+    results = content["results"]
+    figure = new_figure(11, 4.6, "Steps of random plans, predicted by replay and measured")
+    left, right = figure.subplots(1, 2)
     for i, entry in enumerate(results):
-        marker = "o" if entry["ranks"] == 1 else "s"
+        colour = SERIES_COLOURS[list(NAMES).index(entry["model"])]
         left.loglog(
-            [1e3 * s for s in entry["measured_s"]], [1e3 * s for s in entry["predicted_s"]], marker,
-            markersize=3.5, color=f"C{list(NAMES).index(entry['model'])}",
+            [1e3 * s for s in entry["measured_s"]], [1e3 * s for s in entry["predicted_s"]],
+            "o" if entry["ranks"] == 1 else "s", markersize=3.5, color=colour,
             label=f"{entry['model']}, {entry['ranks']} rank{'s' * (entry['ranks'] > 1)}",
         )  # fmt: skip
         for j, method in enumerate(METHODS):
-            size = [100 * abs(error) for error in entry["errors"][method]]
-            right.plot(
-                [i + 0.18 * (j - 1.5)] * 2, [statistics.median(size), percentile(size, 0.95)], "-",
-                color=f"C{j}", linewidth=2, label=method if i == 0 else None,
-            )  # fmt: skip
-            right.plot(i + 0.18 * (j - 1.5), statistics.median(size), "o", color=f"C{j}", markersize=4)
+            size = [100 * error for error in median_and_95th(entry["errors"][method])]
+            at = i + 0.18 * (j - 1.5)
+            style: dict[str, Any] = {
+                "color": SERIES_COLOURS[j],
+                "linewidth": 2,
+                "marker": "o",
+                "markersize": 4,
+            }
+            right.plot([at, at], size, markevery=[0], label=method if i == 0 else None, **style)
     low, high = left.get_xlim()
     left.plot([low, high], [low, high], color="0.6", linewidth=0.8, zorder=0)
     left.set(xlabel="measured step, ms", ylabel="predicted step, ms (simulated)")
-    left.set_title("Random plans: replay against real steps")
-    left.legend(fontsize=7)
-    right.set_xticks(range(len(results)), [f"{e['model']}\n{e['ranks']}" for e in results], fontsize=8)
-    right.set(ylabel="|error|, %", yscale="log")
-    right.set_title("Median to 95th percentile of |error|, by model and ranks")
-    right.set_ylim(top=1.6 * right.get_ylim()[1])  # room for the legend
-    right.legend(fontsize=7, ncols=len(METHODS), loc="upper center")
-    for axis in (left.xaxis, left.yaxis, right.yaxis):
+    right.set_xticks(range(len(results)), [f"{e['model']}\n{e['ranks']}" for e in results])
+    right.set(ylabel="|error|, %, median to 95th percentile", yscale="log")
+    right.set_ylim(top=1.6 * right.get_ylim()[1])  # space for the legend
+    left.legend(fontsize=7, frameon=False)
+    right.legend(fontsize=7, ncols=len(METHODS), loc="upper center", frameon=False)
+    _label_in_full(left, "xy")
+    _label_in_full(right, "y")
+    open_axes(left, right)
+    return save_png(figure, path)
+
+
+def _label_in_full(axes: Axes, which: str) -> None:
+    """Label logarithmic axes with plain numbers."""
+    for axis in (getattr(axes, f"{name}axis") for name in which):
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FormatStrFormatter("%g"))
         axis.set_minor_formatter(NullFormatter())
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

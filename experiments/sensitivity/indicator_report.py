@@ -1,21 +1,19 @@
-"""What experiments/sensitivity/indicators.py says in the end: means with intervals, tables, and a picture."""
+"""The report of indicators.py: means with intervals, tables, and a picture."""
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 from scipy.stats import t as student
 
-from qsync.figures.style import INK, PRECISION_COLOURS
-from qsync.records.json_files import write_bytes
+from qsync.experiments.harness.pictures import new_figure, open_axes
+from qsync.experiments.harness.tables import markdown_table, table
+from qsync.figures.style import INK, PRECISION_COLOURS, save_png
 from qsync.records.precision import Precision
 
 Rows = Sequence[Mapping[str, Any]]
@@ -25,7 +23,7 @@ NEAREST = ("empirical", "fisher", "hessian")
 
 
 def summary(rows: Rows) -> dict[str, Any]:
-    """Per model: figures of every indicator, each a mean over seeds with the half-width of its 95 % interval.
+    """Return the figures of every indicator by model: means over seeds, half-widths of 95 % intervals.
 
     `spearman[indicator][precision]`; `plan_error[indicator][budget]` is relative to |g|^2, a mean over
     batches and a geometric one over seeds; `to_default[indicator][budget]` how many times the default's plan,
@@ -38,10 +36,10 @@ def summary(rows: Rows) -> dict[str, Any]:
     has less of it.
     """
     models = dict.fromkeys(row["model"] for row in rows)
-    return {model: _of_model([row for row in rows if row["model"] == model]) for model in models}
+    return {model: _summary_of([row for row in rows if row["model"] == model]) for model in models}
 
 
-def _of_model(rows: Rows) -> dict[str, Any]:
+def _summary_of(rows: Rows) -> dict[str, Any]:
     indicators = list(rows[0]["plan_error"])
     budgets = list(rows[0]["plan_error"]["variance"])
     precisions = list(rows[0]["spearman"]["variance"])
@@ -79,7 +77,7 @@ def _of_model(rows: Rows) -> dict[str, Any]:
 
 
 def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
-    """How many times the default's the error of this indicator's plan is: geometric mean over batches."""
+    """Return the error of this indicator's plan over the default's: geometric mean over batches."""
     errors, default = (row["plan_error"][who][budget]["by_batch"] for who in (name, "variance"))
     found = geometric(error / other for error, other in zip(errors, default, strict=True))["mean"]
     assert found is not None
@@ -87,7 +85,7 @@ def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
 
 
 def mean(values: Iterable[float]) -> dict[str, float | None]:
-    """Mean and half-width of its 95 % interval (Student's t); None for a single value."""
+    """Return the mean and the half-width of its 95 % interval (Student's t); None for a single value."""
     found = list(values)
     half = None
     if len(found) > 1:
@@ -97,7 +95,7 @@ def mean(values: Iterable[float]) -> dict[str, float | None]:
 
 
 def geometric(values: Iterable[float]) -> dict[str, float | None]:
-    """Geometric mean, and the factor that its 95 % interval reaches up and down."""
+    """Return the geometric mean, and the factor that its 95 % interval reaches up and down."""
     found = mean(math.log(value) for value in values)
     centre, half = found["mean"], found["half"]
     assert centre is not None
@@ -105,51 +103,58 @@ def geometric(values: Iterable[float]) -> dict[str, float | None]:
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Rank correlation, plans' gradient errors, held-out losses, and joint effects; a column per model."""
-    models = list(found)
-    first = found[models[0]]
-    shown = []
-    for precision in first["spearman"]["variance"]:
-        table = _table(f"Spearman with the truth, {precision}: mean over seeds (least)", models)
-        for name in first["spearman"]:
-            cells = [found[model]["spearman"][name][precision] for model in models]
-            table.add_row(name, *(f"{cell['mean']:.2f} ({cell['least']:.2f})" for cell in cells))
-        shown.append(table)
+    """Return rank correlation, plans' gradient errors, held-out losses, and joint effects by model."""
+    models, (first, *_) = list(found), list(found.values())
+    shown = [
+        _table(f"Spearman with the truth, {precision}: mean over seeds (least)", models, {
+            name: [f"{of['mean']:.2f} ({of['least']:.2f})" for of in _of(found, "spearman", name, precision)]
+            for name in first["spearman"]
+        })
+        for precision in first["spearman"]["variance"]
+    ]  # fmt: skip
     for budget in first["to_default"]["variance"]:
         title = f"Gradient error of the plan that saves {float(budget):.0%}, of the default's, batch by batch"
-        table = _table(title, models)
-        for name in first["to_default"]:
-            cells = [found[model]["to_default"][name][budget] for model in models]
-            table.add_row(name, *(_times(cell) for cell in cells))
-        table.add_row(
-            "default: of |g|^2",
-            *(f"{found[m]['plan_error']['variance'][budget]['mean']:.1e}" for m in models),
-        )
-        shown.append(table)
-    table = _table("Held-out loss of the plan that saves 60 %, minus that of FP32", models)
-    for name in first["heldout"]:
-        table.add_row(name, *(_plus_minus(found[model]["heldout"][name]) for model in models))
-    shown.append(table)
-    table = _table("Joint effect of random plans, of the sum of single effects", models)
-    table.add_row("measured", *(_times(found[model]["joint_to_sum"]) for model in models))
-    return [*shown, table]
+        rows = {
+            name: list(map(_times, _of(found, "to_default", name, budget))) for name in first["to_default"]
+        }
+        own = [f"{cell['mean']:.1e}" for cell in _of(found, "plan_error", "variance", budget)]
+        shown.append(_table(title, models, {**rows, "default: of |g|^2": own}))
+    rows = {name: list(map(_plus_minus, _of(found, "heldout", name))) for name in first["heldout"]}
+    shown.append(_table("Held-out loss of the plan that saves 60 %, minus that of FP32", models, rows))
+    joint = {"measured": list(map(_times, _of(found, "joint_to_sum")))}
+    return [*shown, _table("Joint effect of random plans, of the sum of single effects", models, joint)]
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """README's table: rank correlation, and the gradient error of plans against the default's, per model."""
+    """Return README's table: rank correlation, and the gradient error of plans against the default's."""
     found, machine = content["summary"], content["machine"]
-    models, seeds, scale = list(found), content["seeds"], content["scale"]
-    first = found[models[0]]
+    models, (first, *_), scale = list(found), list(found.values()), content["scale"]
     budgets = list(first["to_default"]["variance"])
-    several, saved = len(seeds) > 1, " and ".join(f"{float(budget):.0%}" for budget in budgets)
-    means = f"means over {len(seeds)} seeds" if several else "one seed"
-    measured = (
-        f"commit {content['commit']}"
-        if content["sensitivities"] == content["commit"]
-        else f"commit {content['commit']}, sensitivities {content['sensitivities']}"
-    )
+    several, saved = len(content["seeds"]) > 1, " and ".join(f"{float(budget):.0%}" for budget in budgets)
+    measured = f"commit {content['commit']}"
+    if content["sensitivities"] != content["commit"]:
+        measured += f", sensitivities {content['sensitivities']}"
+    means = f"means over {len(content['seeds'])} seeds" if several else "one seed"
+    rows: dict[str, list[str]] = {}
+    for name, by_precision in first["spearman"].items():
+        by_mode = [[cell["mean"] for cell in _of(found, "spearman", name, p)] for p in by_precision]
+        rows[_shown(name)] = [
+            " / ".join(f"{mean:.2f}" for mean in each) for each in zip(*by_mode, strict=True)
+        ]
+    for budget in budgets:
+        plan = f"{float(budget):.0%}, plan by "
+        for name in first["to_default"]:
+            if name in NEAREST or (name != "variance" and budget == budgets[-1]):
+                rows[plan + _shown(name)] = list(map(_range, _of(found, "to_default", name, budget)))
+        own = _of(found, "plan_error", "variance", budget)
+        rows[f"{plan}{_shown('variance')}, of \\|g\\|²"] = [f"{cell['mean']:.1e}" for cell in own]
+    for name in first["heldout"]:
+        if name != "fp32":
+            rows[f"held-out loss, plan by {_shown(name)}"] = list(map(_small, _of(found, "heldout", name)))
+    rows["joint effect of random plans, of the sum"] = list(map(_range, _of(found, "joint_to_sum")))
     lines = [
-        f"Spearman's correlation with the truth in BF16 / INT8, {means}. Below, the gradient "
+        f"Spearman's correlation with the truth in BF16 / INT8, "
+        f"{means}. Below, the gradient "
         f"error of plans that save {saved}",
         f"of the time that can be saved, as a multiple of the default's on each of {scale['unseen']} unseen "
         "batches",
@@ -160,38 +165,24 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, {measured};",
         "step times of plans are simulated.",
         "",
-        f"| | {' | '.join(models)} |",
-        "|---" * (len(models) + 1) + "|",
+        *markdown_table(["", *models], [[name, *cells] for name, cells in rows.items()]),
     ]
-    for name, by_precision in first["spearman"].items():
-        cells = [
-            " / ".join(f"{found[model]['spearman'][name][p]['mean']:.2f}" for p in by_precision)
-            for model in models
-        ]
-        lines.append(f"| {_shown(name)} | {' | '.join(cells)} |")
-    for budget in budgets:
-        for name in first["to_default"]:
-            if name in NEAREST or (name != "variance" and budget == budgets[-1]):
-                cells = [_range(found[model]["to_default"][name][budget]) for model in models]
-                lines.append(f"| {float(budget):.0%}, plan by {_shown(name)} | {' | '.join(cells)} |")
-        cells = [f"{found[model]['plan_error']['variance'][budget]['mean']:.1e}" for model in models]
-        lines.append(
-            f"| {float(budget):.0%}, plan by {_shown('variance')}, of \\|g\\|² | {' | '.join(cells)} |"
-        )
-    for name in first["heldout"]:
-        if name != "fp32":
-            cells = [_small(found[model]["heldout"][name]) for model in models]
-            lines.append(f"| held-out loss, plan by {_shown(name)} | {' | '.join(cells)} |")
-    cells = [_range(found[model]["joint_to_sum"]) for model in models]
-    lines.append(f"| joint effect of random plans, of the sum | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _of(found: Mapping[str, Any], *keys: str) -> list[Any]:
+    """Return the entry under these keys of every model."""
+    cells = list(found.values())
+    for key in keys:
+        cells = [cell[key] for cell in cells]
+    return cells
 
 
 def _shown(name: str) -> str:
     return {"variance": "**`variance`**", "empirical": "the truth itself"}.get(name, f"`{name}`")
 
 
-def _range(cell: Mapping[str, float | None]) -> str:
+def _range(cell: Mapping[str, Any]) -> str:
     centre, factor = cell["mean"], cell["factor"]
     if factor is None:
         return _ratio(centre)
@@ -202,12 +193,8 @@ def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0e}"
 
 
-def _table(title: str, models: Sequence[str]) -> Table:
-    table = Table(title=f"{title} (measured)", box=box.SIMPLE_HEAD)
-    table.add_column("")
-    for model in models:
-        table.add_column(model, justify="right")
-    return table
+def _table(title: str, models: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
+    return table(f"{title} (measured)", ["", *models], [[name, *cells] for name, cells in rows.items()])
 
 
 def _times(cell: Mapping[str, float | None]) -> str:
@@ -226,11 +213,11 @@ def _small(cell: Mapping[str, float | None]) -> str:
 
 
 def picture(rows: Rows, path: str | Path) -> Path:
-    """Predicted against measured added variance, one panel per model: every operator, precision and seed."""
+    """Draw predicted against measured added variance by model: every operator, precision and seed."""
     models = list(dict.fromkeys(row["model"] for row in rows))
-    figure = Figure(figsize=(3.1 * len(models), 3.4), layout="constrained")
-    for number, model in enumerate(models):
-        axes = figure.add_subplot(1, len(models), number + 1)
+    title = "Squared gradient error by lowering one operator: every operator and seed"
+    figure = new_figure(3.1 * len(models), 3.4, title)
+    for model, axes in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):
         extremes: list[float] = []
         for precision in (Precision.BF16, Precision.INT8):
             pairs = [
@@ -238,23 +225,16 @@ def picture(rows: Rows, path: str | Path) -> Path:
                 for row in rows if row["model"] == model
                 for op, truth in row["omega"]["empirical"].items() if precision in truth
             ]  # fmt: skip
-            pairs = [pair for pair in pairs if min(pair) > 0]
-            if not pairs:
-                continue
-            x, y = zip(*pairs, strict=True)
-            axes.scatter(
-                x, y, s=9, alpha=0.6, lw=0, color=PRECISION_COLOURS[precision], label=precision.upper()
-            )
-            extremes += [*x, *y]
+            if pairs := [pair for pair in pairs if min(pair) > 0]:
+                style: dict[str, Any] = {"s": 9, "alpha": 0.6, "lw": 0, "color": PRECISION_COLOURS[precision]}
+                axes.scatter(*zip(*pairs, strict=True), label=precision.upper(), **style)
+                extremes += [end for pair in pairs for end in pair]
         if extremes:
             ends = (min(extremes), max(extremes))
             axes.plot(ends, ends, color=INK, lw=0.8, zorder=0)
         axes.set(xscale="log", yscale="log", title=model, xlabel="measured")
-        if number == 0:
+        if model == models[0]:
             axes.set_ylabel("predicted by two steps")
             axes.legend(frameon=False)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Squared gradient error by lowering one operator: every operator and seed", color=INK)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=150, facecolor="white")
-    return write_bytes(path, drawn.getvalue())
+        open_axes(axes)
+    return save_png(figure, path)

@@ -1,4 +1,4 @@
-"""Every indicator against the truth: `python -m qsync.experiments.sensitivity.indicators --out indicators.json`.
+"""Every indicator against the truth: `python -m qsync.experiments.sensitivity.indicators --out FOLDER`.
 
 For each model and seed: weights after some FP32 steps, the truth by single flips with the real kernels, and
 from every indicator (1) its rank correlation with the truth, (2) the plan it leads to at equal step time, by
@@ -8,8 +8,8 @@ single effects?
 
 Gradient errors and losses are measured; step times are simulated: FLOPs over the rates of `RATES`.
 
-The truth takes hours, plans take minutes: `--again indicators.json` takes the sensitivities of that run and
-measures only the gradient errors of the plans anew.
+The truth takes hours, plans take minutes: `--sensitivities FOLDER` takes the sensitivities of an earlier run
+there and measures only the gradient errors of the plans anew.
 """
 
 from __future__ import annotations
@@ -18,33 +18,30 @@ import copy
 import math
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.stats import spearmanr
 
 import qsync
 from qsync.api import calibrating
-from qsync.backend.device_detection import machine
 from qsync.errors import MismatchError
-from qsync.experiments.demo.rank import commit
+from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run
+from qsync.experiments.harness.provenance import commit
 from qsync.experiments.sensitivity.indicator_report import markdown, picture, summary, tables
-from qsync.experiments.workloads.demo_workloads import Workload, evaluate
 from qsync.experiments.workloads.subjects import NAMES, subject
+from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.sensitivity.registry import INDICATORS
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import read_json, write_bytes, write_json
+from qsync.records.json_files import read_json
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Sensitivity
 from qsync.runtime import program
@@ -87,60 +84,55 @@ QUICK = Scale(seeds=1, warm_up=4, steps=2, num_batches=1, unseen=2, random_plans
 
 
 def main(
-    out: Path = Path("indicators.json"),
-    models: list[str] = typer.Option(list(NAMES), "--model", help="Repeat for several."),  # noqa: B008
+    out: Out = Path("indicators"),
+    models: Models = None,
     seeds: int = 5,
     quick: bool = False,
     processes: int = 1,
-    again: Path | None = typer.Option(None, help="An earlier run: measure only its plans anew."),  # noqa: B008
+    sensitivities: Annotated[
+        Path | None,
+        typer.Option("--sensitivities", "--again", help="Folder of an earlier run: its sensitivities."),
+    ] = None,
+    fresh: Fresh = False,
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
-    scale, tree = QUICK if quick else Scale(seeds=seeds), commit()
-    earlier = {} if again is None else read_json(again)
-    tasks = [
-        (name, seed, scale, None if again is None else _row_of(earlier, name, seed, again))
+    scale = QUICK if quick else Scale(seeds=seeds)
+    earlier = {} if sensitivities is None else read_json(sensitivities / "figures.json")
+    tasks = {
+        f"{name} {seed}": (name, seed, scale, _row_of(earlier, name, seed, sensitivities))
         for seed in range(scale.seeds)
-        for name in models
-    ]
-    with Console(stderr=True).status("indicators") as status:
-        if processes == 1:
-            rows = []
-            for task in tasks:
-                status.update(f"{task[0]}, seed {task[1]}")
-                rows.append(_task(task))
-        else:
-            with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-                rows = []
-                for task, row in zip(tasks, pool.map(_task, tasks), strict=True):
-                    status.update(f"{task[0]}, seed {task[1]}: done")
-                    rows.append(row)
-                    write_json(out.with_suffix(".part.json"), {"rows": rows})
+        for name in models or NAMES
+    }
+    settings = {"scale": {key: value for key, value in asdict(scale).items() if key != "seeds"}}
+    experiment = Experiment("indicators", out, settings=settings, fresh=fresh)
+    with experiment.progress():
+        found = dict(experiment.pieces(tasks, _task, processes))
+    rows = [found[name] for name in tasks]
     content = {
-        "measured": "gradient errors and losses; step times are simulated, from FLOPs and rates",
-        "machine": {**machine(), "threads": 1},
-        "qsync": qsync.__version__,
-        "commit": tree,
-        "sensitivities": earlier.get("commit", tree),  # the commit that measured them
+        "threads": 1,
+        "sensitivities": earlier.get("commit", commit()),  # the commit that measured them
         "seeds": list(range(scale.seeds)),
-        "scale": asdict(scale),
         "rates": RATES,
         "summary": summary(rows),
         "rows": rows,
     }
-    write_json(out, content)
-    picture(rows, out.with_suffix(".png"))
-    write_bytes(out.with_suffix(".md"), markdown(content).encode())
-    for table in tables(content["summary"]):
-        Console().print(table)
+    experiment.finish(
+        content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
+        tables=tables(content["summary"]), markdown=markdown,
+        picture=lambda content, path: picture(content["rows"], path),
+    )  # fmt: skip
 
 
-def _row_of(earlier: Mapping[str, Any], name: str, seed: int, path: Path) -> Row:
-    for row in earlier["rows"]:
+def _row_of(earlier: Mapping[str, Any], name: str, seed: int, folder: Path | None) -> Row | None:
+    """Return an earlier run's row; None if there is no earlier run."""
+    for row in earlier.get("rows", ()):
         if (row["model"], row["seed"]) == (name, seed):
             return dict(row)
+    if folder is None:
+        return None
     raise MismatchError(
-        f"{path} has no sensitivities of {name}, seed {seed}; choose among its models and seeds, or measure "
-        "them by leaving out --again"
+        f"{folder} has no sensitivities of {name}, seed {seed}; choose among its models and seeds, or "
+        "measure them by leaving out --sensitivities"
     )
 
 
@@ -156,11 +148,11 @@ def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
 
 
 def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
-    """All figures of one model and seed."""
+    """Return all figures of one model and seed."""
     model = workload.make_model(seed)
     train(model, workload, seed, range(scale.warm_up))
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
-    loss_fn = _loss(workload)
+    loss_fn = workload.loss
     found: dict[str, Sensitivity] = {
         name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
         for name in INDICATORS
@@ -192,7 +184,7 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
 
 
 def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
-    """An earlier run's row with the gradient errors of its plans measured anew, on `scale.unseen` batches.
+    """Measure the gradient errors of an earlier run's plans anew, on `scale.unseen` batches; return its row.
 
     The plans, and with them the losses of training under them, are those of its sensitivities. Raises
     MismatchError where these are of other weights: where |g|^2 of the first unseen batch is another.
@@ -204,7 +196,8 @@ def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
     if not math.isclose(before, now, rel_tol=1e-6):
         raise MismatchError(
             f"the earlier sensitivities of {workload.name}, seed {earlier['seed']}, are of other weights: "
-            f"|g|^2 of one batch was {before:.6g} and is {now:.6g}; measure them anew by leaving out --again"
+            f"|g|^2 of one batch was {before:.6g} and is {now:.6g}; measure them anew by leaving out "
+            "--sensitivities"
         )
     return {**earlier, **judged}
 
@@ -212,13 +205,13 @@ def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
 def judge_plans(
     model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]
 ) -> tuple[Row, dict[tuple[str, float], Assignment]]:
-    """The gradient error of the plan that each indicator leads to, and these plans by (indicator, saving).
+    """Return the gradient error of each indicator's plan, and these plans by (indicator, saving).
 
     Measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them, its standard
     error, and every batch.
     """
     unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
-    with calibrating(model, unseen, _loss(workload), precisions=PRECISIONS, seed=seed) as calibration:
+    with calibrating(model, unseen, workload.loss, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.assign({})
         squares = [
             sum(float(part.square().sum()) for part in calibration.gradient(batch))
@@ -243,27 +236,13 @@ def judge_plans(
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of these batches, its standard error, and the batches themselves."""
+    """Return the mean of these batches, its standard error, and the batches themselves."""
     error = statistics.stdev(values) / math.sqrt(len(values))
     return {"mean": statistics.fmean(values), "standard_error": error, "by_batch": list(values)}
 
 
-def _loss(workload: Workload) -> Callable[[torch.nn.Module, Any], torch.Tensor]:
-    return lambda model, batch: workload.loss_fn(model(batch[0]), batch[1])
-
-
-def train(model: torch.nn.Module, workload: Workload, seed: int, steps: range) -> None:
-    """AdamW steps, as the model runs now."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
-    for step in steps:
-        inputs, targets = workload.batch(seed, step, 0)
-        optimizer.zero_grad()
-        workload.loss_fn(model(inputs), targets).backward()
-        optimizer.step()
-
-
 def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) -> float:
-    """Spearman's rank correlation over the operators that have this precision."""
+    """Return Spearman's rank correlation over the operators that have this precision."""
     ops = [op for op, modes in truth.omega.items() if precision in modes]
     scores = [found.omega[op][precision] for op in ops]
     if len(set(scores)) == 1:
@@ -272,7 +251,7 @@ def correlation(found: Sensitivity, truth: Sensitivity, precision: Precision) ->
 
 
 def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str, Precision]:
-    """The assignment of least added variance among those that save this share of the time that can be saved.
+    """Return the assignment of least added variance that saves this share of the time that can be saved.
 
     minimise sum omega[o, p] x[o, p]  such that  sum time[o, p] x[o, p] <= T,  one p per operator; exact.
     """
@@ -311,14 +290,14 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
 
 
 def rate(kind: str, precision: Precision) -> float:
-    """Times as fast as FP32."""
+    """Return how many times as fast as FP32 a precision is."""
     return 1.0 if precision is Precision.FP32 else RATES.get(kind, RATES["other"])[precision]
 
 
 def heldout(
     model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, plans: Mapping[str, Assignment]
 ) -> dict[str, float]:
-    """Held-out loss after training on from here in FP32 and under each plan, on the same batches."""
+    """Return the held-out loss after more training in FP32 and under each plan, on the same batches."""
     steps = range(scale.warm_up, scale.warm_up + scale.steps)
     losses: dict[str, float] = {}
     done: dict[tuple[tuple[str, Precision], ...], float] = {}
@@ -337,7 +316,7 @@ def heldout(
 def _once_each(
     plans: Mapping[tuple[str, float], Assignment], calibration: Calibration
 ) -> dict[tuple[str, float], list[float]]:
-    """The gradient error of each plan on each batch; indicators that agree share a measurement."""
+    """Measure the gradient error of each plan on each batch; indicators that agree share a measurement."""
     different = {tuple(sorted(plan.items())): plan for plan in plans.values()}
     errors = dict(zip(different, errors_by_batch(calibration, list(different.values())), strict=True))
     return {key: errors[tuple(sorted(plan.items()))] for key, plan in plans.items()}
@@ -345,13 +324,12 @@ def _once_each(
 
 def _drawn_plan(graph: OpGraph, seed: int, number: int) -> dict[str, Precision]:
     draw = random.Random(f"{seed}.{number}")
-    plan = {}
-    for op in graph.adjustable:
-        plan[op.name] = draw.choice(
-            [p for p in (Precision.FP32, *PRECISIONS) if p in PRECISIONS_BY_KIND[op.kind]]
-        )
-    return plan
+    able = {
+        op.name: [p for p in (Precision.FP32, *PRECISIONS) if p in PRECISIONS_BY_KIND[op.kind]]
+        for op in graph.adjustable
+    }
+    return {name: draw.choice(precisions) for name, precisions in able.items()}
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -24,11 +24,13 @@ class Attention(nn.Module):
         self.output = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part(x).view(heads).transpose(1, 2) for part in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v)
-        return self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: torch.Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
+        return y
 
 
 class Layer(nn.Module):
@@ -43,8 +45,10 @@ class Layer(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         x = self.norm1(x + self.dropout(self.attention(x)))
-        return self.norm2(x + self.dropout(self.mlp(x)))
+        y: torch.Tensor = self.norm2(x + self.dropout(self.mlp(x)))
+        return y
 
 
 class Bert(nn.Module):
@@ -78,11 +82,13 @@ class Bert(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.norm(self.tokens(tokens) + self.positions(positions))
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.head_norm(self.gelu(self.transform(x))))
+        y: torch.Tensor = self.head(self.head_norm(self.gelu(self.transform(x))))
+        return y
 
     # Post-LN: multiples of the width alone, and no depth.
     recipe = Recipe(
@@ -113,7 +119,7 @@ class Bert(nn.Module):
 
 
 def masked(tokens: torch.Tensor, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens with one in `MASKED_EVERY` masked, and the targets: the masked ones, the others not scored."""
+    """Mask one token in `MASKED_EVERY`; return the tokens, and targets with the others not scored."""
     generator = torch.Generator().manual_seed(hash(seed) % 2**63)
     chosen = torch.rand(tokens.shape, generator=generator) < 1 / MASKED_EVERY
     return tokens.masked_fill(chosen, MASK), tokens.masked_fill(~chosen, NOT_SCORED)

@@ -32,11 +32,13 @@ class Attention(nn.Module):
         self.proj = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         batch, length, width = x.shape
         heads = (batch, length, self.num_heads, width // self.num_heads)
         q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, dim=-1))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        return self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: torch.Tensor = self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return y
 
 
 class Mlp(nn.Module):
@@ -50,7 +52,9 @@ class Mlp(nn.Module):
         self.proj = nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.proj(self.gelu(self.fc(x)))
+        """Run the module."""
+        y: torch.Tensor = self.proj(self.gelu(self.fc(x)))
+        return y
 
 
 class Block(nn.Module):
@@ -64,6 +68,7 @@ class Block(nn.Module):
         self.mlp = Mlp(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
@@ -96,9 +101,7 @@ class Gpt(nn.Module):
             self.head.weight = self.tokens.weight
 
     def _initialise(self, num_layers: int) -> None:
-        """GPT-2's: normal with deviation 0.02, what writes to the residual stream scaled down by sqrt(2
-        layers).
-        """
+        """Initialise as GPT-2: deviation 0.02, over sqrt(2 layers) for writers to the residual stream."""
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 deviation = 0.02 / math.sqrt(2 * num_layers) if name.endswith("proj") else 0.02
@@ -107,11 +110,13 @@ class Gpt(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x))
+        y: torch.Tensor = self.head(self.norm(x))
+        return y
 
     recipe = Recipe(
         "byte-level GPT",

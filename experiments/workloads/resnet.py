@@ -19,7 +19,7 @@ HELDOUT_IMAGES = 297  # of 1797
 
 
 def _stage(number: int) -> str:
-    """How a stage grows (see qsync.Recipe): its first block reads the stage before."""
+    """Return how a stage grows (see qsync.Recipe): its first block reads the stage before."""
     own, before = f"c{number}", f"c{max(number - 1, 0)}"
     return f"""
     stages.{number}.0.conv1        {before} -> inner{number}
@@ -51,10 +51,12 @@ class BasicBlock(nn.Module):
             )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.bn2(self.conv2(y))
         y += self.shortcut(x)
-        return self.relu(y)
+        result: torch.Tensor = self.relu(y)
+        return result
 
 
 class ResNet(nn.Module):
@@ -88,8 +90,10 @@ class ResNet(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         x = self.relu(self.bn(self.conv(images)))
-        return self.head(self.stages(x).mean(dim=(2, 3)))
+        y: torch.Tensor = self.head(self.stages(x).mean(dim=(2, 3)))
+        return y
 
     # Three stages, as it stands; the first adds to what the stem wrote.
     recipe = Recipe(
@@ -120,9 +124,7 @@ class Digits:
 
 @cache
 def load_digits() -> Digits:
-    """scikit-learn's 1797 digits, 8 x 8, brought to 16 x 16. The split is the same in every run and for every
-    seed.
-    """
+    """Return scikit-learn's 1797 digits, 8 x 8, brought to 16 x 16, in the same split for every seed."""
     from sklearn.datasets import load_digits as bundled  # slow to import, and only this workload needs it
 
     images, labels = bundled(return_X_y=True)

@@ -1,102 +1,83 @@
-"""The models that predictions are judged on: GPT, BERT, ViT, ResNet and VGG with BatchNorm, on real data.
+"""The models of the demo and of the experiments: GPT, BERT, ViT, ResNet and VGG with BatchNorm, on real data.
 
-Small, so that hundreds of steps fit into minutes on one core, and real in structure: residual streams, norms
-of batches and of layers, attention with and without a mask, strided convolutions, pooling. Text is the source
-of Python's standard library, images are scikit-learn's digits.
+The experiments' models are small, so that hundreds of steps fit into minutes on one core, and real in
+structure: residual streams, norms of batches and of layers, attention with and without a mask, strided
+convolutions, pooling. Text is the source of Python's standard library, images are scikit-learn's digits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import nn
 
 from qsync.errors import QSyncError
-from qsync.experiments.workloads.bert import NOT_SCORED, Bert, masked
-from qsync.experiments.workloads.demo_workloads import Batch, Workload, seeded
+from qsync.experiments.workloads.bert import Bert, masked
 from qsync.experiments.workloads.gpt import Gpt
-from qsync.experiments.workloads.resnet import ResNet, load_digits
-from qsync.experiments.workloads.text import load_text, windows
+from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.vgg import Vgg
 from qsync.experiments.workloads.vit import Vit
+from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
 
 NAMES = ("gpt", "bert", "vit", "resnet", "vgg")
-CONTEXT = 128
+DEMO_NAMES = ("gpt", "resnet")
+CONTEXT, DEMO_CONTEXT = 128, 256
+# Models of images, with their usual batch sizes.
+_IMAGES: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "vit": (Vit, 16),
+    "resnet": (lambda: ResNet(channels=(32, 64, 128)), 64),
+    "vgg": (Vgg, 32),
+}
 
 
 def subject(name: str, batch_size: int | None = None) -> Workload:
-    """The model called `name` with its data and loss, as a workload. Raises QSyncError for an unknown name.
+    """Return the experiments' model of this name as a workload. Raises QSyncError for an unknown name.
 
     >>> chosen = subject("bert")
     >>> inputs, targets = chosen.batch(seed=0, step=0, rank=0)
     >>> chosen.loss_fn(chosen.make_model(0)(inputs), targets)
     """
+    if name in _IMAGES:
+        make, usual = _IMAGES[name]
+        size = batch_size or usual
+        return digits_workload(name, make, size, f"{name}, {size} images of 16 x 16; scikit-learn's digits")
+    size = batch_size or 8
+    about = f"byte-level {name.upper()}, {size} x {CONTEXT} tokens; text: {{source}}"
     if name == "gpt":
-        return _text(
-            name, lambda: Gpt(num_layers=4, width=256, num_heads=4, context=CONTEXT), batch_size or 8
-        )
+        make = lambda: Gpt(num_layers=4, width=256, num_heads=4, context=CONTEXT)  # noqa: E731
+        return text_workload(name, make, size, CONTEXT, about)
     if name == "bert":
-        return _text(name, lambda: Bert(context=CONTEXT), batch_size or 8)
-    if name == "vit":
-        return _images(name, Vit, batch_size or 16)
-    if name == "resnet":
-        return _images(name, lambda: ResNet(channels=(32, 64, 128)), batch_size or 64)
-    if name == "vgg":
-        return _images(name, Vgg, batch_size or 32)
+        return text_workload(
+            name, lambda: Bert(context=CONTEXT), size, CONTEXT, about,
+            prepare=lambda inputs, targets, key: masked(inputs, key),
+        )  # fmt: skip
     raise QSyncError(f"there is no model {name!r}; choose from {', '.join(NAMES)}")
 
 
-def _text(name: str, make: Callable[[], nn.Module], batch_size: int) -> Workload:
-    text = load_text(None, context=CONTEXT)
+def demo_workload(name: str, data: str | Path | None = None) -> Workload:
+    """Return the demo's workload of this name, with its data read.
 
-    def rows(of: np.ndarray, starts: np.ndarray, key: tuple[int, ...]) -> Batch:
-        inputs, targets = windows(of, starts, CONTEXT)
-        return (inputs, targets) if name == "gpt" else masked(inputs, key)
+    `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
+    Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to the resnet.
 
-    def batch(seed: int, step: int, rank: int) -> Batch:
-        draw = np.random.default_rng((seed, step, rank))
-        return rows(text.train, draw.integers(len(text.train) - CONTEXT, size=batch_size), (seed, step, rank))
-
-    def heldout(num: int) -> list[Batch]:
-        starts = np.linspace(0, len(text.heldout) - CONTEXT - 1, num * batch_size).astype(int)
-        return [rows(text.heldout, starts[i::num], (i,)) for i in range(num)]
-
-    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NOT_SCORED)
-
-    return Workload(
-        name=name,
-        make_model=lambda seed: seeded(make, seed),
-        batch=batch,
-        loss_fn=loss_fn,
-        heldout=heldout,
-        steps=32,
-        lr=1e-3,
-        description=f"byte-level {name.upper()}, {batch_size} x {CONTEXT} tokens; text: {text.source}",
-    )
-
-
-def _images(name: str, make: Callable[[], nn.Module], batch_size: int) -> Workload:
-    digits = load_digits()
-
-    def batch(seed: int, step: int, rank: int) -> Batch:
-        draw = np.random.default_rng((seed, step, rank))
-        chosen = torch.from_numpy(draw.choice(len(digits.train_labels), batch_size, replace=False))
-        return digits.train_images[chosen], digits.train_labels[chosen]
-
-    def heldout(num: int) -> list[Batch]:
-        return list(zip(digits.heldout_images.chunk(num), digits.heldout_labels.chunk(num), strict=True))
-
-    return Workload(
-        name=name,
-        make_model=lambda seed: seeded(make, seed),
-        batch=batch,
-        loss_fn=F.cross_entropy,
-        heldout=heldout,
-        steps=48,
-        lr=1e-3,
-        description=f"{name}, {batch_size} images of 16 x 16; scikit-learn's digits",
-    )
+    >>> workload = demo_workload("gpt")
+    >>> inputs, targets = workload.batch(seed=0, step=0, rank=1)
+    >>> loss = workload.loss_fn(workload.make_model(0)(inputs), targets)
+    """
+    if name == "gpt":
+        return text_workload(
+            name, lambda: Gpt(context=DEMO_CONTEXT), 4, DEMO_CONTEXT,
+            f"byte-level GPT, 10.9 M parameters, 4 x {DEMO_CONTEXT} tokens per rank; text: {{source}}",
+            data=data,
+        )  # fmt: skip
+    if name == "resnet":
+        if data is not None:
+            raise QSyncError(
+                "the resnet workload trains on scikit-learn's digits; leave out --data, or choose gpt"
+            )
+        return digits_workload(
+            name, ResNet, 96,
+            "ResNet with BatchNorm, 2.8 M parameters, 96 images per rank; scikit-learn's digits, 16 x 16",
+        )  # fmt: skip
+    raise QSyncError(f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}")

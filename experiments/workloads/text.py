@@ -53,7 +53,7 @@ def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
 
 
 def windows(text: np.ndarray, starts: Iterable[int], context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets (int64, len(starts) x context): the target of each byte is the byte after it."""
+    """Return inputs and targets (int64, len(starts) x context): the target is the byte after."""
     rows = torch.from_numpy(
         np.stack([text[start : start + context + 1] for start in starts]).astype(np.int64)
     )

@@ -39,7 +39,9 @@ class Vgg(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(images).flatten(1))
+        """Run the module."""
+        y: torch.Tensor = self.classifier(self.features(images).flatten(1))
+        return y
 
     # Six convolutions, as it stands, each with channels of its own: c0 to c5.
     recipe = Recipe(

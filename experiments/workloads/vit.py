@@ -36,11 +36,13 @@ class Vit(nn.Module):
         self.head = nn.Linear(width, num_classes)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Run the module."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.class_token.expand(len(x), -1, -1), x], dim=1) + self.positions
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)[:, 0])
+        y: torch.Tensor = self.head(self.norm(x)[:, 0])
+        return y
 
     recipe = Recipe(
         "small ViT",

@@ -1,4 +1,4 @@
-"""experiments/allocation/compare_methods.py on tiny graphs: every method keeps its word, none that lowers beats the MILP."""
+"""compare_methods.py on tiny graphs: every method keeps its word, none that lowers beats the MILP."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ from qsync.experiments.allocation import bases, compare_methods, methods  # noqa
 from qsync.experiments.allocation.methods import BATCHES, GREEDY, MILP, compare, targets  # noqa: E402
 from qsync.experiments.allocation.methods_picture import draw  # noqa: E402
 from qsync.experiments.allocation.methods_report import BEST_UNIFORM, markdown, summary, tables  # noqa: E402
-from qsync.experiments.workloads.demo_workloads import Workload, seeded  # noqa: E402
+from qsync.experiments.workloads.workload import Workload, seeded  # noqa: E402
 
 
 def test_every_method_at_one_target_and_none_that_lowers_adds_less_than_the_exact_solver():
@@ -214,7 +214,7 @@ def test_a_tiny_model_is_measured_posed_and_judged(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(bases, "subject", lambda name: tiny)
     bases.measure("tiny", tmp_path / "tiny", rounds=1)
-    problems = bases.posed("tiny", tmp_path / "tiny")
+    problems = bases.problems("tiny", tmp_path / "tiny")
     assert [one.kind for one in problems].count("simulated devices") == len(bases.SIMULATED)
     here, *simulated = problems
     infer, train = (here.basis.profiles[name] for name in (bases.HALF, bases.HERE))

@@ -1,4 +1,4 @@
-"""experiments/allocation/random_checks.py: made-up problems' plans keep their word, and wrong ones are seen."""
+"""random_checks.py: made-up problems' plans keep their word, and wrong ones are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""experiments/allocation/planning_times.py and allocation_measured.py on small graphs: what is run and reported."""
+"""planning_times.py and measured_steps.py on small graphs: what is run and reported."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_own_plans_are_run_and_compared_with_what_they_said(tmp_path, monkeypatc
         basis = a_basis()
         replace(basis, sensitivity=replace(basis.sensitivity, omega={})).save(out)
         ran.append((plans, turns))
-        cap = int(measured_steps.BUCKET_CAP_MB * 2**20)
+        cap = measured_steps.BUCKET_CAP_BYTES
         comparisons = []
         for key, plan in (plans or {}).items():
             assert plan.bucket_cap_bytes == cap
@@ -81,7 +81,7 @@ def test_own_plans_are_run_and_compared_with_what_they_said(tmp_path, monkeypatc
 
     monkeypatch.setattr(measured_steps, "run_validation", validation)
     a_basis().sensitivity.save(tmp_path / "gpt" / "sensitivity.json")
-    measured_steps.main(tmp_path, model=["gpt"], turns=4, seed=0, again=False)
+    measured_steps.main(tmp_path, model=["gpt"], turns=4, seed=0)
     assert [plans is None for plans, _ in ran] == [True, False] and ran[1][1] == 4
     rows = measured_steps.judge("gpt", tmp_path / "gpt" / "ranks")
     by_plan = {row["plan"]: row for row in rows}
@@ -91,7 +91,7 @@ def test_own_plans_are_run_and_compared_with_what_they_said(tmp_path, monkeypatc
     for row in rows:
         assert row["over_predicted"] == pytest.approx(0.02) and row["over_planned"] == pytest.approx(0.122)
         assert measured_steps.holds(row) and not measured_steps.holds({**row, "over_predicted": 0.04})
-    assert (tmp_path / "allocation_measured.json").is_file()
+    assert (tmp_path / "measured" / "figures.json").is_file()
 
 
 def test_without_a_sensitivity_nothing_is_planned(tmp_path):

@@ -1,9 +1,9 @@
-"""experiments/expansion/compare_growth.py on tiny models: how runs begin, what is kept, what a curve is said to save."""
+"""compare_growth.py on tiny models: how runs begin, what is kept, what a curve is said to save."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -11,14 +11,15 @@ from torch import nn
 
 import qsync
 from qsync.errors import MismatchError, QSyncError
-from qsync.experiments.allocation.bases import HALF
 from qsync.experiments.expansion import compare_growth
 from qsync.experiments.expansion.growth_report import markdown, picture, reached, summary, table
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Sizes, setting, workload_of
 from qsync.experiments.expansion.hybrid_plans import CLASSES, in_ranks, make_plan
 from qsync.experiments.expansion.stacking import stacked
 from qsync.experiments.expansion.starts import begun, source_of
-from qsync.experiments.expansion.training_runs import Method, _gradients, kept, run, run_path
+from qsync.experiments.expansion.training_runs import Method, _gradients
+from qsync.experiments.harness.emulated_profiles import HALF
+from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import read_json
 
@@ -32,18 +33,22 @@ STARTS = ("expanded", "even", "stacked", "plan")
 def folder(tmp_path_factory):
     """A folder with the runs of a seed by every method, and the plan."""
     found = tmp_path_factory.mktemp("expansion")
-    for start in ("scratch", "source"):
-        run(TINY, Method(start), 0, found)
+    experiment = Experiment("expansion", found)
+    compare_growth.train_all(experiment, [(TINY, Method(start), 0) for start in ("scratch", "source")])
     make_plan(TINY, found, rounds=1)
-    for start in STARTS:
-        run(TINY, Method(start, 0.5), 0, found)
+    compare_growth.train_all(experiment, [(TINY, Method(start, 0.5), 0) for start in STARTS])
     return found
+
+
+def kept(of, method, seed, folder):
+    """A finished run of the folder, None if there is none."""
+    return Experiment("expansion", folder).kept(compare_growth.name_of((of, method, seed)), **asdict(of))
 
 
 def row(folder, start: str, ratio: float = 0.5) -> dict:
     found = kept(TINY, Method(start, ratio), 0, folder)
     assert found is not None
-    return found
+    return {**found, **found["result"]}
 
 
 def test_a_run_has_its_curve_and_where_it_was_made(folder):
@@ -77,14 +82,13 @@ def test_the_source_sees_other_batches_than_the_large_model(folder):
     assert own[0].shape == (8, 1, 16, 16)
 
 
-def test_finished_runs_are_kept_and_those_of_other_settings_refused(folder, monkeypatch):
-    path = run_path(folder, TINY, Method("expanded", 0.5), 0)
+def test_finished_runs_are_kept_and_those_of_other_settings_refused(folder, monkeypatch, capsys):
     tasks = [(TINY, Method("source"), 0), (TINY, Method("expanded", 0.5), 0)]
     monkeypatch.setattr(compare_growth, "run", lambda *task: pytest.fail("ran again"))
-    said = []
-    rows = compare_growth.train_all(tasks, folder, 1, lambda *of: said.append(of))
-    assert rows[1] == read_json(path)
-    assert [(step, loss) for _, step, loss in said] == [(8, None), (4, None)]
+    rows = compare_growth.train_all(Experiment("expansion", folder), tasks, 1)
+    assert rows[1] == kept(*tasks[1], folder)["result"] and [row["steps"] for row in rows] == [8, 4]
+    said = capsys.readouterr().err
+    assert "vit, seed 0, source: kept" in said and "vit, seed 0, expanded 0.5: kept" in said
     with pytest.raises(MismatchError, match=r"with steps = 8, not 9; give another --out"):
         kept(replace(TINY, steps=9), Method("expanded", 0.5), 0, folder)
     assert kept(TINY, Method("expanded", 0.25), 0, folder) is None
@@ -211,11 +215,11 @@ def test_the_command_runs_everything_and_says_so(tmp_path, capsys):
         "processes": 1,
     }
     compare_growth.main(tmp_path, ["vit"], seeds=1, ratios=[0.5, 0.25], with_plan=False, **options)
-    content = read_json(tmp_path / "expansion.json")
+    content = read_json(tmp_path / "figures.json")
     assert [row["method"] for row in content["rows"]] == [
         "scratch", "source", "expanded 0.5", "expanded 0.25", "even 0.5", "stacked 0.5"
     ]  # fmt: skip
-    assert (tmp_path / "expansion.md").exists() and (tmp_path / "expansion.png").exists()
+    assert (tmp_path / "figures.md").exists() and (tmp_path / "figures.png").exists()
     assert "vit, seed 0, scratch: held-out" in capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""experiments/sensitivity/indicators.py on a tiny network: figures are complete, plans save what they must, reports."""
+"""indicators.py on a tiny network: figures are complete, plans save what they must, reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from qsync.experiments.sensitivity.indicators import (
     rate,
     spread,
 )
-from qsync.experiments.workloads.demo_workloads import Workload
+from qsync.experiments.workloads.workload import Workload
 from qsync.predictor.sensitivity.registry import INDICATORS
 from qsync.records.json_files import write_json
 from qsync.records.precision import Precision
@@ -116,14 +116,16 @@ def test_plans_are_measured_anew_from_the_sensitivities_of_an_earlier_run(rows):
 
 
 def test_sensitivities_of_other_weights_are_not_taken(rows):
-    with pytest.raises(MismatchError, match="tiny, seed 1, are of other weights: .* by leaving out --again"):
+    with pytest.raises(
+        MismatchError, match="tiny, seed 1, are of other weights: .* by leaving out --sensitivities"
+    ):
         judge_again(tiny(), replace(SCALE, warm_up=3), rows[1])
 
 
 def test_a_model_that_the_earlier_run_lacks_is_named(tmp_path):
-    earlier = write_json(tmp_path / "earlier.json", {"rows": [], "commit": "abc"})
+    write_json(tmp_path / "earlier" / "figures.json", {"rows": [], "commit": "abc"})
     with pytest.raises(MismatchError, match="no sensitivities of vgg, seed 0; choose among its"):
-        main(tmp_path / "out.json", ["vgg"], again=earlier)
+        main(tmp_path / "out", ["vgg"], sensitivities=tmp_path / "earlier")
 
 
 def test_means_and_intervals_by_hand():

@@ -1,4 +1,4 @@
-"""experiments/kernels/compare_kernels.py on tiny shapes: its figures are complete, its ratios paired, its verdicts right."""
+"""compare_kernels.py on tiny shapes: its figures are complete, its ratios paired, its verdicts right."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.experiments.harness import peers
+from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases, compare_kernels, whole_steps
 from qsync.experiments.kernels.cases import Bar, Bench, Case
@@ -21,6 +22,7 @@ from qsync.experiments.kernels.roofline import (
     training_bytes,
     training_flops,
 )
+from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 
 CPU = torch.device("cpu")
@@ -67,20 +69,15 @@ def tiny_cases(bench: Bench, section: str):
 def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
     monkeypatch.setattr(compare_kernels, "measure_peaks", lambda device, rounds: PEAKS)
     sections = [section for section in compare_kernels.SECTIONS if section != "memory"]
-    content = json.loads(json.dumps(compare_kernels.run(CPU, sections, 2, False, cases=tiny_cases)))
+    settings = {"device": "cpu", "rounds": 2, "inductor": False}
+    experiment = Experiment("kernels", tmp_path, seed=0, settings=settings)
+    compare_kernels.run(experiment, sections, cases=tiny_cases)
+    content = read_json(tmp_path / "figures.json")
     assert content["measured"] is True
     wanted = {
-        "machine",
-        "versions",
-        "commit",
-        "seed",
-        "threads",
-        "rounds",
-        "peaks",
-        "torchao",
-        "terms",
-        "device",
-    }
+        "machine", "versions", "commit", "seed", "threads", "rounds", "peaks", "torchao", "terms",
+        "device", "bars",
+    }  # fmt: skip
     assert wanted <= set(content)
     assert {case["section"] for case in content["cases"]} == set(sections)
     for case in content["cases"]:
@@ -92,8 +89,8 @@ def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
         assert set(found) == ROW_FIELDS
         assert found["holds"] == (found["missed_by"] == 0.0)
         assert found["roofline"] is None or found["roofline"] > 0
-    picture = draw(content, tmp_path / "kernels.png")
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert draw(content, tmp_path / "kernels.png").is_file()
+    assert (tmp_path / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_variant_of_a_linear_layer_is_measured(bench):

@@ -124,8 +124,8 @@ def small(tmp_path, monkeypatch):
 
 def test_the_experiment_writes_what_it_measured(small):
     memory_error.main(small, None, plans=2, seed=[7, 8], rank_plans=1, state=True)
-    content = json.loads((small / "memory_error.json").read_text())
-    assert content["measured"] is True and {"machine", "torch", "commits"} <= content.keys()
+    content = json.loads((small / "figures.json").read_text())
+    assert content["measured"] is True and {"machine", "versions", "commits"} <= content.keys()
     parts = content["parts"]
     assert parts["margin"]["models"]["small"]["plans"] == 2 and parts["margin"]["seeds"] == [0]
     assert parts["unseen"]["models"]["all"]["plans"] == 4 and parts["unseen"]["seeds"] == [7, 8]
@@ -135,14 +135,14 @@ def test_the_experiment_writes_what_it_measured(small):
     readme = (small / "README.md").read_text()
     assert readme.startswith("a <!--") and readme.endswith("--> b") and "stale" not in readme
     assert "| small | 2 |" in readme and "has not seen | 4 |" in readme
-    assert (small / "memory_error.png").stat().st_size > 5000
+    assert (small / "figures.png").stat().st_size > 5000
 
 
 def test_unseen_plans_are_judged_by_the_margin_that_stands(small, monkeypatch):
     monkeypatch.setattr(peak, "stated_error", lambda device: 0.25)
     memory_error.main(small, ["unseen"], plans=1, seed=[7], rank_plans=1, state=False)
     assert not (small / "stated.json").exists() and "stale" in (small / "README.md").read_text()
-    (row,) = json.loads((small / "memory_error.json").read_text())["plans"]
+    (row,) = json.loads((small / "figures.json").read_text())["plans"]
     comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
     assert row["budget_bytes"] == row["predicted_peak_bytes"] + -(-comes_and_goes // 4)
 

@@ -27,11 +27,11 @@ def test_what_is_counted_is_what_is_predicted(tmp_path, monkeypatch):
     monkeypatch.setattr(saved_bytes, "cases", lambda: (CASE,))
     threads = torch.get_num_threads()
     try:
-        saved_bytes.main(tmp_path / "saved.json", rounds=1)
+        saved_bytes.main(tmp_path, rounds=1)
     finally:
         torch.set_num_threads(threads)
-    content = json.loads((tmp_path / "saved.json").read_text())
-    assert content["measured"] is True and {"machine", "commit", "seed", "qsync"} <= content.keys()
+    content = json.loads((tmp_path / "figures.json").read_text())
+    assert content["measured"] is True and {"machine", "commit", "seed", "versions"} <= content.keys()
     rows = {row["way"]: row for row in content["saved"]}
     x, y = 4 * 32 * 24, 4 * 32 * 16
     expected = {

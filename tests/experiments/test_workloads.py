@@ -6,14 +6,15 @@ import pytest
 import torch
 
 from qsync.errors import QSyncError
-from qsync.experiments.workloads import demo_workloads
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.subjects import DEMO_NAMES, demo_workload
 from qsync.experiments.workloads.text import load_text
+from qsync.experiments.workloads.workload import evaluate
 
 
-@pytest.fixture(scope="module", params=demo_workloads.NAMES)
+@pytest.fixture(scope="module", params=DEMO_NAMES)
 def workload(request):
-    return demo_workloads.load(request.param)
+    return demo_workload(request.param)
 
 
 def test_batch_is_a_function_of_seed_step_and_rank(workload):
@@ -44,17 +45,15 @@ def test_loss_is_a_scalar_with_gradients_for_every_parameter(workload):
 
 def test_evaluate_is_repeatable_and_puts_the_mode_back(workload):
     model = workload.make_model(0)
-    assert demo_workloads.evaluate(model, workload, num_batches=2) == demo_workloads.evaluate(
-        model, workload, num_batches=2
-    )
+    assert evaluate(model, workload, num_batches=2) == evaluate(model, workload, num_batches=2)
     assert model.training
 
 
 def test_gpt_has_ten_million_parameters_and_starts_uniform():
-    workload = demo_workloads.load("gpt")
+    workload = demo_workload("gpt")
     model = workload.make_model(0)
     assert sum(parameter.numel() for parameter in model.parameters()) >= 10_000_000
-    assert abs(demo_workloads.evaluate(model, workload, num_batches=1) - 5.545) < 0.2  # ln 256
+    assert abs(evaluate(model, workload, num_batches=1) - 5.545) < 0.2  # ln 256
 
 
 def test_tied_gpt_shares_one_parameter():
@@ -63,7 +62,7 @@ def test_tied_gpt_shares_one_parameter():
 
 
 def test_targets_are_the_bytes_that_follow():
-    inputs, targets = demo_workloads.load("gpt").batch(0, 0, 0)
+    inputs, targets = demo_workload("gpt").batch(0, 0, 0)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
@@ -102,8 +101,8 @@ def test_too_little_text_says_how_much_is_needed(tmp_path, content, says):
 
 def test_bad_requests_name_what_to_do(tmp_path):
     with pytest.raises(QSyncError, match="no file or folder"):
-        demo_workloads.load("gpt", data=tmp_path / "absent")
+        demo_workload("gpt", data=tmp_path / "absent")
     with pytest.raises(QSyncError, match="choose one of gpt, resnet"):
-        demo_workloads.load("bert")
+        demo_workload("bert")
     with pytest.raises(QSyncError, match="leave out --data"):
-        demo_workloads.load("resnet", data=tmp_path)
+        demo_workload("resnet", data=tmp_path)

@@ -1,0 +1,134 @@
+"""Training steps that are timed as they run: period, and how long this rank was blocked by the others."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync.distributed.job import in_ddp
+from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
+from qsync.experiments.workloads.workload import Workload, make_optimizer
+from qsync.records.plans import Plan
+from qsync.runtime import program as runtime
+
+
+@dataclass(slots=True)
+class Runner:
+    """One run of the demo on one rank: a model, alone or in DDP, with its optimizer.
+
+    `periods_s` holds the time from one step's last reduced gradient to the next step's, `blocked_s` how long
+    each backward pass lasted after this rank's own last gradient was there, `cpu_s` the CPU time of this
+    process in that period (all its threads: on a CPU that is compute and communication without pauses).
+    """
+
+    name: str
+    model: torch.nn.Module
+    trained: torch.nn.Module
+    workload: Workload
+    seed: int
+    rank: int
+    device: torch.device
+    optimizer: torch.optim.Optimizer = field(init=False)
+    step: int = 0
+    periods_s: list[float] = field(default_factory=list)
+    blocked_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    _last_gradient: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.optimizer = self._new_optimizer()
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._mark)
+
+    def _mark(self, _: torch.Tensor) -> None:
+        self._last_gradient = time.perf_counter()
+
+    def train(self, num_steps: int) -> None:
+        """Take steps; the first of them starts with all ranks aligned and is not a period."""
+        reduced: float | None = None
+        reduced_cpu = 0.0
+        for _ in range(num_steps):
+            inputs, targets = self.workload.batch(self.seed, self.step, self.rank)
+            loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._wait()
+            now, cpu = time.perf_counter(), time.process_time()
+            if reduced is not None:
+                self.cpu_s.append(cpu - reduced_cpu)
+                self.periods_s.append(now - reduced)
+                self.blocked_s.append(now - self._last_gradient)
+            reduced, reduced_cpu = now, cpu
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.losses.append(float(loss.detach()))
+            self.step += 1
+
+    def warm_up(self) -> None:
+        """Take two steps and undo them: put weights and buffers back, drop optimizer state and samples."""
+        with self._undone():
+            self.train(2)
+        self.optimizer = self._new_optimizer()
+        self.step = 0
+        for samples in (self.periods_s, self.blocked_s, self.cpu_s, self.losses):
+            samples.clear()
+
+    def outcome(self) -> dict[str, Any]:
+        """Return what this rank knows of a run that is over; one more step measures memory, and is undone."""
+        digest = hashlib.sha256()
+        for value in self.model.parameters():
+            digest.update(value.detach().cpu().contiguous().numpy().tobytes())
+        with self._undone():
+            peak = self._persistent_bytes() + step_peak_bytes(lambda: self.train(1), self.device)
+        return {
+            "rank": self.rank,
+            "parameters": digest.hexdigest(),
+            "periods_s": self.periods_s,
+            "blocked_s": statistics.fmean(self.blocked_s) if self.blocked_s else 0.0,
+            "cpu_s": statistics.median(self.cpu_s) if self.cpu_s else 0.0,
+            "peak_memory_bytes": peak,
+            "losses": self.losses,
+        }
+
+    def _persistent_bytes(self) -> int:
+        """Return the bytes that stay: parameters, buffers, gradients (DDP's buckets), optimizer state."""
+        parameters = list(self.model.parameters())
+        state = [v for entry in self.optimizer.state.values() for v in entry.values()]
+        tensors = [*parameters, *self.model.buffers(), *(v for v in state if isinstance(v, torch.Tensor))]
+        return sum(t.nbytes for t in tensors) + sum(p.nbytes for p in parameters if p.requires_grad)
+
+    def _new_optimizer(self) -> torch.optim.Optimizer:
+        return make_optimizer(self.workload.lr)([p for p in self.model.parameters() if p.requires_grad])
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """Put weights and buffers back after the body."""
+        saved = {name: value.clone() for name, value in self.model.state_dict().items()}
+        yield
+        self.model.load_state_dict(saved)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, seed: int) -> Runner | None:
+    """Return this rank's side of a run under a plan; None if it has none."""
+    rank, alone = dist.get_rank(), name == "fast_alone"
+    if alone and rank != 0:
+        return None
+    model = workload.make_model(seed).to(place.device)
+    device_class = ALONE if alone else FAST if rank == 0 else WEAK
+    runtime.attach(model, runtime.following(plan[device_class].assignment), plan.check_graph)
+    trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
+    return Runner(name, model, trained, workload, seed, rank, place.device)

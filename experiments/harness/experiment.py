@@ -1,0 +1,208 @@
+"""The run of an experiment: a folder of finished pieces, progress, and `figures.json` with its origin.
+
+Each piece of an experiment (a model, a seed, a part) is written to `FOLDER/pieces/` when it is done. A run
+that was interrupted continues with the pieces that are missing; `--fresh` measures all of them anew, and
+`--again` measures none: it judges and draws what lies in the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from qsync.errors import MismatchError, QSyncError
+from qsync.experiments.harness.provenance import provenance
+from qsync.records.json_files import read_json, write_json, write_text
+
+# Options that the experiments share.
+Out = Annotated[
+    Path, typer.Option("--out", help="Folder of the results; an interrupted run continues there.")
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder already holds.")]
+Again = Annotated[
+    bool, typer.Option("--again", help="Judge and draw what lies in the folder; measure nothing.")
+]
+Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn at random.")]
+
+Bar = dict[str, Any]
+
+
+def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False) -> Bar:
+    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value.
+
+    >>> bar("import qsync, ms", 31.0, 50.0)["holds"]
+    True
+    """
+    if isinstance(limit, bool):
+        holds: bool | None = measured == limit
+    elif measured is None:
+        holds = None
+    else:
+        holds = bool(measured >= limit if at_least else measured <= limit)
+    return {"name": name, "measured": measured, "limit": limit, "holds": holds}
+
+
+class Experiment:
+    """One run of an experiment in its folder.
+
+    >>> experiment = Experiment("replay speed", Path("results"), settings={"layers": 80})
+    >>> row = experiment.piece("gpt", lambda: measure("gpt"))
+    >>> experiment.finish({"rows": [row]}, bars=[bar("replay, ms", row["median_s"] * 1e3, 50.0)])
+    """
+
+    def __init__(
+        self,
+        name: str,
+        out: Path,
+        *,
+        seed: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+        fresh: bool = False,
+        again: bool = False,
+    ) -> None:
+        if out.exists() and not out.is_dir():
+            raise QSyncError(f"--out {out} is a file; name a folder")
+        self.name, self.out, self.seed, self.fresh, self.again = name, Path(out), seed, fresh, again
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
+        self.say: Callable[[str], None] = lambda text: None
+
+    @contextmanager
+    def progress(self) -> Iterator[Callable[[str], None]]:
+        """Show on stderr what is being done; without a terminal only `name ...`."""
+        console = Console(stderr=True)
+        with console.status(self.name) as status:
+            self.say = lambda text: status.update(f"{self.name}: {text}")
+            yield self.say
+
+    def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:
+        """Return a piece's result: from the folder if it was finished before, else from `make`, and keep it.
+
+        Raises MismatchError if the piece in the folder was made with other settings, and QSyncError if it is
+        missing and nothing shall be measured.
+        """
+        kept = self.kept(name, **settings)
+        if kept is not None:
+            return kept["result"]
+        if self.again:
+            raise QSyncError(f"{self._path(name)} is missing; leave out --again, or choose what is there")
+        self.say(name)
+        return self.keep(name, make(), **settings)
+
+    def kept(self, name: str, **settings: Any) -> dict[str, Any] | None:
+        """Return the finished piece, with its settings and commit; None if it is to be measured."""
+        path = self._path(name)
+        if (self.fresh and not self.again) or not path.is_file():
+            return None
+        found, wanted = read_json(path), self._settings(settings)
+        for key, value in wanted.items():
+            if found["settings"].get(key) != value:
+                raise MismatchError(
+                    f"{path} was run with {key} = {found['settings'].get(key)}, not {value}; "
+                    "give another --out, the options of that run, or --fresh"
+                )
+        return found
+
+    def keep(self, name: str, result: Any, **settings: Any) -> Any:
+        """Write a finished piece, whole or not at all, and return its result as it will be read back."""
+        content = {"settings": self._settings(settings), **provenance(self.seed), "result": result}
+        write_json(self._path(name), content)
+        return json.loads(json.dumps(result))
+
+    def pieces(
+        self,
+        tasks: Mapping[str, Any],
+        make: Callable[[Any], Any],
+        processes: int = 1,
+        settings: Callable[[Any], Mapping[str, Any]] = lambda task: {},
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield the name and the result of every task: first those in the folder, then others as they finish.
+
+        `make` runs in so many processes at a time; `settings` are those of a task.
+        """
+        missing = []
+        for name, task in tasks.items():
+            kept = self.kept(name, **settings(task))
+            if kept is None:
+                missing.append(name)
+            else:
+                yield name, kept["result"]
+        if processes == 1 or self.again or not missing:
+            for name in missing:
+                task = tasks[name]
+                yield name, self.piece(name, lambda task=task: make(task), **settings(task))  # type: ignore[misc]
+            return
+        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+            running = {pool.submit(make, tasks[name]): name for name in missing}
+            for future in as_completed(running):
+                name = running[future]
+                self.say(f"{name}: done")
+                yield name, self.keep(name, future.result(), **settings(tasks[name]))
+
+    def forget(self, name: str) -> None:
+        """Measure a piece anew, whatever lies in the folder."""
+        self._path(name).unlink(missing_ok=True)
+
+    def finish(
+        self,
+        figures: Mapping[str, Any],
+        *,
+        bars: Iterable[Bar] = (),
+        measured: str | bool = True,
+        picture: Callable[[Mapping[str, Any], Path], object] | None = None,
+        markdown: Callable[[Mapping[str, Any]], str] | None = None,
+        tables: Sequence[Table] = (),
+    ) -> dict[str, Any]:
+        """Write figures.json, and .png and .md where they are given; print the tables. Return the content.
+
+        `measured` says what was measured and what was simulated.
+        """
+        content: dict[str, Any] = {
+            "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
+            "bars": list(bars), **figures,
+        }  # fmt: skip
+        write_json(self.out / "figures.json", content)
+        if picture is not None:
+            picture(content, self.out / "figures.png")
+        if markdown is not None:
+            write_text(self.out / "figures.md", markdown(content))
+        show(*tables, f"Written: {self.out / 'figures.json'}")
+        return content
+
+    def earlier(self) -> dict[str, Any]:
+        """Return the figures of the last run in this folder, empty if there are none."""
+        path = self.out / "figures.json"
+        return read_json(path) if path.is_file() else {}
+
+    def _path(self, name: str) -> Path:
+        return self.out / "pieces" / f"{name.replace(' ', '-')}.json"
+
+    def _settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps({**self.settings, "seed": self.seed, **more}))
+        return found
+
+
+def show(*parts: Table | str) -> None:
+    """Print tables and lines; at 140 columns where there is no terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for part in parts:
+        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+
+
+def run(main: Callable[..., Any]) -> None:
+    """Run a command line: bad input is one sentence and exit code 2."""
+    try:
+        typer.run(main)
+    except QSyncError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}")
+        raise SystemExit(2) from None

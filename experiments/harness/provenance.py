@@ -1,0 +1,50 @@
+"""Where figures come from: the machine, the versions of packages, and the commit of this source tree."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import qsync
+from qsync.backend.device_detection import machine
+
+_PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy", "scipy")
+
+
+def provenance(seed: int | None = None) -> dict[str, Any]:
+    """Return what every result file says of its origin."""
+    return {
+        "machine": machine(), "versions": versions(), "seed": seed, "commit": commit(),
+        "uncommitted_changes": uncommitted_changes(),
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of qsync, Python and the packages that compute here; None if not installed."""
+    found: dict[str, str | None] = {"qsync": qsync.__version__, "python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def commit() -> str:
+    """Return the commit of this source tree, `unknown` outside of a repository."""
+    return (_git("rev-parse", "--short", "HEAD") or "").strip() or "unknown"
+
+
+def uncommitted_changes() -> bool | None:
+    """Return whether tracked files differ from the commit; None outside of a repository."""
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return None if changes is None else bool(changes.strip())
+
+
+def _git(*arguments: str) -> str | None:
+    where = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=where, capture_output=True, text=True, check=False)
+    return done.stdout if done.returncode == 0 else None

@@ -1,0 +1,53 @@
+"""Rows of text as tables: for the terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+Row = Sequence[str]
+
+
+def table(
+    title: str, headings: Row, rows: Iterable[Row], *, left: int = 1, bold: Sequence[int] = ()
+) -> Table:
+    """Return a table for the terminal whose first `left` columns are aligned to the left.
+
+    `bold` are the numbers of the rows that stand out.
+    """
+    shown = Table(title=title, box=box.SIMPLE_HEAD, show_header=any(headings))
+    for number, heading in enumerate(headings):
+        shown.add_column(heading, justify="left" if number < left else "right")
+    for number, row in enumerate(rows):
+        shown.add_row(*row, style="bold" if number in bold else None)
+    return shown
+
+
+def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
+    """Return the lines of the same table in Markdown."""
+    return [
+        f"| {' | '.join(headings)} |",
+        "|---" * len(headings) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def yes(holds: bool | None) -> str:
+    """Return a verdict in words; what does not hold is in capitals.
+
+    >>> yes(True), yes(False), yes(None)
+    ('yes', 'NO', '-')
+    """
+    return "-" if holds is None else "yes" if holds else "NO"
+
+
+def milliseconds(seconds: float) -> str:
+    """Return three digits and the unit.
+
+    >>> milliseconds(0.0000406), milliseconds(1.07)
+    ('0.0406 ms', '1070 ms')
+    """
+    value = 1e3 * seconds
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

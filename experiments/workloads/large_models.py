@@ -1,0 +1,150 @@
+"""Models of real sizes that nothing here trains: captured graphs, and SYNTHETIC costs for them.
+
+Only the size of these profiles matters: to how long planning and replay take. Nothing in them is measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+import qsync
+from qsync.records.basis import Basis
+from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
+from qsync.records.profiles import Cost, Profile, Sensitivity
+
+PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
+# Round rates of a server core, for the synthetic profiles: FLOP/s in FP32, bytes/s, and speed against FP32.
+_FLOPS_PER_S, _BYTES_PER_S = 1e11, 1e10
+_SPEED = {Precision.FP32: 1.0, Precision.BF16: 2.0, Precision.INT8: 3.0}
+
+
+def bert(**sizes: float) -> torch.nn.Module:
+    """Return a BERT classifier of Hugging Face's, of BERT-base's sizes where none are given."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(BertConfig(**sizes))
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch for `bert` on the device in force, the meta device included."""
+    if torch.get_default_device().type == "meta":
+        tokens, labels = torch.empty(rows, length, dtype=torch.int64), torch.empty(rows, dtype=torch.int64)
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 30000, (rows, length), generator=generator)
+        labels = torch.randint(0, 2, (rows,), generator=generator)
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def bert_graph(**sizes: int) -> OpGraph:
+    """Return the graph of a BERT in training, 8 sequences of 128 tokens, captured on the meta device."""
+    with torch.device("meta"):
+        return qsync.capture(bert(**sizes), tokens(8, 128))
+
+
+def llama_70b(num_layers: int = 80) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return a model of Llama-3-70B's sizes on the meta device, with so many layers, and a batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=num_layers,
+        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
+        use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        ids = torch.zeros(1, 2048, dtype=torch.int64)
+        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+
+
+def large_graph(num_layers: int) -> OpGraph:
+    """Return the graph of `llama_70b`, or without transformers a stack of as many blocks."""
+    if importlib.util.find_spec("transformers"):
+        return qsync.capture(*llama_70b(num_layers))
+    return stack(num_layers)
+
+
+def stack(num_layers: int, width: int = 8192, rows: int = 2048) -> OpGraph:
+    """Build blocks of 61 operators, 8 of them products, with residuals: a Llama's in size only."""
+    inputs = [Input("x", "batch", "fp32", (rows, width))]
+    ops: list[Op] = []
+    shape = (rows, width)
+
+    def op(name: str, kind: str, role: Role, *taken: str) -> str:
+        flops = 2 * num_elements(shape) * width if kind == "linear" else 0
+        ops.append(Op(name, kind, role, taken, (), "fp32", shape, flops))
+        return name
+
+    def linear(name: str, x: str) -> str:
+        inputs.append(Input(f"{name}.weight", "parameter", "fp32", (width, width), requires_grad=True))
+        return op(name, "linear", Role.ADJUSTABLE, x, f"{name}.weight")
+
+    x = "x"
+    for layer in range(num_layers):
+        for part in range(4):
+            at = f"{layer}.{part}."
+            y = op(at + "norm", "rms_norm", Role.FOLLOWING, x)
+            left, right = linear(at + "left", y), linear(at + "right", y)
+            for j in range(10):
+                left = op(f"{at}view{j}", "view", Role.FOLLOWING, left)
+            y = op(at + "mul", "mul", Role.FOLLOWING, left, right)
+            x = op(at + "add", "add", Role.FOLLOWING, y, x)
+        x = op(f"{layer}.silu", "silu", Role.FOLLOWING, x)
+    op("loss", "loss", Role.FIXED, x)
+    return OpGraph("stack", tuple(inputs), tuple(ops))
+
+
+def synthetic_basis(graph: OpGraph) -> Basis:
+    """Make a complete basis with made-up costs: two ranks, one of them at half speed."""
+    classes = tuple(DeviceClass(name, "cpu", 1, 64 * 2**30, PRECISIONS) for name in ("train", "infer"))
+    profiles = {
+        "train": synthetic_profile(graph, "train", 1.0),
+        "infer": synthetic_profile(graph, "infer", 2.0),
+    }
+    omega = {
+        op.name: {
+            str(p): {"bf16": 1.0, "int8": 20.0}[p] * (1 + place) for p in able(op) if p is not Precision.FP32
+        }
+        for place, op in enumerate(graph.adjustable)
+    }
+    sensitivity = Sensitivity(graph.hash, "synthetic", omega)
+    return Basis(graph, Cluster(classes, Link(1e-4, 1e9, 0.6)), profiles, sensitivity)
+
+
+def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
+    """Compute costs from FLOPs and bytes at round rates, `slow` times as long. SYNTHETIC."""
+    ops = {}
+    for op in graph.ops:
+        modes: Sequence[str] = able(op)
+        if op.role is not Role.ADJUSTABLE:
+            modes = tuple(dict.fromkeys((op.dtype, *CARRIED_FLOATS)))
+        ops[op.name] = {str(mode): _synthetic_cost(op, mode, slow) for mode in modes}
+    sources = ("fp64", "fp32", "bf16", "fp16")
+    targets = (*sources, *(f"int8_{layout}" for layout in ("row", "col", "image", "channel")))
+    latency, per_element = (
+        Cost(slow * 1e-6, slow * 1e-6),
+        Cost(slow * 4 / _BYTES_PER_S, slow * 4 / _BYTES_PER_S),
+    )
+    fit = {(s, t): (latency, per_element) for s in sources for t in targets if s != t}
+    return Profile(
+        name, graph.hash, graph.shapes_hash, ops, {}, fit, outside=Cost(0.0), host_s=slow * 1e-3,
+        optimizer_s=slow * 2e-2, optimizer_bytes=8 * sum(v.num_elements for v in graph.parameters),
+        step_s={}, machine={"synthetic": True},
+    )  # fmt: skip
+
+
+def _synthetic_cost(op: Op, mode: str, slow: float) -> Cost:
+    if op.role is Role.ADJUSTABLE:
+        seconds = slow * op.flops / _FLOPS_PER_S / _SPEED[Precision(mode)]
+    else:
+        seconds = slow * 2 * type_bytes(mode, op.num_elements) / _BYTES_PER_S
+    return Cost(seconds, 2 * seconds if op.requires_grad else 0.0)
+
+
+def able(op: Op) -> tuple[Precision, ...]:
+    """Return the precisions of an operator that have costs here."""
+    return tuple(p for p in PRECISIONS_BY_KIND.get(op.kind, ()) if p in PRECISIONS)

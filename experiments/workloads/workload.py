@@ -1,0 +1,141 @@
+"""A workload: a model, its data and its loss, and training it.
+
+Batches are functions of (seed, step, rank) and of nothing else, so that runs which must see the same data do,
+whatever else they do differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from qsync.experiments.workloads.resnet import load_digits
+from qsync.experiments.workloads.text import load_text, windows
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # (inputs, targets)
+# What text inputs and targets become, as a function of (inputs, targets, key of the batch).
+Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], Batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model, its data and its loss.
+
+    `make_model(seed)` has the same parameters on every rank. `batch(seed, step, rank)` is (inputs, targets);
+    the model is called as `model(inputs)`, and `loss_fn(outputs, targets)` is a scalar, a mean over the
+    batch. `heldout(num)` is the first `num` held-out batches, always the same. `lr` is for AdamW.
+    """
+
+    name: str
+    make_model: Callable[[int], nn.Module]
+    batch: Callable[[int, int, int], Batch]
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    heldout: Callable[[int], list[Batch]]
+    steps: int
+    lr: float
+    description: str
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Return the loss of a model on a batch, as `qsync.profile` and others ask for it."""
+        outputs = model(batch[0])
+        return self.loss_fn(getattr(outputs, "logits", outputs), batch[1])
+
+
+def evaluate(
+    model: nn.Module, workload: Workload, device: str | torch.device = "cpu", num_batches: int = 16
+) -> float:
+    """Return the mean loss over the first held-out batches, in eval mode; put the model's mode back.
+
+    >>> evaluate(model, workload)
+    5.55
+    """
+    was_training = model.training
+    model.eval()
+    total, num_targets = 0.0, 0
+    try:
+        with torch.no_grad():
+            for inputs, targets in workload.heldout(num_batches):
+                loss = workload.loss_fn(model(inputs.to(device)), targets.to(device))
+                total += float(loss) * targets.numel()
+                num_targets += targets.numel()
+    finally:
+        model.train(was_training)
+    return total / num_targets
+
+
+def train(model: nn.Module, workload: Workload, seed: int, steps: Iterable[int]) -> None:
+    """Take AdamW steps on the batches of rank 0, as the model runs now."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=workload.lr)
+    for step in steps:
+        optimizer.zero_grad()
+        workload.loss(model, workload.batch(seed, step, 0)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+
+def make_optimizer(lr: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Return the demo's optimizer as a function of parameters; the profiler times the same."""
+    return lambda parameters: torch.optim.AdamW(parameters, lr=lr, fused=True)
+
+
+def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Build a module from this seed; leave the caller's own random state as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def text_workload(
+    name: str,
+    make: Callable[[], nn.Module],
+    batch_size: int,
+    context: int,
+    description: str,
+    *,
+    data: str | Path | None = None,
+    prepare: Prepare = lambda inputs, targets, key: (inputs, targets),
+) -> Workload:
+    """Return a model of bytes on text; `{source}` in the description becomes where the text is from."""
+    text = load_text(data, context=context)
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        # default_rng hashes the triple; seed + step + rank would give neighbours the same windows.
+        draw = np.random.default_rng((seed, step, rank))
+        starts = draw.integers(len(text.train) - context, size=batch_size)
+        return prepare(*windows(text.train, starts, context), (seed, step, rank))
+
+    def heldout(num: int) -> list[Batch]:
+        starts = np.linspace(0, len(text.heldout) - context - 1, num * batch_size).astype(int)
+        # Dealt out in turn, so that a few batches already span the whole held-out text.
+        return [prepare(*windows(text.heldout, starts[i::num], context), (i,)) for i in range(num)]
+
+    def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())  # leaves out targets of -100
+
+    return Workload(
+        name, lambda seed: seeded(make, seed), batch, loss_fn, heldout, 32, 1e-3,
+        description.format(source=text.source),
+    )  # fmt: skip
+
+
+def digits_workload(name: str, make: Callable[[], nn.Module], batch_size: int, description: str) -> Workload:
+    """Return a model of images on scikit-learn's digits."""
+    digits = load_digits()
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        draw = np.random.default_rng((seed, step, rank))
+        rows = torch.from_numpy(draw.choice(len(digits.train_labels), batch_size, replace=False))
+        return digits.train_images[rows], digits.train_labels[rows]
+
+    def heldout(num: int) -> list[Batch]:
+        return list(zip(digits.heldout_images.chunk(num), digits.heldout_labels.chunk(num), strict=True))
+
+    return Workload(
+        name, lambda seed: seeded(make, seed), batch, F.cross_entropy, heldout, 48, 1e-3, description
+    )  # fmt: skip
