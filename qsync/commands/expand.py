@@ -83,7 +83,7 @@ def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[s
     from qsync.expansion.apply.verification import verify_expansion
     from qsync.expansion.io import save
     from qsync.expansion.io.load import load_expanded
-    from qsync.expansion.maps.format import as_json
+    from qsync.expansion.maps.describe import as_json
     from qsync.expansion.plan.planner import plan_expansion
     from qsync.expansion.recipe.families import recipe_of
 

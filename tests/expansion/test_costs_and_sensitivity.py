@@ -12,7 +12,7 @@ from scipy.stats import spearmanr
 import qsync
 from qsync.errors import MismatchError
 from qsync.expansion.plan.plan import ExpansionPlan
-from qsync.expansion.transfer.costs_and_sensitivity import SILENT
+from qsync.expansion.transfer.costs_and_sensitivity import NEW_BLOCK_ERROR_SHARE
 from qsync.expansion.transfer.scaling import gradient_gain, rounding_gain
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.cluster import Cluster, DeviceClass, Link
@@ -145,13 +145,13 @@ def test_parts_that_differ_are_rounded_each_by_itself(small):
 def test_a_new_block_is_silent_and_stands_between_two(small):
     model, graph, _ = small
     big, plan = grown(model, layers=3)
-    source, path = next((p.source, p.path) for ps in plan.depth.places.values() for p in ps if p.is_new)
+    source, path = next((p.source, p.path) for ps in plan.depth.grown_blocks.values() for p in ps if p.is_new)
     flat = made_up(graph)
     flat.omega[f"{source}.mlp.fc"]["bf16"] = 4.0
     guess = qsync.carry_sensitivity(flat, graph, qsync.capture(big, TOKENS), plan)
-    old = next(p.path for p in plan.depth.places[source] if not p.is_new)
+    old = next(p.path for p in plan.depth.grown_blocks[source] if not p.is_new)
     between = 2.0 if source == "blocks.0" else 4.0  # the last block has none behind it
-    assert guess.omega[f"{path}.mlp.fc"]["bf16"] == pytest.approx(SILENT * between)
+    assert guess.omega[f"{path}.mlp.fc"]["bf16"] == pytest.approx(NEW_BLOCK_ERROR_SHARE * between)
     assert guess.omega[f"{old}.mlp.fc"]["bf16"] == pytest.approx(4.0)
 
 

@@ -16,13 +16,13 @@ from torch import nn
 import qsync
 from qsync.errors import CalibrationError, FormatError, TracingError, UnsupportedError
 from qsync.expansion.derivation.axis_unification import (
-    Untied,
+    UnificationError,
     axis,
-    cut,
+    concatenate,
     leaves,
     regroup,
-    row,
     size_of,
+    slice_axis,
     stacked,
     unify,
 )
@@ -854,7 +854,7 @@ def test_a_view_splits_and_merges():
     *_, heads, inner = regroup([batch, length, width], (2, 5, 4, 6))
     assert leaves(width) == heads + inner
     assert regroup([heads, inner], (24,)) == [heads + inner]
-    with pytest.raises(Untied):
+    with pytest.raises(UnificationError):
         regroup([width], (9, 3))
 
 
@@ -871,10 +871,10 @@ def test_what_is_joined_is_split_together():
 
 def test_halves_that_change_places_are_one():
     whole = axis(8)
-    first, second = cut(whole, 0, 4), cut(whole, 4, 4)
+    first, second = slice_axis(whole, 0, 4), slice_axis(whole, 4, 4)
     assert [size_of(one) for one in stacked(whole)] == [4, 4]
     assert leaves(first) != leaves(second)
-    unify(whole, row([second, first]))
+    unify(whole, concatenate([second, first]))
     assert leaves(first) == leaves(second)
 
 

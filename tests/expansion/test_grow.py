@@ -11,7 +11,7 @@ from models import gpt2, llama, vit
 
 import qsync
 from qsync.expansion.apply.grow import grow
-from qsync.expansion.apply.verification import in_double
+from qsync.expansion.apply.verification import in_float64
 from qsync.expansion.maps.tensor_maps import SPLITS
 from qsync.experiments.workloads.bert import Bert
 from qsync.experiments.workloads.gpt import Gpt
@@ -50,7 +50,7 @@ def test_the_gradient_comes_back_through_the_growth(family, split):
     plan = qsync.plan_expansion(small, recipe(family, small), split=split)
     big = grow(small, plan)
     parameters = dict(small.named_parameters())
-    with in_double():
+    with in_float64():
         output = call(small, inputs)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
         wanted = torch.autograd.grad((output * weights).sum(), list(parameters.values()), allow_unused=True)
@@ -163,7 +163,9 @@ CONTROLS = {
     "copies that do not share": lambda m: (
         _with_axis(m, shares=torch.ones(192)) if "mlp.proj.w" in m.name else None
     ),
-    "a new block's bias": lambda m: replace(m, silenced="") if m.name == "blocks.2.mlp.proj.bias" else None,
+    "a new block's bias": lambda m: (
+        replace(m, output_init="") if m.name == "blocks.2.mlp.proj.bias" else None
+    ),
     "a bias not divided": lambda m: replace(m, factor=1.0) if m.name == "norm.bias" else None,
     "positions with another rest": lambda m: _with_growth(m, rest="zero") if "positions" in m.name else None,
     "a free rest where it is read": lambda m: _with_growth(m, rest="free") if "tokens" in m.name else None,

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 import qsync
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.apply.optimizer_state import grown_gradient, is_exact
-from qsync.expansion.apply.verification import in_double
+from qsync.expansion.apply.verification import in_float64
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
 
@@ -91,7 +91,7 @@ def test_grouped_heads_say_which_gradients_are_exact(kv_heads):
     model = perturbed(transformers.LlamaForCausalLM(config))
     recipe = qsync.recipe_of(model).to(width=32, heads=8, kv_heads=kv_heads)
     plan = qsync.plan_expansion(model, recipe, split="scalar")
-    with in_double():
+    with in_float64():
         before, after = gradients(model), gradients(plan.expand(model))
     for part, is_shared_out in (("q_proj", False), ("k_proj", kv_heads == 8), ("v_proj", kv_heads == 8)):
         name = f"model.layers.0.self_attn.{part}.weight"

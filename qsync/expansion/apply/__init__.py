@@ -1,1 +1,7 @@
-"""Apply a map: the grown model, its optimizer state, its schedule, and the check that nothing was lost."""
+"""Apply a model map.
+
+grow             build the grown model
+verification     compare the functions of the small and the grown model
+optimizer_state  expand the optimizer state
+lr_schedule      the learning-rate schedule of a grown model
+"""

@@ -1,4 +1,4 @@
-"""Grow a model by its map: a new one of the same class, larger, that computes what the small one does."""
+"""Build the grown model by a model map."""
 
 from __future__ import annotations
 
@@ -9,31 +9,34 @@ import torch
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 
 
 def grow(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
-    """What `expand` does, by a plan that is there already: `plan_expansion` shows it, this makes it."""
+    """Return the grown model of a map; the implementation of `expand`."""
     if any(value.is_meta for value in model.parameters()):
         raise UnsupportedError(
             f"the weights of this {type(model).__name__} are on the meta device, where there is nothing to "
             "grow; load them first"
         )
-    new = built(model, plan)
+    new = build_grown(model, plan)
     _check_shared(model, plan, new)
     with torch.no_grad():
         state = plan.grown({**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))})
     _fill(model, new, plan, state)
-    set_eps(model, new, plan)
+    set_norm_eps(model, new, plan)
     modes = {path: module.training for path, module in model.named_modules()}
     for path, module in new.named_modules():
         module.training = modes.get(plan.depth.source_of(path), model.training)
     return new
 
 
-def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
-    """What the recipe builds, with its own weights. Raises MismatchError where it cannot, or builds something
-    else or of other shapes.
+def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
+    """Build the larger model by the recipe, with its own initial weights.
+
+    Raises:
+        MismatchError: The recipe's `build` fails, or returns another class, other shapes or shared
+            parameters.
     """
     cards = {value.device.index for value in model.parameters() if value.is_cuda}
     try:
@@ -41,8 +44,8 @@ def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
             new = plan.recipe.build(model, plan.sizes)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise MismatchError(
-            f"`build` of the recipe {plan.recipe.name} fails with {_told(plan)} ({type(error).__name__}: "
-            f"{error}); correct it, or ask for sizes that its class can have"
+            f"`build` of the recipe {plan.recipe.name} fails with {_sizes_text(plan)} "
+            f"({type(error).__name__}: {error}); correct it, or ask for sizes that its class can have"
         ) from error
     if type(new) is not type(model):
         raise MismatchError(
@@ -58,12 +61,13 @@ def built(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     return new
 
 
-def _told(plan: ModelMap) -> str:
+def _sizes_text(plan: ModelMap) -> str:
+    """Format the sizes of the grown model."""
     return ", ".join(f"{name} {size}" for name, size in plan.sizes.items())
 
 
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
-    """MismatchError unless parameters are shared in the larger model as they are in the small one."""
+    """Raise MismatchError unless both models share the same parameters."""
     before = dict(model.named_parameters(remove_duplicate=False))
     sources: dict[int, int] = {}  # by a parameter of either: which of the other it goes with
     for name, value in new.named_parameters(remove_duplicate=False):
@@ -79,13 +83,14 @@ def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) 
 
 
 def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
-    """MismatchError unless what was built has the shapes that were planned."""
+    """Raise MismatchError unless the shapes of the built model are those of the map."""
     shapes = {name: tuple(value.shape) for name, value in new.named_parameters(remove_duplicate=False)}
     missing = sorted(shapes.keys() - plan.tensors.keys())
     if missing:
         raise MismatchError(
-            f"the larger {type(new).__name__} has {joined(missing)}, which nothing of the small one becomes; "
-            f"let `build` of the recipe {plan.recipe.name} make a model with the blocks that were asked for"
+            f"the larger {type(new).__name__} has {first_few(missing)}, which nothing of the small one "
+            f"becomes; let `build` of the recipe {plan.recipe.name} make a model with the blocks "
+            "that were asked for"
         )
     buffers = {name: tuple(value.shape) for name, value in new.named_buffers(remove_duplicate=False)}
     for name, m in plan.tensors.items():
@@ -94,19 +99,20 @@ def _check_shapes(plan: ModelMap, new: torch.nn.Module) -> None:
             has = f"has {name} of shape {found}" if found is not None else f"has no {name}"
             raise MismatchError(
                 f"the larger {type(new).__name__} {has}, and the recipe {plan.recipe.name} grows it to "
-                f"{m.shape} with {_told(plan)}; give the sizes that its `build` takes, or correct the line "
-                f"`{plan.recipe.line_of(m.source)}`"
+                f"{m.shape} with {_sizes_text(plan)}; give the sizes that its `build` takes, or "
+                f"correct the line `{plan.recipe.line_of(m.source)}`"
             )
 
 
 def _fill(
     model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap, state: dict[str, torch.Tensor]
 ) -> None:
+    """Write parameters and buffers to the new model."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, value in new.named_parameters():
         value.data = state[name]
         value.requires_grad_(parameters[plan.tensors[name].source].requires_grad)
-    before, kept = dict(model.named_buffers()), model.state_dict().keys()
+    before, saved_names = dict(model.named_buffers()), model.state_dict().keys()
     device = next((p.device for p in parameters.values()), torch.device("cpu"))
     for name, buffer in new.named_buffers():
         source = before.get(plan.depth.source_of(name))
@@ -114,7 +120,7 @@ def _fill(
             buffer.data = state[name]
         elif source is not None and source.shape == buffer.shape:
             buffer.data = source.detach().clone()
-        elif plan.depth.source_of(name) in kept:
+        elif plan.depth.source_of(name) in saved_names:
             raise MismatchError(
                 f"{name} is kept with the model and would become larger, and the recipe {plan.recipe.name} "
                 "has no line for it; add what it reads and writes"
@@ -123,9 +129,11 @@ def _fill(
             buffer.data = buffer.data.to(device)
 
 
-def set_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
-    """The eps that norms now have: on the modules, and in the config where all are alike. One that growth
-    leaves as it is need not be what `build` gives: the small model may have been grown itself.
+def set_norm_eps(model: torch.nn.Module, new: torch.nn.Module, plan: ModelMap) -> None:
+    """Set the eps of all norms, and that of the config where all norms have the same.
+
+    Norms that growth does not affect get the small model's eps. It may differ from the result of `build`,
+    because the small model may itself be a grown one.
     """
     before = dict(model.named_modules())
     for path, module in new.named_modules():

@@ -1,4 +1,4 @@
-"""The learning rate of a grown model: as high as from scratch, and sooner over."""
+"""The learning-rate schedule of a grown model: the from-scratch maximum with a faster decay."""
 
 from __future__ import annotations
 
@@ -16,32 +16,44 @@ RATIO = 130 / 300
 
 
 class ExpandedSchedule(LRScheduler):
-    """The from-scratch run's learning rate in `ratio` of its steps: LEMON's schedule for a grown model.
+    """The learning rate of the from-scratch run, compressed to `ratio` of its steps.
 
-    The optimizer is made with the from-scratch maximum, and `steps`, `warm_up` and `floor` are the
-    from-scratch run's own: a linear rise over `warm_up` of its `steps`, then half a cosine down to `floor`
-    times the maximum. Both are shortened together, so that at step t of the grown model
+    The schedule is LEMON's for a grown model: a linear rise over `warm_up` steps, then half a cosine down to
+    `floor` times the maximum, both shortened together. At step t of the grown model
 
         lr(t) = maximum * scratch(t / ratio),    t = 0 ... ratio * steps,
 
-    where scratch(u) = (u + 1) / (warm_up + 1) while it rises and, for v = (u - warm_up) / (steps - warm_up),
-    floor + (1 - floor) (1 + cos(pi v)) / 2 from there on. Beyond the end it stays at the floor. `ratio` = 1
-    is the from-scratch schedule itself.
+    where scratch(u) = (u + 1) / (warm_up + 1) during the rise and, with v = (u - warm_up) / (steps -
+    warm_up), floor + (1 - floor) (1 + cos(pi v)) / 2 from there on. Beyond the end it stays at the floor.
+    `ratio` = 1 is the from-scratch schedule itself.
 
-    Where the numbers come from: LEMON (arXiv:2310.07999) trains grown vision transformers for 130 epochs
-    instead of 300, hence the default and the 56.7 % it says are saved; for BERT it says 33.2 %. What counts
-    as cost there is the paper's. By it, a smaller maximum ends worse than the same one that decays faster.
-    What a ratio saves on small models: `python -m qsync.experiments.expansion.compare_growth`. The shape is the usual one,
-    and ours to choose.
+    LEMON (arXiv:2310.07999) trains grown vision transformers for 130 epochs instead of 300. The default ratio
+    follows from this, and the published savings of 56.7 %; for BERT the paper states 33.2 %. The paper does
+    not fully state what it counts as cost. It also reports that a smaller maximum ends worse than the same
+    maximum with a faster decay. Savings on small models: `python -m
+    qsync.experiments.expansion.compare_growth`. The paper does not fix the shape; half a cosine is the usual
+    choice.
 
-    A torch scheduler like any other: `step()` once after each step of the optimizer, `state_dict` for a
-    checkpoint. Raises CalibrationError for numbers that make no schedule, FormatError for the state of
-    another kind of scheduler.
+    Like any torch scheduler: call `step()` once after each optimizer step, save `state_dict()` in
+    checkpoints.
 
-    >>> optimizer = torch.optim.AdamW(big.parameters(), lr=1e-3)  # the from-scratch maximum
-    >>> schedule = qsync.ExpandedSchedule(optimizer, steps=300_000, warm_up=10_000)
-    >>> schedule.total_steps
-    130000
+    Args:
+        optimizer: The grown model's optimizer. Its learning rates are the from-scratch maxima.
+        steps: Steps of the from-scratch run.
+        warm_up: Steps of its linear rise, fewer than `steps`.
+        ratio: Share of the from-scratch steps to train for, in (0, 1].
+        floor: Final learning rate as a share of the maximum, in [0, 1).
+        last_epoch: Index of the last step, as in torch; -1 for a new run.
+
+    Raises:
+        CalibrationError: The numbers make no schedule.
+        FormatError: `load_state_dict` gets the state of another scheduler.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(big.parameters(), lr=1e-3)  # the from-scratch maximum
+        >>> schedule = qsync.ExpandedSchedule(optimizer, steps=300_000, warm_up=10_000)
+        >>> schedule.total_steps
+        130000
     """
 
     def __init__(
@@ -61,11 +73,11 @@ class ExpandedSchedule(LRScheduler):
 
     @property
     def total_steps(self) -> int:
-        """Steps until the learning rate is at its floor, at least one."""
+        """Return the number of steps until the learning rate is at its floor, at least 1."""
         return max(1, round(self.ratio * self.scratch_steps))
 
     def factor(self, step: int) -> float:
-        """The share of the maximum that step number `step`, counted from 0, has.
+        """Return the share of the maximum at a step, counted from 0.
 
         >>> schedule.factor(schedule.total_steps)
         0.0
@@ -78,13 +90,14 @@ class ExpandedSchedule(LRScheduler):
         return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * min(done, 1.0))) / 2.0
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """The learning rate of every parameter group now; torch calls this in `step()`."""
+        """Return the current learning rate of every parameter group; torch calls this in `step()`."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a saved schedule stood.
+        """Resume a saved schedule.
 
-        Raises FormatError for the state of another kind of scheduler.
+        Raises:
+            FormatError: The state belongs to another kind of scheduler.
         """
         needed = ("scratch_steps", "scratch_warm_up", "ratio", "floor", "last_epoch", "base_lrs")
         missing = [name for name in needed if name not in state_dict]
@@ -103,7 +116,7 @@ class ExpandedSchedule(LRScheduler):
 
 
 def _check(steps: int, warm_up: int, ratio: float, floor: float) -> None:
-    """CalibrationError unless these make a schedule."""
+    """Raise CalibrationError unless the numbers make a schedule."""
     for name, value, least in (("steps", steps, 1), ("warm_up", warm_up, 0)):
         if type(value) is not int or value < least:
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""An optimizer's state, grown with its model: moments go where the gradients that they average would go."""
+"""Expand the optimizer state: moments grow as the gradients that they average."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ _SQUARED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 
 @dataclass(frozen=True, slots=True)
 class GrownState:
-    """`state_dict` is for `load_state_dict` of an optimizer over the grown model, made as the small one's
-    was: its groups hold the same parameters, in the grown model's order.
+    """The expanded state of an optimizer.
 
-    `exact` are parameters whose gradient is a known multiple of the small model's, in every element that
-    copies; `approximate` those where norms mix it (what writes to their stream; embeddings that are a head
-    too): their moments sum to the small model's; `fresh` those of new blocks, which have no state and count
-    steps from 0.
+    `state_dict` fits `load_state_dict` of an optimizer over the grown model. Its groups hold the same
+    parameters as the small optimizer's, in the grown model's order.
+
+    `exact` lists parameters whose gradient is a known multiple of the small model's, in every element that is
+    a copy. `approximate` lists those whose gradient is mixed by norms (writers of a normed stream, embeddings
+    with a tied head): the moments of all copies sum to the small model's. `fresh` lists the parameters of new
+    blocks, which have no state and count steps from 0.
     """
 
     state_dict: dict[str, Any]
@@ -40,21 +42,32 @@ def expand_optimizer(
     model: torch.nn.Module,
     big: torch.nn.Module,
 ) -> GrownState:
-    """The state of `optimizer` (or its state dict), over `model`, for an optimizer over the grown model
-    `big`.
+    """Expand the state of an optimizer to the grown model.
 
-    Where weights are split by one part a per copy, a copy's gradient is g* = a g, so that its moments are m*
-    = a m and v* = a^2 v (ours). Elements that copy nothing begin with m = 0 and the mean of v over their
-    tensor: with v = 0 at a late step Adam's first update of theirs would be over 3 times the learning rate.
-    Parameters of new blocks have no state, and so count their own steps.
+    With one share a per copy, a copy's gradient is g* = a g. Its moments are therefore m* = a m and v* = a^2
+    v. Elements that are no copies start with m = 0 and the mean of v over their tensor: with v = 0 at a late
+    step Adam's first update would exceed 3 times the learning rate. Parameters of new blocks have no state,
+    and so count their own steps.
 
-    Raises UnsupportedError for split="random", which mixes gradients, and for optimizers that keep what is
-    not known here; MismatchError for an optimizer of another model.
+    Args:
+        plan: The plan that grew the model, with split="scalar" or "even".
+        optimizer: The small model's optimizer, or its state dict.
+        model: The small model.
+        big: The grown model.
 
-    >>> plan = qsync.plan_expansion(small, recipe, split="scalar")
-    >>> big = plan.expand(small)
-    >>> grown = qsync.expand_optimizer(plan, optimizer, small, big)
-    >>> new = torch.optim.AdamW(big.parameters()); new.load_state_dict(grown.state_dict)
+    Returns:
+        A `GrownState`: the state dict, and which parameters it is exact for.
+
+    Raises:
+        UnsupportedError: The plan has split="random", which mixes gradients, or the optimizer keeps an
+            unknown kind of state.
+        MismatchError: The optimizer belongs to another model.
+
+    Example:
+        >>> plan = qsync.plan_expansion(small, recipe, split="scalar")
+        >>> big = plan.expand(small)
+        >>> grown = qsync.expand_optimizer(plan, optimizer, small, big)
+        >>> new = torch.optim.AdamW(big.parameters()); new.load_state_dict(grown.state_dict)
     """
     if plan.split == "random":
         raise UnsupportedError(
@@ -85,9 +98,7 @@ def expand_optimizer(
 def _by_name(
     optimizer: torch.optim.Optimizer | Mapping[str, Any], model: torch.nn.Module
 ) -> tuple[list[tuple[dict[str, Any], list[str]]], dict[str, dict[str, Any]]]:
-    """The groups of an optimizer, their options and the names of their parameters; and what is kept by
-    name.
-    """
+    """Return the options and parameter names of each group, and the state by parameter name."""
     parameters = dict(model.named_parameters())
     if isinstance(optimizer, torch.optim.Optimizer):
         ids = {id(value): name for name, value in parameters.items()}
@@ -98,7 +109,7 @@ def _by_name(
                 "model's; give the model that it was made for"
             )
         listed = [(group, [ids[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
-        state = {ids[id(p)]: dict(kept) for p, kept in optimizer.state.items()}
+        state = {ids[id(p)]: dict(values) for p, values in optimizer.state.items()}
     else:
         if not {"state", "param_groups"} <= optimizer.keys():
             raise MismatchError(
@@ -118,23 +129,21 @@ def _by_name(
             zip((k for group in optimizer["param_groups"] for k in group["params"]), order, strict=True)
         )
         listed = [(group, [name_of[k] for k in group["params"]]) for group in optimizer["param_groups"]]
-        state = {name_of[k]: dict(kept) for k, kept in optimizer["state"].items()}
-    kept = ("params", "param_names")
-    return [({k: v for k, v in group.items() if k not in kept}, names) for group, names in listed], state
+        state = {name_of[k]: dict(values) for k, values in optimizer["state"].items()}
+    handled = ("params", "param_names")
+    return [({k: v for k, v in group.items() if k not in handled}, names) for group, names in listed], state
 
 
 def is_exact(m: TensorMap) -> bool:
-    """Whether the gradient of a grown tensor is a known multiple of the small one's, in every element that
-    copies.
-    """
+    """Return whether a grown gradient is a known multiple of the small one in every copy."""
     return all(axis is None or axis.is_exact for axis in m.axes)
 
 
 def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torch.Tensor:
-    """What a gradient of the small tensor becomes (its square with power 2), 0 where nothing is copied.
+    """Return the gradient of the grown tensor, 0 outside of copies; with power 2 its square.
 
-    A written axis has the part that its readers give to each copy, divided by what the copy was multiplied
-    by; an axis that is read has the source's gradient, as it reads the source's values.
+    A copy along a written axis gets the share of its readers, divided by the scale of the copy. A copy along
+    a read axis gets the whole gradient of the source, because it reads the same values.
     """
     made = gradient
     for dim, axis in enumerate(m.axes):
@@ -149,7 +158,7 @@ def grown_gradient(m: TensorMap, gradient: torch.Tensor, power: int = 1) -> torc
 
 
 def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[str, Any]:
-    """All that an optimizer keeps of one parameter."""
+    """Expand the state of one parameter."""
     found: dict[str, Any] = {}
     for key, value in known.items():
         if value is None or key == "step" or not isinstance(value, torch.Tensor) or value.ndim == 0:
@@ -165,6 +174,7 @@ def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[s
 
 
 def _moment(m: TensorMap, key: str, value: torch.Tensor) -> torch.Tensor:
+    """Expand one moment."""
     if tuple(value.shape) != m.source_shape:
         raise MismatchError(
             f"the optimizer's {key} of {m.source} has shape {tuple(value.shape)}, the model's "

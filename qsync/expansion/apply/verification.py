@@ -1,4 +1,4 @@
-"""Whether a grown model computes what the small one does: both run, in FP64, on the same inputs."""
+"""Verify that a grown model computes the small one's function: run both in FP64."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ TOLERANCE_ROUNDED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """`max_difference` is the largest between outputs, relative to the largest output where weights are
-    shorter than FP64 (`is_relative`). `not_compared` are outputs whose shapes grew.
+    """The result of a comparison.
+
+    `max_difference` is the largest difference between outputs. It is relative to the largest output where
+    weights are shorter than FP64 (`is_relative`). `not_compared` names outputs whose shapes differ.
     """
 
     max_difference: float
@@ -35,6 +37,7 @@ class Verified:
 
     @property
     def passed(self) -> bool:
+        """Return whether the difference is within the tolerance."""
         return self.max_difference <= self.tolerance
 
     def __str__(self) -> str:
@@ -46,17 +49,29 @@ class Verified:
 def verify_expansion(
     small: torch.nn.Module, big: torch.nn.Module, inputs: Any, tolerance: float | None = None
 ) -> Verified:
-    """Run both models on `inputs`, as `model(*inputs)`, in FP64 and evaluation mode, and compare what they
-    return.
+    """Run both models in FP64 and evaluation mode, and compare their outputs.
 
-    Copies of both are run; the models stay as they are. What their authors ask for in FP32 (norms of several
-    families do) is done in FP64 as well. `tolerance` is absolute, 1e-9, where both have their weights in
-    FP64; in shorter types the parts that a weight was split into are rounded, and it is 1e-4 of the largest
-    output in FP32, 1e-2 in FP16 and 5e-2 in BF16. Raises CalibrationError for an empty batch or outputs that
-    are not finite, UnsupportedError where nothing can be compared.
+    The function runs copies; both models stay unchanged. Explicit FP32 computations of a model (norms of
+    several families have them) run in FP64 as well.
 
-    >>> print(qsync.verify_expansion(small, big, tokens))
-    the same function: difference 2.8e-14, tolerance 1e-09
+    Args:
+        small: The small model.
+        big: The grown model.
+        inputs: One batch: a tensor, a tuple (positional) or a dict (keywords).
+        tolerance: The largest permitted difference. Default: 1e-9, absolute, for weights in FP64. Shorter
+            types round the shares of a split weight; the default is then relative to the largest output:
+            1e-4 in FP32, 1e-2 in FP16, 5e-2 in BF16.
+
+    Returns:
+        The difference, the tolerance and the verdict (`passed`).
+
+    Raises:
+        CalibrationError: The batch is empty, or outputs are not finite.
+        UnsupportedError: No outputs have the same shape.
+
+    Example:
+        >>> print(qsync.verify_expansion(small, big, tokens))
+        the same function: difference 2.8e-14, tolerance 1e-09
     """
     args, kwargs = call_arguments(inputs)
     check_batch(args, kwargs)
@@ -84,9 +99,9 @@ def verify_expansion(
 def _outputs(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """What a copy of a model returns in FP64, by the path in its output: all floating-point tensors."""
+    """Return the floating-point outputs of a model's FP64 copy by their path in the output."""
     own = copy.deepcopy(model).double().eval()
-    with torch.no_grad(), in_double():
+    with torch.no_grad(), in_float64():
         returned = own(*_double(args), **_double(kwargs))
     returned = dict(returned) if hasattr(returned, "items") else returned
     leaves, _ = tree_flatten_with_path(returned)
@@ -98,13 +113,14 @@ def _outputs(
 
 
 def _double(values: Any) -> Any:
+    """Convert the floating-point tensors in nested inputs to FP64."""
     return tree_map(
         lambda v: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v, values
     )
 
 
-class _AskedForInDouble(TorchFunctionMode):
-    """Every request for FP32 is one for FP64."""
+class _Float32AsFloat64(TorchFunctionMode):
+    """Turn every request for FP32 into one for FP64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.float:
@@ -114,11 +130,12 @@ class _AskedForInDouble(TorchFunctionMode):
 
 
 @contextmanager
-def in_double() -> Iterator[None]:
+def in_float64() -> Iterator[None]:
+    """Compute in FP64 within the context, where the model requests FP32 too."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with _AskedForInDouble():
+        with _Float32AsFloat64():
             yield
     finally:
         torch.set_default_dtype(before)

@@ -1,6 +1,12 @@
-"""A recipe's table, derived from one run of a model (ours).
+"""Derive the table of a recipe from one run of a model.
 
-watching.py runs it and sees every operator; rules.py and products.py say which dimensions each operator ties,
-ties.py and values.py keep count, recorder.py holds what was seen. findings.py reads streams, heads and blocks
-off what is tied, tabling.py names the spaces and writes the lines, deriving.py is the verb.
+derive            `derive_recipe`: run the model and propose a recipe
+axis_tracer       run a model and trace its axes operator by operator
+trace_records     records of a trace: values, parameter uses, norms, attentions, events
+recorder          `Recorder`: everything that a trace collects
+op_rules          the effect of each operator on axes
+product_rules     the same for products, attention, norms, pools and losses
+axis_unification  union-find over pieces of axes
+interpret         read residual streams, heads and blocks off a trace
+table_writer      name spaces and write the lines of the table
 """

@@ -1,4 +1,4 @@
-"""A recipe's table from one run of the model: which parameter reads and writes which space."""
+"""Derive a recipe's table: which parameter reads and writes which space."""
 
 from __future__ import annotations
 
@@ -9,30 +9,40 @@ from typing import Any
 from torch import nn
 
 from qsync.errors import UnsupportedError
+from qsync.expansion.derivation.axis_tracer import trace_axes
 from qsync.expansion.derivation.interpret import Findings
 from qsync.expansion.derivation.product_rules import ALL_RULES
 from qsync.expansion.derivation.table_writer import (
     Entry,
     Names,
     block_of,
-    lines_of,
-    named,
+    fold_lines,
+    format_table,
+    name_spaces,
     stream_of,
-    text_of,
 )
-from qsync.expansion.derivation.watched_run import watch
 from qsync.expansion.recipe.recipes import Recipe, Sizes
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What one run says about how a model grows, for its author to read and confirm.
+    """The recipe proposed from one run, for its author to read and confirm.
 
-    `table` is a recipe's. `blocks` is the pattern of the modules that depth copies, `residual` the spaces
-    that are one for the whole model; `sizes` and `follows` are proposals: which spaces have one size, and
-    which keep their ratio to it. `multiples` grow without loss to multiples of their size alone. `heads`,
-    `kv_heads` and `head_dim` are as seen (0: no attention). `notes` say what limits losslessness; `open` what
-    was not understood: there the table has to be written by hand.
+    Attributes:
+        model: The name of the model's class.
+        table: The table of the recipe.
+        blocks: The pattern of the modules that depth replicates.
+        residual: The spaces shared by the whole model.
+        sizes: Proposed: the spaces that share a size.
+        follows: Proposed: the spaces that keep their ratio to a size.
+        rotary: Whether heads are rotated by position.
+        multiples: The spaces that grow only to multiples of their size.
+        heads: The number of query heads, 0 without attention.
+        kv_heads: The number of key/value heads.
+        head_dim: The width of a head, in elements.
+        notes: Limits of lossless growth.
+        open: All that was not understood. The author has to write these lines.
+        inputs: The example inputs.
     """
 
     model: str
@@ -51,13 +61,24 @@ class Derived:
     inputs: Any = field(default=None, repr=False, compare=False)
 
     def recipe(self, build: Callable[[Any, Sizes], nn.Module], **options: Any) -> Recipe:
-        """The recipe, once its author has read the table: `build(model, sizes)` makes a new model of these
-        sizes; `options` are a Recipe's, where they should be others than proposed. The number of heads of
-        another model of the class is read by running it too. Raises UnsupportedError while anything is open,
-        unless `table` is among the options: derived.table with those lines written by hand.
+        """Return the recipe, after its author has read the table.
 
-        >>> recipe = derived.recipe(lambda small, sizes: Mine(sizes["width"], sizes["heads"]))
-        >>> big = qsync.expand(model, recipe.to(width=768))
+        The number of heads of another model of the class is read by running it as well.
+
+        Args:
+            build: `build(model, sizes)` returns a new model of these sizes.
+            **options: Fields of `Recipe` that replace the proposed ones.
+
+        Returns:
+            The recipe.
+
+        Raises:
+            UnsupportedError: Lines are open, and `table` is not among the options. Pass `derived.table` with
+                these lines completed.
+
+        Example:
+            >>> recipe = derived.recipe(lambda small, sizes: Mine(sizes["width"], sizes["heads"]))
+            >>> big = qsync.expand(model, recipe.to(width=768))
         """
         if self.open and "table" not in options:
             raise UnsupportedError(
@@ -78,8 +99,8 @@ class Derived:
         return Recipe(self.model, build=build, **{**proposed, **options})
 
     def _heads(self, model: nn.Module) -> Sizes:
-        seen = Findings(watch(model, self.inputs, ALL_RULES))
-        return {"heads": seen.heads, "kv_heads": seen.kv_heads}
+        found = Findings(trace_axes(model, self.inputs, ALL_RULES))
+        return {"heads": found.heads, "kv_heads": found.kv_heads}
 
     def __str__(self) -> str:
         facts = [f"blocks {self.blocks or 'none'}", f"residual {', '.join(self.residual) or 'none'}"]
@@ -92,30 +113,40 @@ class Derived:
         ]
         facts += [f"{space} keeps its ratio to {size}" for space, size in self.follows.items()]
         lines = [f"{self.model}: {'; '.join(facts)}", "", *self.table.splitlines()]
-        for title, said in (("note", self.notes), ("not understood", self.open)):
-            lines += ["", *(f"{title}: {one}" for one in said)] if said else []
+        for title, messages in (("note", self.notes), ("not understood", self.open)):
+            lines += ["", *(f"{title}: {one}" for one in messages)] if messages else []
         return "\n".join(lines)
 
 
 def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
-    """Which dimensions of `model` are tied to which, as the table of a recipe that its author only confirms.
+    """Derive the table of a recipe from one run, for its author to confirm.
 
-    The model runs once (in evaluation mode, without gradients; it is left as it was), and every operator ties
-    the dimensions that it needs to be equal (ours). `example_inputs` is a tensor, a tuple (positional) or a
-    dict (keywords); on the meta device nothing is computed. Nothing is guessed: an operator or parameter that
-    is not understood stands in `.open`, and as `?` in the table. Raises TracingError when the model cannot be
-    run on the inputs.
+    The model runs once, in evaluation mode and without gradients, and stays unchanged. Every operator unifies
+    the dimensions that it requires to be equal. Nothing is guessed: an operator or parameter that is not
+    understood is listed in `.open` and written as `?` in the table.
 
-    >>> print(qsync.derive_recipe(Gpt(), torch.zeros(1, 8, dtype=torch.int64)))
+    Args:
+        model: The model; on the meta device only shapes are traced.
+        example_inputs: One batch: a tensor, a tuple (positional) or a dict (keywords).
+
+    Returns:
+        The table and the proposed fields of a recipe.
+
+    Raises:
+        TracingError: The model cannot run on the inputs.
+        CalibrationError: The inputs hold no tensor, or an empty batch.
+
+    Example:
+        >>> print(qsync.derive_recipe(Gpt(), torch.zeros(1, 8, dtype=torch.int64)))
     """
-    findings = Findings(watch(model, example_inputs, ALL_RULES))
+    findings = Findings(trace_axes(model, example_inputs, ALL_RULES))
     entries = list(findings.entries())
-    names = named(entries, findings.blocks)
-    findings.judge(entries, names)
+    names = name_spaces(entries, findings.blocks)
+    findings.check_events(entries, names)
     sizes, follows = _sizes(entries, names)
     return Derived(
         model=type(model).__name__,
-        table=text_of(lines_of(entries, names, findings.parameters)),
+        table=format_table(fold_lines(entries, names, findings.parameters)),
         blocks=findings.copied,
         residual=names.residual,
         sizes=sizes,
@@ -125,15 +156,17 @@ def derive_recipe(model: nn.Module, example_inputs: Any) -> Derived:
         heads=findings.heads,
         kv_heads=findings.kv_heads,
         head_dim=findings.head_dim,
-        notes=findings.said(findings.notes),
-        open=findings.said(findings.open),
+        notes=findings.fold_messages(findings.notes),
+        open=findings.fold_messages(findings.open),
         inputs=example_inputs,
     )
 
 
 def _sizes(entries: Sequence[Entry], names: Names) -> tuple[dict[str, str], dict[str, str]]:
-    """Proposals. Spaces as wide as a residual stream that they stand beside are taken to be so always, and a
-    block's hidden units to keep their ratio to it.
+    """Propose sizes and ratios.
+
+    A space as wide as the residual stream beside it is assumed to share its size always. The hidden units of
+    a block are assumed to keep their ratio to it.
     """
     # Streams of one width, as an encoder's and a decoder's. Heads become more as the space "stream" grows.
     one = len({names.size[space] for space in names.residual}) == 1

@@ -1,38 +1,36 @@
-"""From what a run showed to entries of a table: which module reads and writes which space, and what is
-open.
-"""
+"""Interpret a trace: the spaces that each module reads and writes, and what is open."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from qsync.expansion.derivation.axis_tracer import RETURNED
 from qsync.expansion.derivation.axis_unification import (
     Axis,
-    Untied,
-    hold,
+    UnificationError,
+    fix_axis,
+    is_known_fixed,
     leaves,
     regroup,
-    settled,
     size_of,
     stacked,
     unify,
 )
-from qsync.expansion.derivation.observations import Attention, Norm, Use, Writer
 from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.table_writer import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
-from qsync.expansion.derivation.watched_run import RETURNED
+from qsync.expansion.derivation.trace_records import Attention, Norm, ParameterUse, Writer
 from qsync.expansion.recipe.recipes import FIXED
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 
-_SAYS = {
+_UNSUPPORTED = {
     "sums over": "sums over {space}, whose copies would count more than once",
     "chooses along": "chooses single coordinates of {space}",
     "multiplies along": "multiplies two values along {space}, whose copies would count more than once",
     "norm": "normalises {space} without a module of its own, whose eps could change",
 }
 # Where a rest stands beside whole copies (LEMON, arXiv:2310.07999, section 3), and is not what it should be.
-_REST = {
+_RESTRICTED = {
     "acts on": "acts on {space}, which a LayerNorm reads: a mean of copies is then another's, so that only "
     "multiples of its size are lossless",
     "moves zero": "makes something else of 0 on {space}, which a norm leaves 0 beside its copies, so that "
@@ -41,15 +39,17 @@ _REST = {
 
 
 class Findings:
-    """One run, read."""
+    """The interpretation of one trace."""
 
-    def __init__(self, seen: Recorder) -> None:
-        self.seen = seen
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
         self.notes: list[str] = []
-        self.blocks, self.open = blocks_pattern(seen.model, seen.sums)
+        self.blocks, self.open = blocks_pattern(recorder.model, recorder.sums)
         self.copied = self.blocks  # by depth
         if self.blocks and any(
-            count > 1 for path, count in seen.calls.items() if path and block_of(path, self.blocks) == path
+            count > 1
+            for path, count in recorder.calls.items()
+            if path and block_of(path, self.blocks) == path
         ):
             self.notes.append(f"{self.blocks} run more than once each, so that depth cannot copy them")
             self.copied = ""
@@ -66,24 +66,26 @@ class Findings:
 
     @property
     def rotary(self) -> bool:
-        """Whether queries meet constants inside a head, as a rotation by position does."""
-        return any(piece.all_holds for one in self.seen.attentions for piece in leaves(one.inner))
+        """Return whether queries meet constants within a head, as in a rotation by position."""
+        return any(piece.all_reasons for one in self.recorder.attentions for piece in leaves(one.inner))
 
     @property
     def parameters(self) -> list[str]:
-        """Every name of every parameter."""
-        return [name for name, _ in self.seen.model.named_parameters(remove_duplicate=False)]
+        """Return every name of every parameter."""
+        return [name for name, _ in self.recorder.model.named_parameters(remove_duplicate=False)]
 
     # -- what closes a circle --
 
     def _close_norms(self) -> None:
-        """A norm in a block that others add to what it writes hands on the residual stream itself (Post-LN),
-        as does one that norms a sum in the same block; so do its namesakes in other blocks.
+        """Unify input and output of norms that write the residual stream itself (Post-LN).
+
+        Blocks add to the output of such a norm, or it acts on a sum in the same block. Norms of the same
+        name in other blocks are treated alike.
         """
-        norms = [norm for norm in self.seen.norms if block_of(norm.path, self.blocks)]
+        norms = [norm for norm in self.recorder.norms if block_of(norm.path, self.blocks)]
         written = {
             (block_of(use.path, self.blocks), _pieces(axis))
-            for use in self.seen.uses
+            for use in self.recorder.uses
             for axis in stacked(use.writes)
         }
         anywhere = {pieces for _, pieces in written}
@@ -100,28 +102,29 @@ class Findings:
             if self._in_block(norm.path) in names:
                 try:
                     unify(norm.reads, norm.writes)
-                except Untied:
+                except UnificationError:
                     self.open.append(f"{norm.path} norms several spaces that stand in a row")
 
     def _hold_norms(self) -> None:
-        """A norm hands on as many coordinates as it reads: where either does not grow, the other cannot."""
+        """Fix both sides of a norm where either is fixed: a norm keeps the number of coordinates."""
         while any(
             [
                 _hold_along(one, other)
-                for n in self.seen.norms
+                for n in self.recorder.norms
                 for one, other in ((n.reads, n.writes), (n.writes, n.reads))
             ]
         ):
             pass
 
     def _in_block(self, path: str) -> str:
+        """Return a path without its block."""
         return path[len(block_of(path, self.blocks)) :]
 
     # -- attention --
 
     def _read_attention(self) -> None:
-        """Numbers of heads, and what the rows of matrices are to attention."""
-        found = [one for one in self.seen.attentions if self._heads_of(one) is not None]
+        """Read the numbers of heads, and the roles of matrix rows in attention."""
+        found = [one for one in self.recorder.attentions if self._heads_of(one) is not None]
         for one in found:  # once more: what one attention splits, others share
             self._read_heads(one, *(self._heads_of(one) or ()))
         shapes = {(one.num_heads, one.num_kv_heads, size_of(one.inner)) for one in found}
@@ -133,7 +136,7 @@ class Findings:
         self.heads, self.kv_heads, self.head_dim = max(shapes, default=(0, 0, 0))
 
     def _heads_of(self, one: Attention) -> list[list[Axis]] | None:
-        """Heads and coordinates within one, of queries, keys and values; None where they are not seen."""
+        """Return heads and their coordinates for queries, keys and values, None if unknown."""
         if not (one.query and one.key and one.value):
             lacking = [name for name in ("query", "key", "value") if not getattr(one, name)]
             self.open.append(f"{_where(one)}: no single matrix writes its {' and '.join(lacking)}")
@@ -146,11 +149,12 @@ class Findings:
                 regroup([one.key.axis], (one.num_kv_heads, each)),
                 regroup([one.value.axis], (one.num_kv_heads, of_values)),
             ]
-        except Untied:
+        except UnificationError:
             self.open.append(f"{_where(one)}: the rows of its matrices are not one head after the other")
             return None
 
     def _read_heads(self, one: Attention, of_q: list[Axis], of_k: list[Axis], of_v: list[Axis]) -> None:
+        """Read the heads of one attention."""
         queries, groups = leaves(of_q[0]), leaves(of_k[0])
         self.inner += [*one.inner, *of_q[1], *of_k[1]]
         if queries[: len(groups)] != groups:
@@ -160,7 +164,7 @@ class Findings:
             )
         self.counts |= {id(piece) for piece in [*queries, *groups]}
         self.mixed.add(_pieces([*queries, *of_v[1]]))
-        for why in sorted({why.reason for piece in queries for why in piece.all_holds}):
+        for why in sorted({why.text for piece in queries for why in piece.all_reasons}):
             self.open.append(f"{_where(one)}: its heads cannot grow: {why}")
         for role in ("query", "key", "value"):
             writer: Writer = getattr(one, role)
@@ -170,28 +174,31 @@ class Findings:
     # -- entries --
 
     def entries(self) -> list[Entry]:
-        """In the order of first use, one per module or parameter."""
+        """Return one entry per module or parameter, in the order of first use."""
         found: dict[str, Entry] = {}
         for entry in sorted(self._all(), key=lambda entry: entry.at):
             found.setdefault(entry.path, entry)
         return list(found.values())
 
     def _all(self) -> list[Entry]:
+        """Return all entries, several for modules that run more than once."""
         found: list[Entry] = []
-        for use in self.seen.uses:
+        for use in self.recorder.uses:
             found += self._of_use(use)
-        for norm in self.seen.norms:
+        for norm in self.recorder.norms:
             found += self._of_norm(norm)
         return [*found, *self._rest({entry.path for entry in found})]
 
     def _of_norm(self, norm: Norm) -> Iterator[Entry]:
+        """Yield the entry of a norm."""
         reads, writes = (self._slot(axis, norm.path) for axis in (norm.reads, norm.writes))
-        if list(self.seen.model.get_submodule(norm.path).parameters()):
+        if list(self.recorder.model.get_submodule(norm.path).parameters()):
             yield Entry(norm.at, norm.path, "norm", (reads,), (reads if reads.word else writes,))
         elif not reads.word:
             self.open.append(f"{norm.path} is a norm without a weight, which no line can name; give it one")
 
-    def _of_use(self, use: Use) -> Iterator[Entry]:
+    def _of_use(self, use: ParameterUse) -> Iterator[Entry]:
+        """Yield the entry of a parameter use."""
         if use.kind == "batch_norm":
             slot = self._slot(use.reads, use.path)
             yield Entry(use.at, use.path, use.kind, (slot,), (slot,))
@@ -203,7 +210,7 @@ class Findings:
             )
             return
         path = use.path if use.path in owners else next(iter(owners))
-        module = self.seen.model.get_submodule(path)
+        module = self.recorder.model.get_submodule(path)
         name, own = owners[path], dict(module.named_parameters(recurse=False))
         writes = self._written(use, path)
         if use.kind == "product" and use.has_rows_first == (type(module).__name__ == "Conv1D"):
@@ -217,9 +224,10 @@ class Findings:
         reads = () if use.kind == "lookup" else self._read(use.reads, path)
         yield Entry(use.at, where, kind, reads, writes, self._tied(use, path))
 
-    def _tied(self, use: Use, path: str) -> str:
-        """Which other module has the same weight: the first one; but a head is tied to embeddings, and not
-        they to it.
+    def _tied(self, use: ParameterUse, path: str) -> str:
+        """Return the path of the first other module with the same weight, "" if there is none.
+
+        A head is tied to embeddings, never the reverse.
         """
         first, *others = [owner for owner, _ in self._owners(use.param)]
         kinds = {other.path: other.kind for other in self._uses(use.param)}
@@ -229,27 +237,28 @@ class Findings:
             return next((other for other in others if kinds.get(other) == "lookup"), "")
         return ""
 
-    def _uses(self, param: str) -> list[Use]:
-        return [use for use in self.seen.uses if use.param == param]
+    def _uses(self, param: str) -> list[ParameterUse]:
+        """Return all uses of a parameter."""
+        return [use for use in self.recorder.uses if use.param == param]
 
     def _owners(self, param: str) -> list[tuple[str, str]]:
-        """The modules that have a parameter, and what they call it."""
-        wanted = self.seen.model.get_parameter(param)
+        """Return the modules that have a parameter, with its name in each."""
+        wanted = self.recorder.model.get_parameter(param)
         return [
             (path, name)
-            for path, module in self.seen.model.named_modules()
+            for path, module in self.recorder.model.named_modules()
             for name, parameter in module.named_parameters(recurse=False)
             if parameter is wanted
         ]
 
     def _rest(self, covered: set[str]) -> Iterator[Entry]:
-        """Parameters that no entry is about yet: the last dimension counts."""
+        """Yield entries for parameters without one; their last dimension counts."""
         unused = []
-        for name, parameter in self.seen.model.named_parameters(remove_duplicate=False):
-            known = self.seen.names[id(parameter)]
+        for name, parameter in self.recorder.model.named_parameters(remove_duplicate=False):
+            known = self.recorder.names[id(parameter)]
             if name in covered or name.rpartition(".")[0] in covered:
                 continue
-            if known not in self.seen.seen:
+            if known not in self.recorder.first_use:
                 unused.append(name)
                 continue
             if same := self._uses(known):  # it is at work where another module has it too
@@ -258,25 +267,25 @@ class Findings:
                 continue
             slots = self._last(known, name)
             reads = slots if all(slot.word == FIXED for slot in slots) else ()
-            yield Entry(self.seen.seen[known], name, "parameter", reads, slots)
+            yield Entry(self.recorder.first_use[known], name, "parameter", reads, slots)
         if unused:
-            self.open.append(f"{joined(unused)} had nothing to do on these inputs")
+            self.open.append(f"{first_few(unused)} had nothing to do on these inputs")
 
     def _last(self, param: str, name: str) -> tuple[Slot, ...]:
-        """The spaces of a parameter's last dimension, if no other grows; a bias's are those of its matrix."""
-        *others, last = self.seen.parameters[param].axes or [[]]
+        """Return the spaces of a parameter's last dimension; a bias has those of its matrix."""
+        *others, last = self.recorder.parameters[param].axes or [[]]
         if any(not self._is_fixed(axis, name) for axis in others):
             self.open.append(f"{name} grows in more than its last dimension")
             return (Slot(word=UNKNOWN),)
-        for use in self.seen.uses:
+        for use in self.recorder.uses:
             if use.kind == "product" and not others and leaves(use.writes) == leaves(last):
                 return self._written(use, name)
         return self._read(last, name)
 
     # -- slots --
 
-    def _written(self, use: Use, path: str) -> tuple[Slot, ...]:
-        """The spaces of a matrix's rows: attention's, where it says so."""
+    def _written(self, use: ParameterUse, path: str) -> tuple[Slot, ...]:
+        """Return the spaces of a matrix's rows, with attention's names where known."""
         roles = self.roles.get(use.param)
         if not roles or use.kind != "product":
             return self._read(use.writes, path)
@@ -285,24 +294,24 @@ class Findings:
         ends = [start + length for start, length in rows]
         whole = starts == [0, *ends[:-1]] and ends[-1] == size_of(use.writes)
         if not whole or any(len(roles[row]) > 1 for row in rows):
-            said = ", ".join(f"{'/'.join(sorted(roles[row]))} in [{row[0]}, {sum(row)})" for row in rows)
-            self.open.append(f"the rows of {use.param} are to attention {said}: not stacked whole")
+            described = ", ".join(f"{'/'.join(sorted(roles[row]))} in [{row[0]}, {sum(row)})" for row in rows)
+            self.open.append(f"the rows of {use.param} are to attention {described}: not stacked whole")
             return (Slot(word=UNKNOWN),)
-        if all(piece.all_holds for one in stacked(use.writes) for piece in one):
+        if all(piece.all_reasons for one in stacked(use.writes) for piece in one):
             return self._read(use.writes, path)
         return tuple(Slot(word=next(iter(roles[row]))) for row in rows)
 
     def _read(self, axis: Axis, path: str) -> tuple[Slot, ...]:
-        """The spaces that stand one after the other in an axis."""
+        """Return the spaces stacked in an axis."""
         slots = tuple(self._slot(one, path) for one in stacked(axis))
         if len(slots) > 1 and all(slot.word == FIXED for slot in slots):
             return (Slot(word=FIXED),)
         return slots
 
     def _slot(self, axis: Axis, path: str) -> Slot:
-        """One space. What grows must be the major pieces, whose coordinates then stand for whole rows."""
+        """Return one space; the pieces that grow must be the major ones."""
         known = leaves(axis)
-        if _pieces(known) in self.mixed and not all(piece.all_holds for piece in known):
+        if _pieces(known) in self.mixed and not all(piece.all_reasons for piece in known):
             return Slot(word="mixed")
         if set(map(id, known)) <= {id(piece) for piece in leaves(self.inner)}:
             return Slot(word=FIXED)
@@ -311,10 +320,10 @@ class Findings:
                 f"a dimension of {path} ({size_of(known)}) counts heads, which tables have no word for"
             )
             return Slot(word=UNKNOWN)
-        grown = [piece for piece in known if not piece.all_holds]
-        puzzling = [piece for piece in known if piece.all_holds and not piece.settled]
+        grown = [piece for piece in known if not piece.all_reasons]
+        puzzling = [piece for piece in known if piece.all_reasons and not piece.is_known_fixed]
         for piece in puzzling:
-            why = next(iter(sorted(hold.reason for hold in piece.all_holds)))
+            why = next(iter(sorted(why.text for why in piece.all_reasons)))
             self.open.append(f"a dimension of {path} ({size_of(known)}) cannot grow: {why}")
         if not grown:
             return Slot(word=UNKNOWN if puzzling else FIXED)
@@ -324,11 +333,11 @@ class Findings:
         return Slot(_pieces(grown), size_of(grown))
 
     def _is_fixed(self, axis: Axis, path: str) -> bool:
-        """Also of an axis that only some of was used, as of a table of more positions than came."""
-        return any(settled(part) for part in stacked(axis)) or self._slot(axis, path).word == FIXED
+        """Return whether an axis is fixed, also if used only in part, as a table of positions."""
+        return any(is_known_fixed(part) for part in stacked(axis)) or self._slot(axis, path).word == FIXED
 
-    def said(self, messages: Sequence[str]) -> tuple[str, ...]:
-        """Messages once each, and what holds in several blocks once for all."""
+    def fold_messages(self, messages: Sequence[str]) -> tuple[str, ...]:
+        """Return each message once, and one message for equal ones about several blocks."""
         folded = [self._of_all_blocks(message) for message in messages]
         return tuple(
             dict.fromkeys(
@@ -338,7 +347,7 @@ class Findings:
         )
 
     def _of_all_blocks(self, message: str) -> str:
-        """A message with the pattern of blocks where it names one."""
+        """Return a message with the pattern of blocks in place of one block."""
         words = message.split(" ")
         blocks = [block_of(word, self.blocks) for word in words]
         return " ".join(
@@ -348,8 +357,8 @@ class Findings:
 
     # -- what copies would not survive --
 
-    def judge(self, entries: Sequence[Entry], names: Names) -> None:
-        """Operators that no table describes, on spaces that grow."""
+    def check_events(self, entries: Sequence[Entry], names: Names) -> None:
+        """Report operators on growing spaces that no table can describe."""
         spaces: dict[int, str] = {}
         whole: dict[int, tuple[int, ...]] = {}
         for entry in entries:
@@ -363,41 +372,43 @@ class Findings:
                             f"{entry.path} has some coordinates of {name}, or has them in another order"
                         )
         inner = {id(piece) for piece in leaves(self.inner)}
-        norms = self.seen.norms
+        norms = self.recorder.norms
         averaged = {id(piece) for norm in norms if norm.centred for piece in leaves(norm.reads)}
         zeroed = {id(piece) for norm in norms for piece in leaves(norm.writes)} - averaged
         zeroed |= {id(piece) for norm in norms if not norm.centred for piece in leaves(norm.reads)}
-        for use in self.seen.uses:
-            if block_of(use.path, self.blocks) and any(p.holds == {RETURNED} for p in leaves(use.writes)):
+        for use in self.recorder.uses:
+            if block_of(use.path, self.blocks) and any(p.reasons == {RETURNED} for p in leaves(use.writes)):
                 self.notes.append(
                     "what the blocks add to cannot grow: the model returns it; derive and grow it with the "
                     "head that it trains with"
                 )
-        for event in self.seen.events:
-            pieces = [piece for axis in event.axes for piece in leaves(axis) if not piece.all_holds]
+        for event in self.recorder.events:
+            pieces = [piece for axis in event.axes for piece in leaves(axis) if not piece.all_reasons]
             found = [spaces[id(piece)] for piece in pieces if id(piece) in spaces and id(piece) not in inner]
             where = f"aten.{event.op} in {event.path or 'the model'}"
-            if found and event.kind in _SAYS:
-                self.open.append(f"{where} {_SAYS[event.kind].format(space=found[0])}")
-            elif event.kind in _REST:
-                fragile, said = averaged if event.kind == "acts on" else zeroed, _REST[event.kind]
+            if found and event.kind in _UNSUPPORTED:
+                self.open.append(f"{where} {_UNSUPPORTED[event.kind].format(space=found[0])}")
+            elif event.kind in _RESTRICTED:
+                fragile, message = averaged if event.kind == "acts on" else zeroed, _RESTRICTED[event.kind]
                 limited = [spaces[id(piece)] for piece in pieces if id(piece) in spaces.keys() & fragile]
                 self.multiples |= dict.fromkeys(limited)
-                self.notes += [f"{where} {said.format(space=space)}" for space in limited[:1]]
+                self.notes += [f"{where} {message.format(space=space)}" for space in limited[:1]]
 
 
 def _where(one: Attention) -> str:
+    """Return the text that names an attention in messages."""
     return f"attention in {one.path or 'the model'}"
 
 
 def _hold_along(one: Axis, other: Axis) -> bool:
-    """Hold `other` for why `one` is held; whether that was news."""
-    why = {hold for piece in leaves(one) for hold in piece.all_holds}
-    new = why - {hold for piece in leaves(other) for hold in piece.all_holds}
+    """Fix `other` for the reasons of `one`; return whether any reason was new."""
+    why = {reason for piece in leaves(one) for reason in piece.all_reasons}
+    new = why - {reason for piece in leaves(other) for reason in piece.all_reasons}
     for reason in new:
-        hold(other, reason)
+        fix_axis(other, reason)
     return bool(new)
 
 
 def _pieces(axis: Axis) -> tuple[int, ...]:
+    """Return the identities of an axis's pieces."""
     return tuple(id(piece) for piece in leaves(axis))

@@ -1,8 +1,8 @@
-"""What each operator does to axes: which it hands on, which it ties together, which it sums over.
+"""The effect of each operator on axes: which ones it passes on, unifies or sums over.
 
-A rule takes the recorder and a call and returns one Value per tensor that the call returned. Elementwise
-operators and reductions are known by torch's tags, so that few need a name here. An operator without a rule
-is not guessed.
+A rule takes the recorder and a call. It returns one Value per tensor that the call returned. Torch's tags
+mark elementwise operators and reductions, so that few operators need a rule of their own. The effect of an
+operator without a rule is not guessed.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from torch.utils._pytree import tree_leaves
 
 from qsync.expansion.derivation.axis_unification import (  # fmt: skip
     Axis,
-    Hold,
-    Untied,
+    FixedReason,
+    UnificationError,
     axis,
-    cut,
-    hold,
+    concatenate,
+    fix_axis,
+    is_known_fixed,
     regroup,
-    row,
-    settled,
     size_of,
+    slice_axis,
     unify,
 )
-from qsync.expansion.derivation.observations import Value, combined
 from qsync.expansion.derivation.recorder import Recorder
+from qsync.expansion.derivation.trace_records import Value, combine_values
 
 Rule = Callable[[Recorder, "Call"], list[Value]]
 RULES: dict[str, Rule] = {}
 
-PIXELS = Hold("it counts positions", True)
-ROWS = Hold("it numbers the rows of an embedding", True)
+PIXELS = FixedReason("it counts positions", True)
+ROWS = FixedReason("it numbers the rows of an embedding", True)
 # Elementwise operators under which a mean of copies is the copies' mean.
 LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "masked_fill", "where")
 # Others that leave 0 as it is; so do linear ones, unless they add a number.
@@ -45,7 +45,7 @@ AT_ZERO = (
 
 
 class Call:
-    """One call of an operator: its arguments by name, the tensors among them, the tensors it returned."""
+    """One call of an operator: its arguments by name, its input tensors, the returned tensors."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, outs: list[torch.Tensor]) -> None:
         self.name: str = func.overloadpacket.__name__
@@ -63,16 +63,18 @@ class Call:
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.arguments:
-            raise Untied(f"{self.name} has no argument {name}")  # another version of torch
+            raise UnificationError(f"{self.name} has no argument {name}")  # another version of torch
         return self.arguments[name]
 
     def dim(self, name: str = "dim", of: torch.Tensor | None = None) -> int:
-        """A dimension counted from the front."""
+        """Return a dimension argument, counted from the front."""
         tensor = self.tensors[0] if of is None else of
         return int(self.arguments[name]) % max(tensor.dim(), 1)
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Register a rule for operators of these names."""
+
     def register(function: Rule) -> Rule:
         RULES.update(dict.fromkeys(names, function))
         return function
@@ -83,9 +85,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
 # -- elementwise, constants, sums --
 
 
-def pointwise(seen: Recorder, call: Call) -> list[Value]:
-    """Axes that meet, counted from the last, are one; an axis of one element meets nothing."""
-    inputs = [seen.value(tensor) for tensor in call.tensors]
+def pointwise(recorder: Recorder, call: Call) -> list[Value]:
+    """Unify the axes that meet, counted from the last; axes of one element meet nothing."""
+    inputs = [recorder.value(tensor) for tensor in call.tensors]
     axes: list[Axis] = []
     for index in range(call.out.dim()):
         back = call.out.dim() - index
@@ -96,40 +98,42 @@ def pointwise(seen: Recorder, call: Call) -> list[Value]:
         axes.append(met[0] if met else axis(call.out.shape[index]))
         name = call.name.removesuffix("_")
         if met and (name not in LINEAR or (len(met) > 1 and name in ("mul", "div"))):
-            seen.event("acts on", name, [met[0]])
+            recorder.event("acts on", name, [met[0]])
         if met and (name not in (*LINEAR, *AT_ZERO) or (name in ("add", "sub", "rsub") and len(met) == 1)):
-            seen.event("moves zero", name, [met[0]])
-    written, writer, met_written = combined(inputs)
+            recorder.event("moves zero", name, [met[0]])
+    written, writer, met_written = combine_values(inputs)
     if met_written and call.name.removesuffix("_") in ("add", "sub"):
-        seen.sums.append(seen.path)
+        recorder.sums.append(recorder.path)
     scores = next((value.scores for value in inputs if value.scores), None)
     return [Value(axes, None, written, writer, scores) for _ in call.outs]
 
 
-def constant(seen: Recorder, call: Call) -> list[Value]:
-    """A tensor made of nothing: one of equal elements may grow with what it meets, others may not."""
+def constant(recorder: Recorder, call: Call) -> list[Value]:
+    """Return the axes of a new tensor: equal elements may grow, others may not."""
     alike = call.name in ("zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor")
-    why = [] if alike else [Hold(f"it meets a constant (aten.{call.name}){seen.place()}", False)]
+    why = (
+        [] if alike else [FixedReason(f"it meets a constant (aten.{call.name}){recorder.location()}", False)]
+    )
     return [Value([axis(size, why) for size in out.shape]) for out in call.outs]
 
 
 @rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
-def _new(seen: Recorder, call: Call) -> list[Value]:
+def _new(recorder: Recorder, call: Call) -> list[Value]:
     return [Value([axis(size) for size in call.out.shape])]
 
 
 @rule("zeros_like", "ones_like", "full_like", "empty_like", "fill", "zero", "bernoulli")
-def _like(seen: Recorder, call: Call) -> list[Value]:
-    return [Value(seen.value(call.tensors[0]).axes)]
+def _like(recorder: Recorder, call: Call) -> list[Value]:
+    return [Value(recorder.value(call.tensors[0]).axes)]
 
 
-def reduction(seen: Recorder, call: Call) -> list[Value]:
-    """Sums, means, maxima ... along `dim`."""
-    value = seen.value(call.tensors[0])
+def reduction(recorder: Recorder, call: Call) -> list[Value]:
+    """Sum, average, maximize and so on along `dim`."""
+    value = recorder.value(call.tensors[0])
     dims = call.arguments.get("dim")
     dims = range(len(value.axes)) if dims is None or dims == [] else dims
     dims = {int(dim) % len(value.axes) for dim in (dims if isinstance(dims, Iterable) else [dims])}
-    seen.event("sums over", call.name, [value.axes[dim] for dim in dims])
+    recorder.event("sums over", call.name, [value.axes[dim] for dim in dims])
     if call.arguments.get("keepdim"):
         axes = [[] if index in dims else one for index, one in enumerate(value.axes)]
     else:
@@ -144,31 +148,31 @@ RULES |= dict.fromkeys(("linalg_vector_norm", "norm", "max", "min", "var_mean", 
 
 
 @rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "lift_fresh_copy", "contiguous", "native_dropout")
-def _same(seen: Recorder, call: Call) -> list[Value]:
-    return [seen.value(call.tensors[0]) for _ in call.outs]
+def _same(recorder: Recorder, call: Call) -> list[Value]:
+    return [recorder.value(call.tensors[0]) for _ in call.outs]
 
 
 @rule("copy")
-def _copy(seen: Recorder, call: Call) -> list[Value]:
-    target = seen.value(call["self"])
-    return [value.shaped(target.axes) for value in pointwise(seen, call)]
+def _copy(recorder: Recorder, call: Call) -> list[Value]:
+    target = recorder.value(call["self"])
+    return [value.shaped(target.axes) for value in pointwise(recorder, call)]
 
 
 @rule("view", "_unsafe_view", "reshape", "_reshape_alias")
-def _view(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _view(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     return [value.shaped(regroup(value.axes, call.out.shape))]
 
 
 @rule("t")
-def _t(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _t(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     return [value.shaped(value.axes[::-1])]
 
 
 @rule("transpose")
-def _transpose(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _transpose(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     axes = list(value.axes)
     i, j = call.dim("dim0"), call.dim("dim1")
     axes[i], axes[j] = axes[j], axes[i]
@@ -176,22 +180,22 @@ def _transpose(seen: Recorder, call: Call) -> list[Value]:
 
 
 @rule("permute")
-def _permute(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _permute(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     return [value.shaped([value.axes[dim] for dim in call["dims"]])]
 
 
 @rule("unsqueeze")
-def _unsqueeze(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _unsqueeze(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     axes = list(value.axes)
     axes.insert(call.dim(of=call.out), [])
     return [value.shaped(axes)]
 
 
 @rule("squeeze")
-def _squeeze(seen: Recorder, call: Call) -> list[Value]:
-    value, shape = seen.value(call.tensors[0]), call.tensors[0].shape
+def _squeeze(recorder: Recorder, call: Call) -> list[Value]:
+    value, shape = recorder.value(call.tensors[0]), call.tensors[0].shape
     dims = call.arguments.get("dim")
     dims = range(len(shape)) if dims is None else dims if isinstance(dims, Iterable) else [dims]
     gone = {int(dim) % len(shape) for dim in dims}
@@ -199,144 +203,146 @@ def _squeeze(seen: Recorder, call: Call) -> list[Value]:
 
 
 @rule("expand")
-def _expand(seen: Recorder, call: Call) -> list[Value]:
-    value, shape = seen.value(call.tensors[0]), call.out.shape
+def _expand(recorder: Recorder, call: Call) -> list[Value]:
+    value, shape = recorder.value(call.tensors[0]), call.out.shape
     old: list[Axis] = [[] for _ in range(len(shape) - len(value.axes))] + value.axes
     axes = [one if size_of(one) == size else axis(size) for one, size in zip(old, shape, strict=True)]
     return [value.shaped(axes)]
 
 
 @rule("repeat")
-def _repeat(seen: Recorder, call: Call) -> list[Value]:
-    value, times = seen.value(call.tensors[0]), call["repeats"]
+def _repeat(recorder: Recorder, call: Call) -> list[Value]:
+    value, times = recorder.value(call.tensors[0]), call["repeats"]
     old: list[Axis] = [[] for _ in range(len(times) - len(value.axes))] + value.axes
     axes = [axis(count) + one for one, count in zip(old, times, strict=True)]
     return [value.shaped(axes)]
 
 
-def _cut(value: Value, dim: int, start: int, length: int) -> Value:
+def _slice_value(value: Value, dim: int, start: int, length: int) -> Value:
     one = value.axes[dim]
     axes = list(value.axes)
-    axes[dim] = cut(one, start, length)
-    writer = value.writer and value.writer.narrowed(one, start, length)
+    axes[dim] = slice_axis(one, start, length)
+    writer = value.writer and value.writer.slice(one, start, length)
     return Value(axes, value.param, value.written, writer, value.scores)
 
 
 @rule("slice", "narrow")
-def _slice(seen: Recorder, call: Call) -> list[Value]:
-    value, dim = seen.value(call.tensors[0]), call.dim()
+def _slice(recorder: Recorder, call: Call) -> list[Value]:
+    value, dim = recorder.value(call.tensors[0]), call.dim()
     size, step = call.tensors[0].shape[dim], call.arguments.get("step") or 1
     start = min(max((call["start"] or 0) + (size if (call["start"] or 0) < 0 else 0), 0), size)
     if step == 1:
-        return [_cut(value, dim, start, call.out.shape[dim])]
-    if settled(value.axes[dim]):
+        return [_slice_value(value, dim, start, call.out.shape[dim])]
+    if is_known_fixed(value.axes[dim]):
         return [
             value.shaped([*value.axes[:dim], axis(call.out.shape[dim], [PIXELS]), *value.axes[dim + 1 :]])
         ]
     # Every second element: the major factor of pairs.
     major, minor = regroup([value.axes[dim]], (size // step, step))
     if start >= step or size % step:
-        raise Untied
-    cut(minor, start, 1)
+        raise UnificationError
+    slice_axis(minor, start, 1)
     return [value.shaped([*value.axes[:dim], major, *value.axes[dim + 1 :]])]
 
 
 @rule("select")
-def _select(seen: Recorder, call: Call) -> list[Value]:
-    return [_chosen(seen, call, call["index"] % call.tensors[0].shape[call.dim()])]
+def _select(recorder: Recorder, call: Call) -> list[Value]:
+    return [_chosen(recorder, call, call["index"] % call.tensors[0].shape[call.dim()])]
 
 
 @rule("unbind")
-def _unbind(seen: Recorder, call: Call) -> list[Value]:
-    return [_chosen(seen, call, index) for index in range(len(call.outs))]
+def _unbind(recorder: Recorder, call: Call) -> list[Value]:
+    return [_chosen(recorder, call, index) for index in range(len(call.outs))]
 
 
-def _chosen(seen: Recorder, call: Call, index: int) -> Value:
-    """One element of an axis. Many a model asks such a tensor for its shape alone: the axis becomes a row of
-    parts when the values are used.
+def _chosen(recorder: Recorder, call: Call, index: int) -> Value:
+    """Return one element of an axis.
+
+    Many models only query the shape of such a tensor. The axis therefore becomes a row of parts no earlier
+    than the values are used.
     """
-    value, dim = seen.value(call.tensors[0]), call.dim()
+    value, dim = recorder.value(call.tensors[0]), call.dim()
     axes = [*value.axes[:dim], *value.axes[dim + 1 :]]
-    if settled(value.axes[dim]):
+    if is_known_fixed(value.axes[dim]):
         return Value(axes, value.param, value.written, value.writer)
 
-    def cut_now() -> Value:
-        found = _cut(value, dim, index, 1)
+    def slice_now() -> Value:
+        found = _slice_value(value, dim, index, 1)
         return found.shaped([*found.axes[:dim], *found.axes[dim + 1 :]])
 
-    return Value(axes, used=cut_now)
+    return Value(axes, resolve=slice_now)
 
 
 @rule("split", "split_with_sizes", "chunk", "unsafe_split")
-def _split(seen: Recorder, call: Call) -> list[Value]:
-    value, dim = seen.value(call.tensors[0]), call.dim()
+def _split(recorder: Recorder, call: Call) -> list[Value]:
+    value, dim = recorder.value(call.tensors[0]), call.dim()
     found, start = [], 0
     for out in call.outs:
-        found.append(_cut(value, dim, start, out.shape[dim]))
+        found.append(_slice_value(value, dim, start, out.shape[dim]))
         start += out.shape[dim]
     return found
 
 
 @rule("cat")
-def _cat(seen: Recorder, call: Call) -> list[Value]:
+def _cat(recorder: Recorder, call: Call) -> list[Value]:
     tensors = [tensor for tensor in call.tensors if tensor.numel() or tensor.dim() > 1]
-    values, dim = [seen.value(tensor) for tensor in tensors], call.dim(of=call.out)
+    values, dim = [recorder.value(tensor) for tensor in tensors], call.dim(of=call.out)
     for value in values[1:]:
         for index, (one, other) in enumerate(zip(values[0].axes, value.axes, strict=True)):
             if index != dim:
                 unify(one, other)
     axes = list(values[0].axes)
-    axes[dim] = row([value.axes[dim] for value in values])
-    written, writer, _ = combined(values)
+    axes[dim] = concatenate([value.axes[dim] for value in values])
+    written, writer, _ = combine_values(values)
     return [Value(axes, None, written, writer)]
 
 
 @rule("stack")
-def _stack(seen: Recorder, call: Call) -> list[Value]:
-    values, dim = [seen.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
+def _stack(recorder: Recorder, call: Call) -> list[Value]:
+    values, dim = [recorder.value(tensor) for tensor in call.tensors], call.dim(of=call.out)
     for value in values[1:]:
         for one, other in zip(values[0].axes, value.axes, strict=True):
             unify(one, other)
-    axes = [*values[0].axes[:dim], row([[] for _ in values]), *values[0].axes[dim:]]
-    written, writer, _ = combined(values)
+    axes = [*values[0].axes[:dim], concatenate([[] for _ in values]), *values[0].axes[dim:]]
+    written, writer, _ = combine_values(values)
     return [Value(axes, None, written, writer)]
 
 
 @rule("glu")
-def _glu(seen: Recorder, call: Call) -> list[Value]:
-    value, dim, half = seen.value(call.tensors[0]), call.dim(), call.out.shape[call.dim()]
-    gate, up = _cut(value, dim, 0, half), _cut(value, dim, half, half)
+def _glu(recorder: Recorder, call: Call) -> list[Value]:
+    value, dim, half = recorder.value(call.tensors[0]), call.dim(), call.out.shape[call.dim()]
+    gate, up = _slice_value(value, dim, 0, half), _slice_value(value, dim, half, half)
     unify(gate.axes[dim], up.axes[dim])
     return [Value(gate.axes, None, value.written)]
 
 
 @rule("view_as_complex")
-def _pairs(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _pairs(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     return [value.shaped(value.axes[:-1])]
 
 
 @rule("view_as_real")
-def _unpaired(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call.tensors[0])
+def _unpaired(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call.tensors[0])
     return [value.shaped([*value.axes, axis(2)])]
 
 
 @rule("index")
-def _index(seen: Recorder, call: Call) -> list[Value]:
-    """Elements chosen along some axes; the others are handed on."""
-    value, indices = seen.value(call["self"]), call["indices"]
+def _index(recorder: Recorder, call: Call) -> list[Value]:
+    """Choose elements along some axes; pass on the others."""
+    value, indices = recorder.value(call["self"]), call["indices"]
     at = [dim for dim, index in enumerate(indices) if index is not None]
     if any(index.dtype in (torch.bool, torch.uint8) for index in indices if index is not None):
-        raise Untied
+        raise UnificationError
     if value.param is not None:
         for dim in at:
-            hold(value.axes[dim], ROWS)
-    if len(at) == 1 and not settled(value.axes[at[0]]):
+            fix_axis(value.axes[dim], ROWS)
+    if len(at) == 1 and not is_known_fixed(value.axes[at[0]]):
         numbers = _numbers(indices[at[0]], call["self"].shape[at[0]])
         if numbers and numbers == list(range(numbers[0], numbers[-1] + 1)):
-            return [_cut(value, at[0], numbers[0], len(numbers))]
-    seen.event("chooses along", call.name, [value.axes[dim] for dim in at])
+            return [_slice_value(value, at[0], numbers[0], len(numbers))]
+    recorder.event("chooses along", call.name, [value.axes[dim] for dim in at])
     kept = [one for dim, one in enumerate(value.axes) if dim not in at]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     num_new = call.out.dim() - len(kept)
@@ -345,21 +351,24 @@ def _index(seen: Recorder, call: Call) -> list[Value]:
 
 
 def _numbers(index: torch.Tensor, size: int) -> list[int]:
-    """What a vector of indices holds, counted from the front; nothing where it has no values."""
+    """Return the elements of an index vector, counted from the front.
+
+    The result is empty for a tensor without values.
+    """
     if index.dim() != 1 or index.is_meta or isinstance(index, FakeTensor):
         return []
     return [number % size for number in index.tolist()]
 
 
 @rule("constant_pad_nd")
-def _pad(seen: Recorder, call: Call) -> list[Value]:
-    """Positions may be padded; coordinates that grow may not."""
-    value, pad = seen.value(call["self"]), list(call["pad"])
+def _pad(recorder: Recorder, call: Call) -> list[Value]:
+    """Pad positions; axes that may grow cannot be padded."""
+    value, pad = recorder.value(call["self"]), list(call["pad"])
     axes = list(value.axes)
     for index in range(len(pad) // 2):
         dim = len(axes) - 1 - index
         if pad[2 * index] or pad[2 * index + 1]:
-            if not settled(axes[dim]):
-                raise Untied
+            if not is_known_fixed(axes[dim]):
+                raise UnificationError
             axes[dim] = axis(call.out.shape[dim], [PIXELS])
     return [value.shaped(axes)]

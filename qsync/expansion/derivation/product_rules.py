@@ -1,90 +1,92 @@
-"""What products, attention, norms, pools and losses do to axes, and what a recipe's table needs to know of
-them.
-"""
+"""The effect of products, attention, norms, pools and losses on axes and on the table."""
 
 from __future__ import annotations
 
 from qsync.expansion.derivation.axis_unification import (
     Axis,
-    Hold,
-    Untied,
+    FixedReason,
+    UnificationError,
     axis,
-    hold,
+    fix_axis,
     regroup,
     size_of,
     unify,
 )
-from qsync.expansion.derivation.observations import Attention, Scores, Use, Value, Writer
 from qsync.expansion.derivation.op_rules import PIXELS, ROWS, RULES, Call, rule
 from qsync.expansion.derivation.recorder import Recorder
+from qsync.expansion.derivation.trace_records import Attention, ParameterUse, Scores, Value, Writer
 
-KERNEL = Hold("it is a kernel's", True)
-CLASSES = Hold("it numbers classes", True)
+KERNEL = FixedReason("it is a kernel's", True)
+CLASSES = FixedReason("it numbers classes", True)
 
 
 # -- products --
 
 
-def _product(seen: Recorder, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
-    """A times b, summed over `inner`: a matrix of the model at work, or two values that meet."""
+def _product(recorder: Recorder, a: Value, b: Value, inner: tuple[Axis, Axis], axes: list[Axis]) -> Value:
+    """Multiply a and b, summed over `inner`: a matrix of the model, or two values that meet."""
     unify(*inner)
     for matrix, columns, rows in ((b, inner[1], axes[-1]), (a, inner[0], axes[-2])):
         if matrix.param is not None:
-            first = seen.parameters[matrix.param].axes[0]
-            use = Use(seen.clock, seen.path, matrix.param, "product", columns, rows, first is rows)
-            seen.uses.append(use)
+            first = recorder.parameters[matrix.param].axes[0]
+            use = ParameterUse(
+                recorder.clock, recorder.path, matrix.param, "product", columns, rows, first is rows
+            )
+            recorder.uses.append(use)
             return Value(axes, None, True, Writer.of(matrix.param, rows))
-    weights, other = (a, b) if a.scores and a.scores.weighed else (b, a)
-    if weights.scores and weights.scores.weighed:
+    weights, other = (a, b) if a.scores and a.scores.is_softmaxed else (b, a)
+    if weights.scores and weights.scores.is_softmaxed:
         known = weights.scores
-        seen.attentions.append(Attention(seen.path, known.query, known.key, other.writer, known.inner))
+        recorder.attentions.append(
+            Attention(recorder.path, known.query, known.key, other.writer, known.inner)
+        )
         return Value(axes, None, True)
-    seen.event("multiplies along", "matmul", [inner[0]])
+    recorder.event("multiplies along", "matmul", [inner[0]])
     return Value(axes, None, True, None, Scores(a.writer, b.writer, inner[0]))
 
 
 @rule("mm", "addmm")
-def _mm(seen: Recorder, call: Call) -> list[Value]:
+def _mm(recorder: Recorder, call: Call) -> list[Value]:
     *_, first, second = call.tensors
-    a, b = seen.value(first), seen.value(second)
-    found = _product(seen, a, b, (a.axes[1], b.axes[0]), [a.axes[0], b.axes[1]])
+    a, b = recorder.value(first), recorder.value(second)
+    found = _product(recorder, a, b, (a.axes[1], b.axes[0]), [a.axes[0], b.axes[1]])
     if call.name == "addmm":
-        _onto(seen.value(call["self"]), found.axes)
+        _onto(recorder.value(call["self"]), found.axes)
     return [found]
 
 
 @rule("bmm", "baddbmm")
-def _bmm(seen: Recorder, call: Call) -> list[Value]:
+def _bmm(recorder: Recorder, call: Call) -> list[Value]:
     *_, first, second = call.tensors
-    a, b = seen.value(first), seen.value(second)
+    a, b = recorder.value(first), recorder.value(second)
     unify(a.axes[0], b.axes[0])
-    found = _product(seen, a, b, (a.axes[2], b.axes[1]), [a.axes[0], a.axes[1], b.axes[2]])
+    found = _product(recorder, a, b, (a.axes[2], b.axes[1]), [a.axes[0], a.axes[1], b.axes[2]])
     if call.name == "baddbmm":
-        _onto(seen.value(call["self"]), found.axes)
+        _onto(recorder.value(call["self"]), found.axes)
     return [found]
 
 
 @rule("linear")
-def _linear(seen: Recorder, call: Call) -> list[Value]:
-    x, weight = seen.value(call["input"]), seen.value(call["weight"])
-    found = _product(seen, x, weight, (x.axes[-1], weight.axes[1]), [*x.axes[:-1], weight.axes[0]])
+def _linear(recorder: Recorder, call: Call) -> list[Value]:
+    x, weight = recorder.value(call["input"]), recorder.value(call["weight"])
+    found = _product(recorder, x, weight, (x.axes[-1], weight.axes[1]), [*x.axes[:-1], weight.axes[0]])
     if call["bias"] is not None:
-        _onto(seen.value(call["bias"]), found.axes)
+        _onto(recorder.value(call["bias"]), found.axes)
     return [found]
 
 
 def _onto(value: Value, axes: list[Axis]) -> None:
-    """What is added to a product has its axes, counted from the last."""
+    """Unify the axes of an addend with those of a product, counted from the last."""
     for one, other in zip(value.axes[::-1], axes[::-1], strict=False):
         if size_of(one) > 1:
             unify(one, other)
 
 
 @rule("convolution")
-def _convolution(seen: Recorder, call: Call) -> list[Value]:
-    x, weight = seen.value(call["input"]), seen.value(call["weight"])
+def _convolution(recorder: Recorder, call: Call) -> list[Value]:
+    x, weight = recorder.value(call["input"]), recorder.value(call["weight"])
     for kernel in weight.axes[2:]:
-        hold(kernel, KERNEL)
+        fix_axis(kernel, KERNEL)
     rows, columns = weight.axes[:2]
     if call["transposed"]:
         rows, columns = columns, rows
@@ -94,25 +96,27 @@ def _convolution(seen: Recorder, call: Call) -> list[Value]:
         unify(x.axes[1], rows)  # one filter per channel
         columns = rows
     else:
-        raise Untied
+        raise UnificationError
     if call["bias"] is not None:
-        unify(seen.value(call["bias"]).axes[0], rows)
+        unify(recorder.value(call["bias"]).axes[0], rows)
     axes = [x.axes[0], rows, *(axis(size, [PIXELS]) for size in call.out.shape[2:])]
     writer = None
     if weight.param is not None:
-        seen.uses.append(Use(seen.clock, seen.path, weight.param, "product", columns, rows))
+        recorder.uses.append(
+            ParameterUse(recorder.clock, recorder.path, weight.param, "product", columns, rows)
+        )
         writer = Writer.of(weight.param, rows)
     return [Value(axes, None, True, writer)]
 
 
 @rule("embedding")
-def _embedding(seen: Recorder, call: Call) -> list[Value]:
-    weight, indices = seen.value(call["weight"]), seen.value(call["indices"])
-    hold(weight.axes[0], ROWS)
+def _embedding(recorder: Recorder, call: Call) -> list[Value]:
+    weight, indices = recorder.value(call["weight"]), recorder.value(call["indices"])
+    fix_axis(weight.axes[0], ROWS)
     width = weight.axes[1]
     if weight.param is not None:
-        width = seen.looked_up(weight.param, size_of(width))
-        seen.uses.append(Use(seen.clock, seen.path, weight.param, "lookup", [], width))
+        width = recorder.embedding_axis(weight.param, size_of(width))
+        recorder.uses.append(ParameterUse(recorder.clock, recorder.path, weight.param, "lookup", [], width))
     return [Value([*indices.axes, width], None, True)]
 
 
@@ -120,10 +124,10 @@ def _embedding(seen: Recorder, call: Call) -> list[Value]:
 
 
 @rule("_softmax", "_safe_softmax", "_log_softmax")
-def _softmax(seen: Recorder, call: Call) -> list[Value]:
-    value, dim = seen.value(call.tensors[0]), call.dim()
+def _softmax(recorder: Recorder, call: Call) -> list[Value]:
+    value, dim = recorder.value(call.tensors[0]), call.dim()
     if value.scores is None:
-        seen.event("sums over", call.name, [value.axes[dim]])
+        recorder.event("sums over", call.name, [value.axes[dim]])
         return [value]
     query, key = value.scores.query, value.scores.key
     if dim != len(value.axes) - 1:
@@ -131,9 +135,9 @@ def _softmax(seen: Recorder, call: Call) -> list[Value]:
     return [Value(value.axes, None, True, None, Scores(query, key, value.scores.inner, True))]
 
 
-def _attention(seen: Recorder, call: Call) -> list[Value]:
-    """The fused operator: queries (..., heads, T, D) on keys and values (..., kv_heads, S, D)."""
-    q, k, v = (seen.value(call[name]) for name in ("query", "key", "value"))
+def _attention(recorder: Recorder, call: Call) -> list[Value]:
+    """Unify the axes of fused attention: queries (..., heads, T, D), keys (..., kv_heads, S, D)."""
+    q, k, v = (recorder.value(call[name]) for name in ("query", "key", "value"))
     for one, other in ((q.axes[-1], k.axes[-1]), (k.axes[-2], v.axes[-2])):
         unify(one, other)
     for batch_q, batch_k, batch_v in zip(q.axes[:-2], k.axes[:-2], v.axes[:-2], strict=True):
@@ -146,8 +150,8 @@ def _attention(seen: Recorder, call: Call) -> list[Value]:
             unify(groups, batch_k)
     for name in ("attn_mask", "attn_bias"):
         if call.arguments.get(name) is not None:
-            _onto(seen.value(call[name]), [*q.axes[:-1], k.axes[-2]])
-    seen.attentions.append(Attention(seen.path, q.writer, k.writer, v.writer, q.axes[-1]))
+            _onto(recorder.value(call[name]), [*q.axes[:-1], k.axes[-2]])
+    recorder.attentions.append(Attention(recorder.path, q.writer, k.writer, v.writer, q.axes[-1]))
     mixed = Value([*q.axes[:-1], v.axes[-1]], None, True)
     rest = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [mixed, *rest]
@@ -166,13 +170,13 @@ RULES |= {
 
 
 @rule("native_layer_norm", "_fused_rms_norm", "rms_norm")
-def _norm(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call["input"])
+def _norm(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call["input"])
     dims = len(call["normalized_shape"])
     for name in ("weight", "bias"):
         if call.arguments.get(name) is not None:
-            _onto(seen.value(call[name]), value.axes)
-    seen.frames[-1].normalised.append((call.name, value.axes[-dims:]))
+            _onto(recorder.value(call[name]), value.axes)
+    recorder.frames[-1].normalised.append((call.name, value.axes[-dims:]))
     means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [value, *means]
 
@@ -181,13 +185,15 @@ def _norm(seen: Recorder, call: Call) -> list[Value]:
     "native_batch_norm", "_native_batch_norm_legit_no_training", "_batch_norm_no_update", "cudnn_batch_norm",
     "miopen_batch_norm", "batch_norm",
 )  # fmt: skip
-def _batch_norm(seen: Recorder, call: Call) -> list[Value]:
-    """Each channel for itself; its running statistics grow with it."""
-    value = seen.value(call["input"])
+def _batch_norm(recorder: Recorder, call: Call) -> list[Value]:
+    """Unify the channels with the weights and running statistics, which grow with them."""
+    value = recorder.value(call["input"])
     for name in ("weight", "bias", "running_mean", "running_var"):
         if call.arguments.get(name) is not None:
-            unify(seen.value(call[name], held=False).axes[0], value.axes[1])
-    seen.uses.append(Use(seen.clock, seen.path, "", "batch_norm", value.axes[1], value.axes[1]))
+            unify(recorder.value(call[name], held=False).axes[0], value.axes[1])
+    recorder.uses.append(
+        ParameterUse(recorder.clock, recorder.path, "", "batch_norm", value.axes[1], value.axes[1])
+    )
     means = [Value([axis(size, [PIXELS]) for size in out.shape]) for out in call.outs[1:]]
     return [value, *means]
 
@@ -197,13 +203,13 @@ def _batch_norm(seen: Recorder, call: Call) -> list[Value]:
     "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d",
     "upsample_bilinear2d", "upsample_bicubic2d",
 )  # fmt: skip
-def _pool(seen: Recorder, call: Call) -> list[Value]:
-    """Per channel, over positions."""
-    value = seen.value(call.tensors[0])
+def _pool(recorder: Recorder, call: Call) -> list[Value]:
+    """Keep batch and channels; replace positions."""
+    value = recorder.value(call.tensors[0])
     num_kept = min(2, len(value.axes) - 1)
     found = []
     if "max" in call.name:
-        seen.event("acts on", call.name, value.axes[1:num_kept])
+        recorder.event("acts on", call.name, value.axes[1:num_kept])
     for out in call.outs:
         positions = [axis(size, [PIXELS]) for size in out.shape[num_kept:]]
         found.append(value.shaped([*value.axes[:num_kept], *positions]))
@@ -211,9 +217,9 @@ def _pool(seen: Recorder, call: Call) -> list[Value]:
 
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
-def _loss(seen: Recorder, call: Call) -> list[Value]:
-    value = seen.value(call["self"])
-    hold(value.axes[min(1, len(value.axes) - 1)], CLASSES)
+def _loss(recorder: Recorder, call: Call) -> list[Value]:
+    value = recorder.value(call["self"])
+    fix_axis(value.axes[min(1, len(value.axes) - 1)], CLASSES)
     return [Value([axis(size, [CLASSES]) for size in out.shape]) for out in call.outs]
 
 

@@ -1,7 +1,7 @@
-"""What is recorded while a model is watched: every tensor's axes, and what a recipe's table needs besides.
+"""The record of a trace: the axes of every tensor, and the content of a recipe's table.
 
-The rules of operators ask it what is known of a tensor, and say here which matrix was multiplied where, what
-attention read, and what would not survive copies of neurons.
+The rules of operators query it about tensors. They record which matrix was multiplied where, the inputs of
+attention, and operators that copies of neurons would not survive.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from qsync.expansion.derivation.axis_unification import Axis, Hold, axis, settled
-from qsync.expansion.derivation.observations import Attention, Event, Norm, Use, Value
+from qsync.expansion.derivation.axis_unification import Axis, FixedReason, axis, is_known_fixed
+from qsync.expansion.derivation.trace_records import Attention, Event, Norm, ParameterUse, Value
 
 
 @dataclass
 class Frame:
-    """A module's call that has not returned."""
+    """A call of a module that has not returned yet."""
 
     path: str
     module: nn.Module
@@ -30,7 +30,7 @@ class Frame:
 
 
 class Recorder:
-    """Record what one run shows: rules read and write it, `Findings` reads it afterwards."""
+    """The record of one run: rules read and write it, `Findings` interprets it."""
 
     def __init__(self, model: nn.Module, stand_ins: Mapping[str, torch.Tensor]) -> None:
         self.model = model
@@ -40,14 +40,14 @@ class Recorder:
         self.buffers = {id(stand_ins.get(name, buffer)): name for name, buffer in model.named_buffers()}
         self.values: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.frames: list[Frame] = [Frame("", model)]
-        self.uses: list[Use] = []
+        self.uses: list[ParameterUse] = []
         self.norms: list[Norm] = []
         self.attentions: list[Attention] = []
         self.events: list[Event] = []
         self.sums: list[str] = []
         self.calls: Counter[str] = Counter()
-        self.lookups: dict[str, Axis] = {}
-        self.seen: dict[str, int] = {}  # parameters, and when each was first used
+        self.embedding_axes: dict[str, Axis] = {}
+        self.first_use: dict[str, int] = {}  # parameters, and when each was first used
         self.clock = 0
         for name, parameter in model.named_parameters():
             self.names[id(parameter)] = name
@@ -57,35 +57,41 @@ class Recorder:
 
     @property
     def path(self) -> str:
+        """Return the path of the running module."""
         return self.frames[-1].path
 
     def value(self, tensor: torch.Tensor, held: bool = True) -> Value:
-        """What is known of a tensor; one never seen is a buffer or a constant, and what holds varied values
-        of one size cannot grow (unless a rule knows better: `held` False).
+        """Return the knowledge about a tensor.
+
+        An unseen tensor is a buffer or a constant. Its elements may differ, so that its axes cannot grow,
+        unless a rule handles them (`held` False).
         """
         if tensor not in self.values:
             name = self.buffers.get(id(tensor))
             what = f"the buffer {name}" if name else "a constant"
-            why = [Hold(f"it meets {what}{self.place()}", False)] if held else []
+            why = [FixedReason(f"it meets {what}{self.location()}", False)] if held else []
             self.values[tensor] = Value([axis(size, why) for size in tensor.shape])
         found: Value = self.values[tensor]
-        if found.used is not None:
-            self.values[tensor] = replace(found, used=None)  # should it raise: once is enough
-            found = self.values[tensor] = found.used()
+        if found.resolve is not None:
+            self.values[tensor] = replace(found, resolve=None)  # should it raise: once is enough
+            found = self.values[tensor] = found.resolve()
         if found.param:
-            self.seen.setdefault(found.param, self.clock)
+            self.first_use.setdefault(found.param, self.clock)
         return found
 
-    def place(self) -> str:
+    def location(self) -> str:
+        """Return the running module as a part of a message."""
         return f" in {self.path}" if self.path else ""
 
-    def looked_up(self, param: str, width: int) -> Axis:
-        """The axis of what a table of embeddings hands out. Not its own axis: a head that shares the weight
-        multiplies by it a value of another space.
+    def embedding_axis(self, param: str, width: int) -> Axis:
+        """Return the axis of the rows that an embedding returns.
+
+        It differs from the axis of the table: a head that shares the weight multiplies another space by it.
         """
-        return self.lookups.setdefault(param, axis(width))
+        return self.embedding_axes.setdefault(param, axis(width))
 
     def event(self, kind: str, op: str, axes: list[Axis]) -> None:
-        axes = [one for one in axes if not settled(one)]
+        """Record an event on axes that may grow."""
+        axes = [one for one in axes if not is_known_fixed(one)]
         if axes:
             self.frames[-1].events.append(Event(kind, self.path, op, axes))

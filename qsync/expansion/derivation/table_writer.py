@@ -1,4 +1,4 @@
-"""Lines of a derived table: spaces get names, and lines that say the same of numbered modules become one."""
+"""Write a derived table: name its spaces, and fold equal lines of numbered modules."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from qsync.expansion.recipe.recipes import ATTENTION, Line
 
 UNKNOWN = "?"
 # What recipes call something else.
-_WORDS = (*ATTENTION, "tied", "width", "layers", "heads", "kv_heads", "head_dim")
+_RESERVED_NAMES = (*ATTENTION, "tied", "width", "layers", "heads", "kv_heads", "head_dim")
 # Names of modules that do not tell one space from another.
-_ANY = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convolution")
+_GENERIC_NAMES = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convolution")
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One space as a parameter shows it: the pieces that grow, and how many coordinates they are; or, with
-    `word`, a name that is given already (`_`, `?`, query ...).
+    """One space as a parameter shows it: the pieces that grow, and their number of coordinates.
+
+    `word` holds a name that is known in advance (`_`, `?`, query and so on).
     """
 
     pieces: tuple[int, ...] = ()
@@ -32,7 +33,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A module, or a parameter of no module's own, before spaces have names. `at` orders by first use."""
+    """A module, or a plain parameter, before spaces have names; `at` orders by first use."""
 
     at: int
     path: str
@@ -44,7 +45,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Names:
-    """The names of spaces, in every block, and what is known of their sizes."""
+    """The names of spaces in every block, and their sizes."""
 
     blocks: str
     of: dict[tuple[str, tuple[int, ...]], str] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Names:
     size: dict[str, int] = field(default_factory=dict)
 
     def name(self, slot: Slot, path: str) -> str:
+        """Return the name of a space."""
         if slot.word:
             return slot.word
         found = self.of.get(("", slot.pieces))
@@ -62,8 +64,9 @@ class Names:
 
 
 def blocks_pattern(model: nn.Module, sums: Iterable[str]) -> tuple[str, list[str]]:
-    """The numbered modules in which written values are added up, as one pattern ("" where there are none),
-    and what no pattern says. Modules that stand in one list with others of another class are parts of a
+    """Return one pattern for the numbered modules with residual sums, and the open points.
+
+    The pattern is "" without such modules. Modules in one list with modules of another class are parts of a
     block.
     """
     found: dict[str, None] = {}
@@ -79,20 +82,20 @@ def blocks_pattern(model: nn.Module, sums: Iterable[str]) -> tuple[str, list[str
     depths = {one.count(".") for one in outer}
     if len(depths) > 1:
         return outer[0], [f"blocks are called {' and '.join(outer)}; a recipe has one pattern of blocks"]
-    columns = [_alike(column) for column in zip(*(one.split(".") for one in outer), strict=True)]
+    columns = [_common_pattern(column) for column in zip(*(one.split(".") for one in outer), strict=True)]
     return ".".join(columns), []
 
 
 def _is_list(model: nn.Module, parts: Sequence[str]) -> bool:
-    """Whether all that are numbered beside a module are of its class."""
+    """Return whether all numbered siblings of a module have its class."""
     beside = model.get_submodule(".".join(parts[:-1])).named_children()
     return len({type(module) for name, module in beside if name.isdecimal()}) == 1
 
 
-def _alike(words: Sequence[str]) -> str:
-    """One pattern for words that differ: in their numbers, or altogether.
+def _common_pattern(words: Sequence[str]) -> str:
+    """Return one pattern for words that differ in their numbers, or altogether.
 
-    >>> _alike(["layer1", "layer2"]), _alike(["encoder", "decoder"])
+    >>> _common_pattern(["layer1", "layer2"]), _common_pattern(["encoder", "decoder"])
     ('layer*', '*')
     """
     if len(set(words)) == 1:
@@ -102,7 +105,7 @@ def _alike(words: Sequence[str]) -> str:
 
 
 def block_of(path: str, blocks: str) -> str:
-    """The block that a module is in: the start of its path that `blocks` matches; "" for none."""
+    """Return the block that holds a module: the start of its path that matches `blocks`, or ""."""
     wanted, parts = blocks.split("."), path.split(".")
     if not blocks or len(parts) < len(wanted):
         return ""
@@ -114,9 +117,11 @@ def block_of(path: str, blocks: str) -> str:
 # -- names --
 
 
-def named(entries: Sequence[Entry], blocks: str) -> Names:
-    """A name for every space. What several blocks share, or a block and the rest, is a residual stream; what
-    a norm hands on is normed, in every block by one name; the others are called by what writes them.
+def name_spaces(entries: Sequence[Entry], blocks: str) -> Names:
+    """Choose a name for every space.
+
+    A space shared by several blocks, or by a block and the rest, is a residual stream. Outputs of norms are
+    called normed in every block. Other spaces are named after their writer.
     """
     names = Names(blocks)
     touched: dict[tuple[int, ...], dict[str, None]] = {}
@@ -131,7 +136,7 @@ def named(entries: Sequence[Entry], blocks: str) -> Names:
     for entry, slot, is_written in _slots(entries):
         key = (block_of(entry.path, blocks), slot.pieces)
         if is_written and ("", slot.pieces) not in names.of and key not in wanted:
-            wanted[key] = _wanted(entry, entries, names, last_norm), slot.size
+            wanted[key] = _proposed_name(entry, entries, names, last_norm), slot.size
     _distinguish(wanted, names)
     for entry, slot, _ in _slots(entries):
         if ("", slot.pieces) not in names.of:
@@ -142,6 +147,7 @@ def named(entries: Sequence[Entry], blocks: str) -> Names:
 
 
 def _slots(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Slot, bool]]:
+    """Yield every unnamed space of every entry, and whether it is written."""
     for entry in entries:
         for slot in entry.reads:
             if not slot.word:
@@ -151,8 +157,8 @@ def _slots(entries: Iterable[Entry]) -> Iterator[tuple[Entry, Slot, bool]]:
                 yield entry, slot, True
 
 
-def _wanted(entry: Entry, entries: Sequence[Entry], names: Names, last_norm: Sequence[str]) -> str:
-    """What a space that this entry writes first would be called if it were alone."""
+def _proposed_name(entry: Entry, entries: Sequence[Entry], names: Names, last_norm: Sequence[str]) -> str:
+    """Return the name of the space that an entry writes, before names are made unique."""
     block = block_of(entry.path, names.blocks)
     if entry.kind == "norm":
         read = names.of.get(("", entry.reads[0].pieces), "")
@@ -177,8 +183,9 @@ def _wanted(entry: Entry, entries: Sequence[Entry], names: Names, last_norm: Seq
 
 
 def stream_of(block: str, entries: Iterable[Entry], names: Names) -> str:
-    """The residual stream that a block adds to; outside of blocks the only one, or one of several as wide.
-    "" where there is none.
+    """Return the residual stream that a block adds to, or "".
+
+    Outside of blocks it is the only stream, or one of several of equal width.
     """
     if not block:
         return names.residual[0] if len({names.size[space] for space in names.residual}) == 1 else ""
@@ -191,33 +198,35 @@ def stream_of(block: str, entries: Iterable[Entry], names: Names) -> str:
 
 
 def _distinguish(wanted: Mapping[tuple[str, tuple[int, ...]], tuple[str, int]], names: Names) -> None:
-    """One name has one size, and in one block is one space; norms of one space share a name, as their outputs
-    grow alike.
+    """Make names unique: one size per name, and one space per name and block.
+
+    The outputs of norms of one space share a name because they grow alike.
     """
     sizes: dict[str, list[int]] = {}
     for name, size in wanted.values():
         if size not in sizes.setdefault(name, []):
             sizes[name].append(size)
-    taken: dict[tuple[str, str], tuple[int, ...]] = {}
+    names_in_use: dict[tuple[str, str], tuple[int, ...]] = {}
     for (block, pieces), (name, size) in wanted.items():
         if len(sizes[name]) > 1:
             name += "_" * name[-1].isdecimal() + str(sizes[name].index(size))
         number, first = 2, name
         while not name.startswith("normed") and (
-            name in (*names.residual, *_WORDS) or taken.setdefault((block, name), pieces) != pieces
+            name in (*names.residual, *_RESERVED_NAMES)
+            or names_in_use.setdefault((block, name), pieces) != pieces
         ):
             name, number = f"{first}_{number}", number + 1
         names.of[block, pieces] = name
 
 
 def tail(path: str) -> str:
-    """What a module is called last, with its number; a word that a table may hold.
+    """Return the last part of a module's path, with its number, as a word that a table may hold.
 
     >>> tail("bert.pooler.dense"), tail("features.4")
     ('pooler', 'features4')
     """
     parts = path.split(".")
-    while len(parts) > 1 and parts[-1] in _ANY:
+    while len(parts) > 1 and parts[-1] in _GENERIC_NAMES:
         parts.pop()
     word = "".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
     return re.sub(r"\W", "_", word) or "model"
@@ -226,19 +235,20 @@ def tail(path: str) -> str:
 # -- lines --
 
 
-def lines_of(entries: Sequence[Entry], names: Names, parameters: Sequence[str]) -> list[Line]:
-    """One line per entry, and one for all where numbered modules say the same. `parameters` are all of the
-    model's: the first line that matches each must be its own.
+def fold_lines(entries: Sequence[Entry], names: Names, parameters: Sequence[str]) -> list[Line]:
+    """Return one line per entry, and one line for equal entries of numbered modules.
+
+    `parameters` lists all parameters of the model: the first line that matches each must be its own.
     """
-    said = {}
+    lines_by_path = {}
     for entry in entries:
         reads, writes = (
             [names.name(slot, entry.path) for slot in slots] for slots in (entry.reads, entry.writes)
         )
-        said[entry.path] = Line(entry.path, tuple(reads), tuple(writes), entry.tied)
-    own = {name: said.get(name) or said.get(name.rpartition(".")[0]) for name in parameters}
+        lines_by_path[entry.path] = Line(entry.path, tuple(reads), tuple(writes), entry.tied)
+    own = {name: lines_by_path.get(name) or lines_by_path.get(name.rpartition(".")[0]) for name in parameters}
     found: list[Line] = []
-    for line in said.values():
+    for line in lines_by_path.values():
         mine = [name for name, other in own.items() if other is line]
         if not mine or not all(any(earlier.matches(name) for earlier in found) for name in mine):
             found.append(_folded(line, own, found, names.blocks))
@@ -246,16 +256,16 @@ def lines_of(entries: Sequence[Entry], names: Names, parameters: Sequence[str]) 
 
 
 def _folded(line: Line, own: Mapping[str, Line | None], found: Sequence[Line], blocks: str) -> Line:
-    """The line with as many numbers left open as say the same.
+    """Return the line with as many numbers left open as the other lines permit.
 
-    The first blocks of a ResNet's stages differ from the others: where only the number of the last block is
-    left open, lines before it may say otherwise of other blocks.
+    The first blocks of a ResNet's stages differ from the others. If only the number of the last block is left
+    open, earlier lines may cover the other blocks differently.
     """
     for pattern in _patterns(line.pattern):
         folded = replace(line, pattern=pattern)
         matched = {name: other for name, other in own.items() if folded.matches(name)}
         if not all(
-            _agree(other, line) or any(earlier.matches(name) for earlier in found)
+            _same_spaces(other, line) or any(earlier.matches(name) for earlier in found)
             for name, other in matched.items()
         ):
             continue
@@ -263,13 +273,13 @@ def _folded(line: Line, own: Mapping[str, Line | None], found: Sequence[Line], b
         beside = [one for path, one in others.items() if path.count(".") == pattern.count(".")]
         if pattern == line.pattern or _ends_group(line.pattern, pattern, own, blocks):
             return folded
-        if len(beside) > 1 and all(_agree(other, line) for other in beside):
+        if len(beside) > 1 and all(_same_spaces(other, line) for other in beside):
             return folded
     return line
 
 
 def _ends_group(path: str, pattern: str, own: Mapping[str, Line | None], blocks: str) -> bool:
-    """Whether a pattern leaves open just which block of a group it is, and the path is in the last one."""
+    """Return whether a pattern opens only a block's number, and the path is in the last block."""
     block = block_of(path, blocks)
     group, _, number = block.rpartition(".")
     if not block or pattern != f"{group}.*{path[len(block) :]}":
@@ -278,12 +288,13 @@ def _ends_group(path: str, pattern: str, own: Mapping[str, Line | None], blocks:
     return int(number) == max(int(last) for before, _, last in numbers if before == group and last)
 
 
-def _agree(one: Line | None, other: Line) -> bool:
+def _same_spaces(one: Line | None, other: Line) -> bool:
+    """Return whether two lines state the same spaces."""
     return one is not None and replace(one, pattern=other.pattern) == other
 
 
 def _patterns(path: str) -> Iterator[str]:
-    """A path with numbers left open, as many as can be first; itself last."""
+    """Yield a path with numbers left open, the most general first, the path itself last."""
     parts = path.split(".")
     numbered = [index for index, part in enumerate(parts) if part.isdecimal()]
     for num in range(len(numbered), -1, -1):
@@ -291,8 +302,8 @@ def _patterns(path: str) -> Iterator[str]:
             yield ".".join("*" if index in chosen else part for index, part in enumerate(parts))
 
 
-def text_of(lines: Sequence[Line]) -> str:
-    """The table, its arrows under each other."""
+def format_table(lines: Sequence[Line]) -> str:
+    """Return the table as text with aligned arrows."""
     paths = max((len(line.pattern) for line in lines), default=0)
     reads = max((len(", ".join(line.reads)) for line in lines), default=0)
     rows = []

@@ -1,9 +1,9 @@
-"""Reading a folder that holds a model, grown or not.
+"""Load a folder that holds a model, grown or not.
 
-Two kinds are read. Hugging Face's: config.json and model.safetensors, as `save_pretrained` writes them. One's
-own: a config.json of {"class": "package.module:Class", "arguments": {...}} beside model.safetensors. A grown
-model's folder has expansion.json as well: the eps of its norms, and for a class of one's own the sizes that
-its recipe builds it with.
+Two layouts are supported. Hugging Face's: config.json and model.safetensors, as `save_pretrained` writes
+them. Custom classes: a config.json of {"class": "package.module:Class", "arguments": {...}} beside
+model.safetensors. The folder of a grown model also holds expansion.json: the eps of its norms, and for a
+custom class the sizes for its recipe's `build`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_model
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.families import recipe_of
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 from qsync.records.json_files import check_header, field, read_json
 
 CONFIG, WEIGHTS, EXPANSION = "config.json", "model.safetensors", "expansion.json"
@@ -29,20 +29,29 @@ VERSION = 1
 
 
 def load_expanded(folder: str | Path) -> torch.nn.Module:
-    """The model in a folder (see this module), grown or not, with the eps that its norms are to have.
+    """Load the model in a folder, grown or not, with the eps of its norms.
 
-    Raises FormatError for a folder that holds none, MismatchError where weights and config are of different
-    models.
+    Args:
+        folder: A folder with config.json and model.safetensors; see this module for the two layouts.
 
-    >>> model = qsync.load_expanded("big")
+    Returns:
+        The model, in the type of its weights.
+
+    Raises:
+        FormatError: The folder holds no model, or a file in it is malformed.
+        MismatchError: Weights and config belong to different models.
+        UnsupportedError: Weights are quantized or of several types, or transformers is not installed.
+
+    Example:
+        >>> model = qsync.load_expanded("big")
     """
     folder = Path(folder)
     config = read_json(folder / CONFIG)
-    growth = _growth(folder)
+    growth = _read_expansion(folder)
     if "class" in config:
-        model = _own(folder, config, growth)
+        model = _load_custom(folder, config, growth)
     elif "model_type" in config:
-        model = _pretrained(folder, config)
+        model = _load_pretrained(folder, config)
     else:
         raise FormatError(
             f"{folder / CONFIG} names no model: write "
@@ -55,8 +64,8 @@ def load_expanded(folder: str | Path) -> torch.nn.Module:
     return model
 
 
-def _growth(folder: Path) -> dict[str, Any]:
-    """What is written of how the model was grown; nothing for one that was not."""
+def _read_expansion(folder: Path) -> dict[str, Any]:
+    """Return the contents of expansion.json, empty for a model that was not grown."""
     if not (folder / EXPANSION).is_file():
         return {}
     found = read_json(folder / EXPANSION)
@@ -66,8 +75,8 @@ def _growth(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _own(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> torch.nn.Module:
-    """A model of a class of one's own."""
+def _load_custom(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> torch.nn.Module:
+    """Load a model of a custom class."""
     where = str(folder / CONFIG)
     name, arguments = field(config, "class", str, where), config.get("arguments", {})
     path, _, attribute = name.partition(":")
@@ -89,8 +98,10 @@ def _own(folder: Path, config: Mapping[str, Any], growth: Mapping[str, Any]) -> 
 
 
 def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
-    """MismatchError unless the weights in the folder are those of the model that its config makes; their
-    type.
+    """Return the type of the weights in a folder.
+
+    Raises:
+        MismatchError: The weights are not those of the model that the config builds.
     """
     path = folder / WEIGHTS
     if not path.is_file():
@@ -113,7 +124,8 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
     missing = [name for name, value in own.items() if name not in found and id(value) not in shared]
     if missing:
         raise MismatchError(
-            f"{path} lacks {joined(missing)}, which {CONFIG} asks for; give the config that it was saved with"
+            f"{path} lacks {first_few(missing)}, which {CONFIG} asks for; give the config that it was "
+            "saved with"
         )
     floating: set[torch.dtype] = {kind for kind in types if kind.is_floating_point}
     if len(floating) != 1:
@@ -124,8 +136,8 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
     return floating.pop()
 
 
-def _pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
-    """A Hugging Face model, of the class that it was saved as."""
+def _load_pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
+    """Load a Hugging Face model, in the class that it was saved as."""
     try:
         import transformers
     except ImportError:
@@ -145,25 +157,25 @@ def _pretrained(folder: Path, config: Mapping[str, Any]) -> torch.nn.Module:
         )
     options = {"dtype": "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        with quiet():
-            model, told = made.from_pretrained(folder, local_files_only=True, **options)
+        with quiet_transformers():
+            model, info = made.from_pretrained(folder, local_files_only=True, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise FormatError(
             f"{folder} cannot be read as a {names[0]}: {str(error).splitlines()[0]}; save it anew"
         ) from error
-    wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in told.get("mismatched_keys", ()))
-    wrong += sorted(told.get("missing_keys", ()))
+    wrong = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info.get("mismatched_keys", ()))
+    wrong += sorted(info.get("missing_keys", ()))
     if wrong:
         raise MismatchError(
-            f"the weights in {folder} do not match its {CONFIG}: {joined(wrong)}; give the config that they "
-            "were saved with"
+            f"the weights in {folder} do not match its {CONFIG}: {first_few(wrong)}; give the config that "
+            "they were saved with"
         )
     return model  # type: ignore[no-any-return]
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """transformers, without its notes and progress bars."""
+def quiet_transformers() -> Iterator[None]:
+    """Silence the notes and progress bars of transformers within the context."""
     import transformers
 
     logging: Any = transformers.logging

@@ -1,7 +1,7 @@
-"""Writing a grown model to a folder: whole or not at all, with what no state dict says.
+"""Save a grown model to a folder, whole or not at all, with all that a state dict lacks.
 
-Beside the weights may lie ema.safetensors (a moving average of the weights) and optimizer.pt (an optimizer's
-state dict): they grow with them. What else a folder holds, `qsync.expansion.io.load` says.
+ema.safetensors (a moving average of the weights) and optimizer.pt (an optimizer's state dict) may lie
+beside the weights; they are expanded as well. `qsync.expansion.io.load` describes the other files.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file, save_model
 
 from qsync.errors import FormatError, MismatchError
 from qsync.expansion.apply.optimizer_state import expand_optimizer
-from qsync.expansion.io.load import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet
-from qsync.expansion.maps.format import as_json
+from qsync.expansion.io.load import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet_transformers
+from qsync.expansion.maps.describe import as_json
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 from qsync.records.json_files import read_json, write_json
 
 AVERAGE, OPTIMIZER = "ema.safetensors", "optimizer.pt"
@@ -33,58 +33,73 @@ def save_expanded(
 ) -> Path:
     """Write a grown model to a folder that `load_expanded` reads, whole or not at all.
 
-    `arguments` are those that the small model's class was called with, for a class that is not Hugging
-    Face's and carries its recipe. Raises FormatError for a folder that holds something already, or arguments
-    that JSON cannot say.
+    Args:
+        big: The grown model.
+        folder: A new or empty folder.
+        plan: The plan that grew the model.
+        arguments: The arguments of the small model's class, for a class outside of transformers that carries
+            its recipe.
 
-    >>> qsync.save_expanded(big, "big", plan, arguments={"num_layers": 6, "width": 384})
+    Returns:
+        The path of the folder.
+
+    Raises:
+        FormatError: The folder is not empty, or JSON cannot hold the arguments.
+
+    Example:
+        >>> qsync.save_expanded(big, "big", plan, arguments={"num_layers": 6, "width": 384})
     """
-    return _written(Path(folder), lambda into: _save(big, into, plan, arguments))
+    return _write_atomically(Path(folder), lambda into: _save(big, into, plan, arguments))
 
 
 def expand_folder(
     small: Path, folder: Path, plan: ExpansionPlan, model: torch.nn.Module, big: torch.nn.Module
 ) -> Path:
-    """Write all that lies in the small model's folder, grown: weights, moving average, optimizer's state."""
+    """Expand and write the contents of a folder: weights, moving average and optimizer state."""
     config = read_json(small / CONFIG)
 
     def save(into: Path) -> None:
         _save(big, into, plan, config.get("arguments"))
         if (small / AVERAGE).is_file():
             with torch.no_grad():
-                average = plan.grown(_average(small / AVERAGE, model))
+                average = plan.grown(_load_average(small / AVERAGE, model))
             tied = {name for name, m in plan.tensors.items() if m.tied}
             save_file({k: v.contiguous() for k, v in average.items() if k not in tied}, into / AVERAGE)
         if (small / OPTIMIZER).is_file():
             state = torch.load(small / OPTIMIZER, map_location="cpu", weights_only=True)
             torch.save(expand_optimizer(plan, state, model, big).state_dict, into / OPTIMIZER)
 
-    return _written(folder, save)
+    return _write_atomically(folder, save)
 
 
-def _average(path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """A moving average of the weights; buffers, and what it does not hold, are the model's."""
+def _load_average(path: Path, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Load a moving average of the weights; the model supplies buffers and tied names."""
     found = load_file(path)
     own = dict(model.named_parameters())
     if strange := sorted(found.keys() - model.state_dict().keys()):
         raise MismatchError(
-            f"{path} averages {joined(strange)}, which the model does not have; give its own average"
+            f"{path} averages {first_few(strange)}, which the model does not have; give its own average"
         )
     if missing := sorted(own.keys() - found.keys()):
-        raise MismatchError(f"{path} lacks {joined(missing)}; give an average of all of the model's weights")
+        raise MismatchError(
+            f"{path} lacks {first_few(missing)}; give an average of all of the model's weights"
+        )
     first = {id(value): name for name, value in own.items()}
     everything = model.named_parameters(remove_duplicate=False)
     return {**model.state_dict(), **{name: found[first[id(value)]] for name, value in everything}, **found}
 
 
 def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapping[str, Any] | None) -> None:
+    """Write weights, config and expansion metadata."""
     eps = {
-        path: module_kinds.eps_of(module) for path, module in big.named_modules()
-        if path in plan.eps or (module_kinds.eps_name(module) and isinstance(getattr(module, "eps", None), float))
-    }  # fmt: skip
+        path: module_kinds.eps_of(module)
+        for path, module in big.named_modules()
+        if path in plan.eps
+        or (module_kinds.eps_name(module) and isinstance(getattr(module, "eps", None), float))
+    }
     growth = {"kind": "expansion", "version": VERSION, "eps": eps, "plan": as_json(plan)}
     if hasattr(big, "save_pretrained"):
-        with quiet():
+        with quiet_transformers():
             big.save_pretrained(into)  # type: ignore[operator]
     else:
         name = f"{type(big).__module__}:{type(big).__qualname__}"
@@ -100,13 +115,13 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
 
 
 def check_free(folder: Path) -> None:
-    """FormatError for a folder that holds something."""
+    """Raise FormatError for a folder that is not empty."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FormatError(f"{folder} is there already, and nothing is written over; name another folder")
 
 
-def _written(folder: Path, save: Callable[[Path], object]) -> Path:
-    """A folder, from another beside it that was finished first."""
+def _write_atomically(folder: Path, save: Callable[[Path], object]) -> Path:
+    """Write a folder under a temporary name beside it, then rename it."""
     check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))

@@ -1,4 +1,4 @@
-"""Depth: which block of the grown model comes from which of the small one, and which of them are new."""
+"""Depth: the block of the small model that each block of the grown model copies."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from qsync.expansion.recipe.recipes import Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One block of the grown model: its path, that of the small model's block, and whether it is new."""
+class GrownBlock:
+    """One block of the grown model: its path, the path of its source, and whether it is new."""
 
     path: str
     source: str
@@ -21,45 +21,53 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """All blocks of the grown model, by the path of the block of the small model that they copy."""
+    """All blocks of the grown model, by the path of the small model's block that they copy."""
 
-    places: Mapping[str, tuple[Place, ...]]
+    grown_blocks: Mapping[str, tuple[GrownBlock, ...]]
     num_layers: tuple[int, ...] = ()
     num_before: tuple[int, ...] = ()
 
+    @property
+    def new_paths(self) -> tuple[str, ...]:
+        """Return the paths of all new blocks."""
+        return tuple(copy.path for copies in self.grown_blocks.values() for copy in copies if copy.is_new)
+
     def block_of(self, name: str) -> str:
-        """The block that a parameter of the small model is in; "" for none."""
+        """Return the path of the block that holds a parameter of the small model, or ""."""
         parts = name.split(".")
         paths = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
-        return next((path for path in paths if path in self.places), "")
+        return next((path for path in paths if path in self.grown_blocks), "")
 
     def source_of(self, name: str) -> str:
-        """What a module or parameter of the grown model is called in the small one; its own name where depth
-        changes nothing.
+        """Return the small model's name of a module or parameter of the grown model.
+
+        A name outside of blocks stays as it is.
         """
-        sources = {place.path: place.source for places in self.places.values() for place in places}
+        sources = {grown.path: grown.source for copies in self.grown_blocks.values() for grown in copies}
         parts = name.split(".")
         for n in range(len(parts), 0, -1):
             if (path := ".".join(parts[:n])) in sources:
                 return sources[path] + name[len(path) :]
         return name
 
-    def copies(self, name: str) -> tuple[tuple[str, Place | None], ...]:
-        """What a parameter of the small model is called in the grown one, once for every copy of its
-        block.
-        """
+    def copies(self, name: str) -> tuple[tuple[str, GrownBlock | None], ...]:
+        """Return the names in the grown model of one parameter, one for every copy of its block."""
         block = self.block_of(name)
         if not block:
             return ((name, None),)
-        return tuple((place.path + name[len(block) :], place) for place in self.places[block])
+        return tuple((grown.path + name[len(block) :], grown) for grown in self.grown_blocks[block])
 
 
 def depth_of(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> Depth:
-    """Where every block goes; `shapes` are those of the small model's parameters and buffers, by name.
+    """Return the block that every block of the grown model copies.
 
-    A new block follows the one that it copies, and the copied ones are spread evenly. Only blocks that look
-    like the last of their group are copied: a ResNet's first block of a stage, which changes the resolution,
-    is not. Raises UnsupportedError for fewer layers, or more than twice as many (LEMON, section 3.4).
+    `shapes` holds the shapes of the small model's parameters and buffers by name. A new block follows the
+    block that it copies, and the copied blocks are spread evenly. Only blocks with the shapes of the last
+    block of their group are copied. The first block of a ResNet stage changes the resolution and is
+    therefore not.
+
+    Raises:
+        UnsupportedError: Fewer layers are requested, or more than twice as many (LEMON, section 3.4).
     """
     wanted = recipe.target.get("layers")
     groups = _groups(recipe.blocks, shapes) if recipe.blocks else {}
@@ -82,14 +90,14 @@ def depth_of(recipe: Recipe, shapes: Mapping[str, Sequence[int]]) -> Depth:
         raise UnsupportedError(
             f"{recipe.name} has {len(before)} groups of blocks, found {len(after)} numbers of layers"
         )
-    places: dict[str, tuple[Place, ...]] = {}
+    grown_blocks: dict[str, tuple[GrownBlock, ...]] = {}
     for (prefix, numbers), layers in zip(groups.items(), after, strict=True):
-        places.update(_places(prefix, numbers, layers, shapes))
-    return Depth(places, after, before)
+        grown_blocks.update(_grow_group(prefix, numbers, layers, shapes))
+    return Depth(grown_blocks, after, before)
 
 
 def _groups(pattern: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """The numbers of the blocks by the path that stands before them."""
+    """Return the numbers of the blocks by the path in front of the number."""
     *groups, last = pattern.split("*")
     if not groups or last:
         raise UnsupportedError(f"blocks are called PATH.*, with the number last, found {pattern!r}")
@@ -102,9 +110,10 @@ def _groups(pattern: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list
     return {prefix: sorted(numbers) for prefix, numbers in found.items()}
 
 
-def _places(
+def _grow_group(
     prefix: str, numbers: Sequence[int], layers: int, shapes: Mapping[str, Sequence[int]]
-) -> dict[str, tuple[Place, ...]]:
+) -> dict[str, tuple[GrownBlock, ...]]:
+    """Return the copies of every block of one group."""
     inside = {number: _inside(f"{prefix}{number}.", shapes) for number in numbers}
     able = [number for number in numbers if inside[number] == inside[numbers[-1]]]
     num_new = layers - len(numbers)
@@ -121,13 +130,14 @@ def _places(
     copied = [able[(2 * i + 1) * len(able) // (2 * num_new)] for i in range(num_new)]
     found, next_number = {}, numbers[0]
     for number in numbers:
-        places = []
+        grown_blocks = []
         for is_new in (False, *[True] * copied.count(number)):
-            places.append(Place(f"{prefix}{next_number}", f"{prefix}{number}", is_new))
+            grown_blocks.append(GrownBlock(f"{prefix}{next_number}", f"{prefix}{number}", is_new))
             next_number += 1
-        found[f"{prefix}{number}"] = tuple(places)
+        found[f"{prefix}{number}"] = tuple(grown_blocks)
     return found
 
 
 def _inside(block: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in a block by their names in the block."""
     return {name[len(block) :]: tuple(shape) for name, shape in shapes.items() if name.startswith(block)}

@@ -1,4 +1,4 @@
-"""The map of a whole model: every tensor's map and what no tensor holds, as one record."""
+"""The map of a whole model: the maps of all tensors, and the eps of norms."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from qsync.errors import MismatchError
 from qsync.expansion.maps.depth import Depth
 from qsync.expansion.maps.tensor_maps import TensorMap
 from qsync.expansion.recipe.recipes import Recipe
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelMap:
-    """How a model grows: the map of every tensor, by name, and what no tensor holds.
+    """How a model grows.
 
-    `eps` are those of norms that change, by their path in the grown model. `small` and `sizes` are the sizes
-    before and after.
+    `tensors` holds the map of every grown tensor by name. `eps` holds the new eps of norms whose eps changes,
+    by path in the grown model. `small` and `sizes` are the sizes before and after.
     """
 
     recipe: Recipe
@@ -33,15 +33,26 @@ class ModelMap:
     seed: int = 0
 
     def grown(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state dict of the small model, grown: its weights, or a moving average of them, which gets the
-        same random part. Differentiable. Raises MismatchError for another model's.
+        """Grow a state dict of the small model: its weights, or a moving average of them.
 
-        >>> average = plan.grown(ema.state_dict())
+        Both get the same random part. The result is differentiable with respect to `state`.
+
+        Args:
+            state: Tensors of the small model's shapes, by name.
+
+        Returns:
+            The grown tensors by name.
+
+        Raises:
+            MismatchError: The state belongs to another model.
+
+        Example:
+            >>> average = plan.grown(ema.state_dict())
         """
         missing = [m.source for m in self.tensors.values() if m.source not in state]
         if missing:
             raise MismatchError(
-                f"the state to grow lacks {joined(missing)}; give that of the model that was planned for"
+                f"the state to grow lacks {first_few(missing)}; give that of the model that was planned for"
             )
         for m in self.tensors.values():
             if tuple(state[m.source].shape) != m.source_shape:

@@ -1,11 +1,12 @@
-"""Where each coordinate of a grown space comes from, and what that asks of whoever writes and reads it.
+"""Index maps: the source of each coordinate of a grown space.
 
-A space of `small` coordinates grows to `large`: k = large // small whole copies, and a rest of r = large - k
-small. What stands in the rest depends on who looks at the space (LEMON, arXiv:2310.07999, section 3):
+A space of `small` coordinates grows to `large`: k = large // small whole copies, and a rest of
+r = large - k small coordinates. The reader of the space decides the content of the rest (LEMON,
+arXiv:2310.07999, section 3; the zero rest of RMSNorm follows docs/method.md):
 
-    circular  the first r coordinates once more   hidden units, heads, channels: what acts on each by itself
-    average   the mean of all                     what a LayerNorm reads: the mean stays, the variance shrinks
-    zero      0                                   what a norm hands on, and (ours) what an RMSNorm reads
+    circular  the first r coordinates again  hidden units, heads, channels: all that acts elementwise
+    average   the mean of all coordinates    input of a LayerNorm: the mean stays, the variance shrinks
+    zero      0                              output of a norm, input of an RMSNorm
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ REST = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Growth:
-    """`index` (large,): for each coordinate the one it copies, REST where it copies none. `rest` is what
-    stands there: AVERAGE or ZERO. `scale` (large,), FP64: what a copy is multiplied by as it is written;
-    None: 1. `product_of` are the growths of what a coordinate is made up of, if it is: a group of heads, a
-    head in it, a place in the head.
+    """The growth of one space.
+
+    `index` (large,) holds the source of each coordinate, REST for a coordinate of the rest. `rest` is the
+    content of the rest: AVERAGE or ZERO. `scale` (large,), FP64, multiplies each copy where it is written;
+    None stands for 1. A space of tuples (a group of heads, a head in the group, a coordinate in the head)
+    has the growths of its factors in `product_of`.
     """
 
     num_small: int
@@ -38,26 +41,29 @@ class Growth:
 
     @property
     def num_large(self) -> int:
+        """Return the number of coordinates after growth."""
         return len(self.index)
 
     @property
     def is_copy(self) -> torch.Tensor:
-        """Bool (large,): whether a coordinate copies one, and is not in the rest."""
+        """Return Bool (large,): whether each coordinate copies one, and is not in the rest."""
         return self.index != REST
 
     @property
     def num_copies(self) -> torch.Tensor:
-        """Int64 (large,): how often the coordinate that is copied here is copied in all; 0 in the rest."""
+        """Return Int64 (large,): the fan-out of each coordinate's source, 0 in the rest."""
         counts = torch.bincount(self.index[self.is_copy], minlength=self.num_small)
         return torch.where(self.is_copy, counts[self.index.clamp(min=0)], 0)
 
     @property
     def is_identity(self) -> bool:
+        """Return whether the space stays as it is."""
         return self.num_large == self.num_small and bool((self.index == torch.arange(self.num_small)).all())
 
     def by_unit(self, unit: int) -> Growth:
-        """The same growth where every coordinate stands for `unit` neighbours, as a channel does for its
-        pixels.
+        """Return the same growth where every coordinate stands for `unit` neighbours.
+
+        A channel stands for its pixels in this way once it is flattened.
 
         >>> circular(2, 3).by_unit(2).index.tolist()
         [0, 1, 2, 3, 0, 1]
@@ -77,7 +83,7 @@ class Growth:
 
 
 def circular(small: int, large: int) -> Growth:
-    """Copies in turn, the last round as far as it goes.
+    """Copy all coordinates in turn; the last round may be partial.
 
     >>> circular(3, 5).index.tolist()
     [0, 1, 2, 0, 1]
@@ -86,7 +92,7 @@ def circular(small: int, large: int) -> Growth:
 
 
 def padded(small: int, large: int, rest: str) -> Growth:
-    """Whole copies, then the rest.
+    """Copy all coordinates in whole rounds, then append the rest.
 
     >>> padded(3, 7, ZERO).index.tolist()
     [0, 1, 2, 0, 1, 2, -1]
@@ -97,7 +103,9 @@ def padded(small: int, large: int, rest: str) -> Growth:
 
 
 def paired(small: int, large: int) -> Growth:
-    """Copies of as many as can each have two or more: what cancels needs another that it cancels with (ours).
+    """Copy only as many coordinates as can have two copies or more each.
+
+    Random fan-out weights of a single copy cannot sum to 0.
 
     >>> paired(3, 5).index.tolist()
     [0, 1, 0, 1, 0]
@@ -106,16 +114,18 @@ def paired(small: int, large: int) -> Growth:
 
 
 def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Growth]:
-    """The growths of what attention computes with: query, key, value, and mixed, which its output reads.
+    """Return the growths of attention's spaces: query, key, value, and mixed.
 
-    Heads are copied whole. A key/value head is copied with query heads that attend to it (grouped queries);
-    where its copies have fewer each, they share them out. Raises UnsupportedError where a query head would
-    have no place left.
+    The output projection reads mixed. Heads are replicated whole. A key/value head is replicated with the
+    query heads that attend to it (grouped queries). Copies with fewer query heads each share these out.
 
-    Where heads become wider, d to d', each coordinate of query and key is scaled so that the products over
-    all of its n copies, divided by sqrt(d') and no longer by sqrt(d), are what they were: by sqrt(sqrt(d' /
-    d) / n); LEMON's (d / d')^(1/4) where n = d' / d, ours elsewhere. With `pairs` every coordinate of mixed
-    that is copied is copied at least twice, which takes two heads (see `paired`).
+    Wider heads, d to d', need scaled queries and keys: the sum of the products over all n copies of a
+    coordinate, divided by sqrt(d') instead of sqrt(d), must stay the same. The scale of both is
+    sqrt(sqrt(d' / d) / n). It equals LEMON's (d / d')^(1/4) where n = d' / d. With `pairs` every copied
+    coordinate of mixed has two copies or more, which takes two heads (see `paired`).
+
+    Raises:
+        UnsupportedError: A query head would have no copy.
 
     >>> attention(Heads(2, 1, 1), Heads(4, 2, 1))["mixed"].index.tolist()
     [0, 1, 0, 1]
@@ -149,7 +159,7 @@ def attention(small: Heads, large: Heads, pairs: bool = False) -> dict[str, Grow
 
 
 def product(growths: Sequence[Growth]) -> Growth:
-    """The growth of pairs, triples ... of coordinates, the last running fastest.
+    """Return the growth of a space of tuples; the last factor runs fastest.
 
     >>> product([circular(1, 2), circular(2, 3)]).index.tolist()
     [0, 1, 0, 0, 1, 0]
@@ -162,9 +172,12 @@ def product(growths: Sequence[Growth]) -> Growth:
 
 
 def stacked(growths: Sequence[Growth]) -> Growth:
-    """One axis of several spaces, one after the other, as where one linear writes query, key and value.
+    """Return the growth of several spaces that are stacked in one axis.
 
-    Raises UnsupportedError for a rest of means among others: they would be means of something else each.
+    The axis of a linear that writes query, key and value is an example.
+
+    Raises:
+        UnsupportedError: A space has a rest of means. The mean over the whole axis would differ.
 
     >>> stacked([circular(2, 3), circular(1, 2)]).index.tolist()
     [0, 1, 0, 2, 2]

@@ -1,6 +1,4 @@
-"""Maps: how each tensor of the grown model is made from one of the small model, worked out before anything
-is built.
-"""
+"""Tensor maps: how one tensor of the grown model is made from one of the small model."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ FREE = "free"  # what stands in the rest does not matter: nobody reads it, or it
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One axis of a tensor: what grows it, whether it is written or read, and the spaces' names for people.
+    """One axis of a tensor: its growth, its role, and the names of its spaces for messages.
 
-    `shares` (large,), FP64: which part of a source's weight each of its copies has with those that read it; 0
-    in the rest. `is_exact` is whether they are the same with all that read it, and no norm stands between:
-    then an axis that is written has that part of the source's gradient as well.
+    `shares` (large,), FP64, is the share of the source's weight that the readers give each copy; 0 in the
+    rest. `is_exact` states that all readers give the same shares and no norm stands in between. The gradient
+    of a copy along a written axis is then that share of the source's gradient.
     """
 
     spaces: str
@@ -32,8 +30,8 @@ class Axis:
     is_exact: bool = True
 
     @property
-    def is_loose(self) -> bool:
-        """Whether what is drawn can be added along it and change nothing."""
+    def takes_noise(self) -> bool:
+        """Return whether noise along this axis can leave the function unchanged."""
         return self.is_read or self.growth.rest == FREE
 
     def __str__(self) -> str:
@@ -47,12 +45,12 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorMap:
-    """`name` of the grown model from `source` of the small one, axis by axis (None: as it is).
+    """How `name` of the grown model is made from `source` of the small one.
 
-    `factor` multiplies what is made. `noise` is the deviation of what is drawn for copies to differ,
-    `rest_noise` of what is drawn for a rest that reads zeros. `silenced` is "zero" or "cancel" for what a new
-    block adds to its residual stream; `is_new` is whether the tensor is one of a new block, `tied` the module
-    whose weight it is.
+    `axes` holds one entry per dimension; None leaves a dimension as it is. `factor` multiplies the result.
+    `noise` is the standard deviation of the noise that makes copies differ, `rest_noise` that of the noise
+    in a rest that reads zeros. `output_init` is "zero" or "cancel" for an output layer of a new block.
+    `is_new` marks tensors of new blocks, `tied` names the module that shares the weight.
     """
 
     name: str
@@ -62,13 +60,13 @@ class TensorMap:
     factor: float = 1.0
     noise: float = 0.0
     rest_noise: float = 0.0
-    silenced: str = ""
+    output_init: str = ""
     is_new: bool = False
     tied: str = ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The grown tensor's."""
+        """Return the shape of the grown tensor."""
         return tuple(
             size if axis is None else axis.growth.num_large
             for size, axis in zip(self.source_shape, self.axes, strict=True)
@@ -76,19 +74,19 @@ class TensorMap:
 
     @property
     def is_identity(self) -> bool:
-        """Whether the grown tensor is the small one, to the bit."""
-        plain = self.factor == 1.0 and not self.silenced
+        """Return whether the grown tensor equals the small one bitwise."""
+        plain = self.factor == 1.0 and not self.output_init
         return plain and all(
             axis is None or (axis.growth.is_identity and axis.growth.scale is None) for axis in self.axes
         )
 
     def grown(self, source: torch.Tensor, seed: int) -> torch.Tensor:
-        """The grown tensor, in the type and on the device of `source`; differentiable in `source`.
+        """Return the grown tensor, in the type and on the device of `source`, differentiable in it.
 
-        Written axes copy. For an axis that is read, with copies c of source column j, n_j of them:
-        W*[:, c] = share_c W[:, j] + R[:, c] - mean of R over the copies of j (LEMON, section 3.3, with shares
-        of our own), so that the copies sum to W[:, j] whatever is drawn. The same R comes of the same seed,
-        whatever the source holds: a moving average of the weights grows as the weights do.
+        Written axes are copied. Along an axis that is read, source column j has n_j copies c:
+        W*[:, c] = share_c W[:, j] + R[:, c] - mean of R over the copies of j (LEMON, section 3.3,
+        generalized to unequal shares). The copies sum to W[:, j] for any R. R depends only on the seed and
+        the name, so that a moving average of the weights grows as the weights do.
         """
         if self.is_identity:
             return source.clone()
@@ -96,40 +94,41 @@ class TensorMap:
         for dim, axis in enumerate(self.axes):
             if axis is not None and not axis.is_read:
                 made = _written(made, dim, axis.growth)
-        if self.silenced == "zero":
+        if self.output_init == "zero":
             return torch.zeros(self.shape, dtype=source.dtype, device=source.device)
         for dim, axis in enumerate(self.axes):
             if axis is not None and axis.is_read:
-                shares = along(axis.shares if self.silenced != "cancel" else 0 * axis.shares, dim, made)
+                shares = along(axis.shares if self.output_init != "cancel" else 0 * axis.shares, dim, made)
                 made = made.index_select(dim, axis.growth.index.clamp(min=0).to(made.device)) * shares
         made = made * self.factor if self.factor != 1.0 else made
         if self.noise or self.rest_noise:
-            made = made + self._drawn(seed).to(made)
+            made = made + self._noise_values(seed).to(made)
         return made
 
-    def _drawn(self, seed: int) -> torch.Tensor:
-        """What is added, FP64: nothing in sum wherever it is read."""
-        drawn = torch.randn(self.shape, generator=generator(seed, self.name), dtype=torch.float64)
-        loose = [
-            (dim, axis.growth) for dim, axis in enumerate(self.axes) if axis is not None and axis.is_loose
+    def _noise_values(self, seed: int) -> torch.Tensor:
+        """Return the noise in FP64; it sums to 0 over the copies of every coordinate that is read."""
+        noise = torch.randn(self.shape, generator=generator(seed, self.name), dtype=torch.float64)
+        axes = [
+            (dim, axis.growth) for dim, axis in enumerate(self.axes) if axis is not None and axis.takes_noise
         ]
-        assert len(loose) == 1, f"{self.name}: one axis has room for what is drawn"
-        dim, growth = loose[0]
-        copies, rest = _without_sums(drawn, dim, growth)
+        assert len(axes) == 1, f"{self.name}: one axis can take noise"
+        dim, growth = axes[0]
+        copies, rest = _zero_sum_parts(noise, dim, growth)
         return self.noise * copies + self.rest_noise * rest
 
 
 def generator(seed: int, name: str) -> torch.Generator:
-    """Draws for one name: the same whatever else is drawn, and in which order."""
+    """Return the random generator of one name, independent of all other draws."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def shares_of(growth: Growth, split: str, seed: int, name: str) -> torch.Tensor:
-    """Which part of a source column each of its copies has: they sum to 1. Equal parts, but for "scalar".
+    """Return the share of a source column that each copy has; the shares of a source sum to 1.
 
-    A head has one part: parts of its own for every place in it would mix the gradients of its scores. So
-    have the copies of a key/value head, of which each of its query heads then has a part.
+    Shares are equal unless `split` is "scalar". All coordinates of a head have one share: unequal shares
+    within a head would mix the gradients of its scores. The copies of a key/value head have one share as
+    well; each of its query heads has a part of it.
     """
     if growth.product_of:
         shares, splits = torch.ones(1, dtype=torch.float64), [split] * (len(growth.product_of) - 1) + ["even"]
@@ -146,7 +145,7 @@ def shares_of(growth: Growth, split: str, seed: int, name: str) -> torch.Tensor:
 
 
 def along(vector: torch.Tensor, dim: int, like: torch.Tensor) -> torch.Tensor:
-    """A vector laid along one dimension of a tensor, in its type where it is a float."""
+    """Shape a vector to broadcast along one dimension of `like`, in its type unless Boolean."""
     shape = [1] * like.ndim
     shape[dim] = len(vector)
     vector = vector.to(like.device) if vector.dtype == torch.bool else vector.to(like)
@@ -154,6 +153,7 @@ def along(vector: torch.Tensor, dim: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _written(tensor: torch.Tensor, dim: int, growth: Growth) -> torch.Tensor:
+    """Grow one written axis."""
     copies = tensor.index_select(dim, growth.index.clamp(min=0).to(tensor.device))
     if growth.scale is not None:
         copies = copies * along(growth.scale, dim, copies)
@@ -164,17 +164,18 @@ def _written(tensor: torch.Tensor, dim: int, growth: Growth) -> torch.Tensor:
     return torch.where(is_copy, copies, rest.to(tensor.device))
 
 
-def _without_sums(drawn: torch.Tensor, dim: int, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
-    """What is drawn for copies, less its mean over those of each source column, and what is drawn for the
-    rest: less its mean, where the rest reads means, and as it is where it reads zeros.
+def _zero_sum_parts(noise: torch.Tensor, dim: int, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the noise of the copies, centred over each source, and the noise of the rest.
+
+    The noise of the rest is centred where the rest reads means, unchanged where it reads zeros.
     """
-    index, is_copy = growth.index.clamp(min=0), along(growth.is_copy, dim, drawn)
-    copies, rest = torch.where(is_copy, drawn, 0.0), torch.where(is_copy, 0.0, drawn)
-    shape = list(drawn.shape)
+    index, is_copy = growth.index.clamp(min=0), along(growth.is_copy, dim, noise)
+    copies, rest = torch.where(is_copy, noise, 0.0), torch.where(is_copy, 0.0, noise)
+    shape = list(noise.shape)
     shape[dim] = growth.num_small
-    sums = torch.zeros(shape, dtype=drawn.dtype).index_add(dim, index, copies)
-    counts = along(growth.num_copies.clamp(min=1), dim, drawn)
-    copies = torch.where(is_copy, drawn - sums.index_select(dim, index) / counts, 0.0)
+    sums = torch.zeros(shape, dtype=noise.dtype).index_add(dim, index, copies)
+    counts = along(growth.num_copies.clamp(min=1), dim, noise)
+    copies = torch.where(is_copy, noise - sums.index_select(dim, index) / counts, 0.0)
     if growth.rest == AVERAGE:
         num = growth.num_large - int(growth.is_copy.sum())
         rest = torch.where(is_copy, 0.0, rest - rest.sum(dim, keepdim=True) / max(num, 1))
@@ -182,7 +183,7 @@ def _without_sums(drawn: torch.Tensor, dim: int, growth: Growth) -> tuple[torch.
 
 
 def summary(maps: Mapping[str, TensorMap]) -> str:
-    """One line: how many tensors, and how many numbers before and after."""
+    """Return the number of tensors, and the numbers of elements before and after, in one line."""
     before = sum(torch.Size(m.source_shape).numel() for m in {m.source: m for m in maps.values()}.values())
     after = sum(torch.Size(m.shape).numel() for m in maps.values())
     return f"{len(maps)} tensors, {before:,} numbers -> {after:,}"

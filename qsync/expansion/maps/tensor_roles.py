@@ -1,5 +1,6 @@
-"""The tensors of a small model, each with its line of the recipe and what its axes are; what cannot grow is
-refused here.
+"""The tensors of a small model: the line of the recipe for each, and the roles of its axes.
+
+Tensors that cannot grow are rejected here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Line, Recipe, check_unwrapped
-from qsync.expansion.recipe.sizes import joined
+from qsync.expansion.recipe.sizes import first_few
 
 # What torch's reparametrisations leave where a weight was: weight_norm, spectral_norm, pruning.
 _REPARAMETRISED = ("_g", "_orig")
@@ -22,7 +23,7 @@ _REPARAMETRISED = ("_g", "_orig")
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One parameter or buffer of the small model: the line that it goes by, its module, its axes' roles."""
+    """One parameter or buffer of the small model, its line of the recipe, and its roles."""
 
     name: str
     value: torch.Tensor
@@ -33,29 +34,30 @@ class Tensor:
 
     @property
     def path(self) -> str:
-        """Its module's."""
+        """Return the path of the module."""
         return self.name.rpartition(".")[0]
 
     @property
     def kind(self) -> str:
-        """Which of its module's tensors it is: weight, bias, running_mean ..."""
+        """Return the name within the module: weight, bias, running_mean and so on."""
         return self.name.rpartition(".")[2]
 
 
 def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
-    """Every parameter with its line, and buffers that a line is about, by name.
+    """Return every parameter with its line, and every buffer that a line applies to, by name.
 
-    Raises UnsupportedError for what no line names and for weights that are no plain floating-point tensors,
-    MismatchError for lines that do not fit together.
+    Raises:
+        UnsupportedError: A parameter has no line, or is not a plain floating-point tensor.
+        MismatchError: Lines of the recipe contradict each other or the model.
     """
     check_unwrapped(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    kept = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     unnamed: list[str] = []
     found: dict[str, Tensor] = {}
-    for name, value in {**kept, **parameters}.items():
-        _check_plain(name, value, name in parameters, kept)
-    for name, value in {**parameters, **kept}.items():
+    for name, value in {**state, **parameters}.items():
+        _check_plain(name, value, name in parameters, state)
+    for name, value in {**parameters, **state}.items():
         line = recipe.line_of(name)
         if line is None:
             if name in parameters:
@@ -66,8 +68,8 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
         found[name] = Tensor(name, value, line, module, norm, _roles(name, value, line, module, norm))
     if unnamed:
         raise UnsupportedError(
-            f"the recipe {recipe.name} has no line for {joined(unnamed)}; add what each reads and writes, or "
-            f"`{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
+            f"the recipe {recipe.name} has no line for {first_few(unnamed)}; add what each reads and writes, "
+            f"or `{unnamed[0].rpartition('.')[0] or unnamed[0]}  _ -> _` where nothing of it grows"
         )
     _check_norms(model, recipe, found)
     _check_written(recipe, found.values())
@@ -75,13 +77,12 @@ def tensors_of(model: torch.nn.Module, recipe: Recipe) -> dict[str, Tensor]:
 
 
 def _grows(line: Line) -> bool:
+    """Return whether any space of a line can grow."""
     return bool({*line.reads, *line.writes} - {FIXED})
 
 
-def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str]) -> None:
-    """UnsupportedError for what is no tensor of ordinary floating-point numbers, or only a part of a
-    weight.
-    """
+def _check_plain(name: str, value: Any, is_parameter: bool, state: Collection[str]) -> None:
+    """Raise UnsupportedError for anything but a whole, plain floating-point weight."""
     kind = name.rpartition(".")[2]
     parametrised, is_new_style, _ = name.partition(".parametrizations.")
     if is_new_style:
@@ -90,7 +91,7 @@ def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str
             f'torch.nn.utils.parametrize.remove_parametrizations(module, "{name.split(".")[-2]}")'
         )
     stem = next((kind.removesuffix(end) for end in _REPARAMETRISED if kind.endswith(end)), "")
-    if stem and any(name.removesuffix(kind) + f"{stem}_{part}" in kept for part in ("v", "mask")):
+    if stem and any(name.removesuffix(kind) + f"{stem}_{part}" in state for part in ("v", "mask")):
         raise UnsupportedError(
             f"{name} is a part of a weight that is computed in every step (weight_norm, spectral_norm or "
             "pruning); make the weight a parameter again with torch.nn.utils' remove function first"
@@ -108,7 +109,7 @@ def _check_plain(name: str, value: Any, is_parameter: bool, kept: Collection[str
 
 
 def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tensor]) -> None:
-    """Refuse norms whose line is none of a norm, and those that no tensor shows."""
+    """Reject norms whose line does not fit a norm, and growing norms without a weight."""
     for t in tensors.values():
         reads, writes = t.line.reads, t.line.writes
         if (t.norm and (len(reads), len(writes)) != (1, 1)) or (t.norm and FIXED in (*reads, *writes)):
@@ -130,7 +131,7 @@ def _check_norms(model: torch.nn.Module, recipe: Recipe, tensors: dict[str, Tens
 
 
 def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
-    """Refuse a space that is read and that nothing writes: most often a name misspelt."""
+    """Reject a space that is read but never written, which usually is a misspelt name."""
     written = {space for t in tensors for space in t.line.writes}
     for t in tensors:
         for space in t.line.reads:
@@ -157,7 +158,7 @@ def _check_written(recipe: Recipe, tensors: Collection[Tensor]) -> None:
 def _roles(
     name: str, value: torch.Tensor, line: Line, module: torch.nn.Module, norm: str | None
 ) -> tuple[str, ...]:
-    """Which axis is written, and which read."""
+    """Return the role of each axis: "writes", "reads", or "" for an axis that does not grow."""
     last = name.rpartition(".")[2]
     fixed = ("",) * value.ndim
     if not _grows(line):
@@ -196,5 +197,5 @@ def _roles(
 
 
 def _is_bias(module: torch.nn.Module) -> bool:
-    """Whether a vector of a module is added to a product: it has a matrix beside it."""
+    """Return whether a vector of a module is added to a product: the module also has a matrix."""
     return any(p.ndim > 1 for p in module.parameters(recurse=False))

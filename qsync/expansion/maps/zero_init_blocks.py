@@ -1,6 +1,4 @@
-"""New blocks that add nothing to their residual stream: which of their tensors are silenced, and how (LEMON,
-section 3.4).
-"""
+"""Initialize new blocks to add nothing to their residual stream (LEMON, section 3.4)."""
 
 from __future__ import annotations
 
@@ -15,10 +13,14 @@ from qsync.expansion.recipe.recipes import FIXED, Recipe
 
 
 def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> None:
-    """Raise, where blocks are new, for blocks that do more than add to a residual stream that is said to be
-    one: MismatchError for a stream unsaid, UnsupportedError for a norm after the sum.
+    """Reject new blocks that do more than add to a declared residual stream.
+
+    Raises:
+        MismatchError: A block writes a space that is read outside, and the recipe does not declare it
+            residual.
+        UnsupportedError: A norm acts on the residual stream itself.
     """
-    if not any(place.is_new for places in depth.places.values() for place in places):
+    if not depth.new_paths:
         return
     outside = {space for t in tensors if not depth.block_of(t.name) for space in t.line.reads}
     for t in tensors:
@@ -37,14 +39,14 @@ def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> N
                 f"{t.path} norms the residual stream itself, so that a new block of {recipe.name} cannot "
                 "leave it as it is; grow the width, and leave layers out"
             )
-    for block, places in depth.places.items():
-        if any(place.is_new for place in places):
+    for block, copies in depth.grown_blocks.items():
+        if any(copy.is_new for copy in copies):
             _check_block(recipe, block, [t for t in tensors if depth.block_of(t.name) == block])
 
 
 def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> None:
-    """A block that is copied must add to a residual stream, and to the one that it reads."""
-    written = {t.line.writes[0] for t in tensors if adds(recipe, t)}
+    """Require that a copied block adds to a residual stream that it also reads."""
+    written = {t.line.writes[0] for t in tensors if adds_to_residual(recipe, t)}
     read = {space for t in tensors if t.line.reads != t.line.writes for space in t.line.reads}
     if not written:
         raise MismatchError(
@@ -58,21 +60,26 @@ def _check_block(recipe: Recipe, block: str, tensors: Collection[Tensor]) -> Non
         )
 
 
-def adds(recipe: Recipe, t: Tensor) -> bool:
-    """Whether a tensor is of a module whose output is added to a residual stream."""
+def adds_to_residual(recipe: Recipe, t: Tensor) -> bool:
+    """Return whether the output of a tensor's module is added to a residual stream."""
     return t.line.writes[0] in recipe.residual and t.norm in (None, module_kinds.BATCH)
 
 
-def silenced(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collection[Tensor], how: str) -> str:
-    """ "zero", "cancel" or "", for a tensor of a new block; `beside` are the tensors of the block that it
-    copies.
+def output_init_of(recipe: Recipe, t: Tensor, made: TensorMap, beside: Collection[Tensor], how: str) -> str:
+    """Return the initialization of a new block's tensor: "zero", "cancel", or "" for a copy.
 
-    A product is silenced itself, or by the batch norm behind it, whose weight then learns first. What cancels
-    needs two copies of everything that is read. Raises UnsupportedError where it cannot be done.
+    `beside` holds the tensors of the copied block. Either the output product itself is zero, or the batch
+    norm after it, whose weight then learns first. "cancel" needs two copies of every coordinate that is
+    read.
+
+    Raises:
+        UnsupportedError: The block cannot be initialized in this way.
     """
-    if not adds(recipe, t):
+    if not adds_to_residual(recipe, t):
         return ""
-    writing = [other for other in beside if other.line.writes == t.line.writes and adds(recipe, other)]
+    writing = [
+        other for other in beside if other.line.writes == t.line.writes and adds_to_residual(recipe, other)
+    ]
     batch_norms = [other for other in writing if other.norm == module_kinds.BATCH]
     if batch_norms and (writing[0] in batch_norms or not any(b.kind == "weight" for b in batch_norms)):
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""The plan of an expansion: the map of a model, which prints itself and makes the grown model."""
+"""The plan of an expansion: a model map that prints itself and builds the grown model."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from qsync.expansion.apply.grow import grow
-from qsync.expansion.maps.format import table
+from qsync.expansion.maps.describe import table
 from qsync.expansion.maps.model_map import ModelMap
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpansionPlan(ModelMap):
-    """How a model grows: the map of every tensor, by name, and what no tensor holds.
+    """How a model grows; `str()` formats a table.
 
-    `eps` are those of norms that change, by their path in the grown model. `small` and `sizes` are the sizes
-    before and after. `str()` is a table.
+    See `ModelMap` for the fields.
     """
 
     def expand(self, model: torch.nn.Module) -> torch.nn.Module:
-        """The grown model: what `qsync.expand` returns, by this plan."""
+        """Return the grown model of this plan, as `qsync.expand` does."""
         return grow(model, self)
 
     def __str__(self) -> str:

@@ -1,6 +1,4 @@
-"""The layout of a growth: which map every tensor of a model gets, by its recipe; all of it before anything
-is built.
-"""
+"""Plan an expansion: choose the map of every tensor by the recipe, before anything is built."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError
-from qsync.expansion.maps.depth import Depth, Place, depth_of
+from qsync.expansion.maps.depth import Depth, GrownBlock, depth_of
 from qsync.expansion.maps.space_growth import (
     AVERAGE,
     CIRCULAR,
@@ -25,7 +23,7 @@ from qsync.expansion.maps.space_growth import (
 )
 from qsync.expansion.maps.tensor_maps import FREE, SPLITS, Axis, TensorMap, shares_of
 from qsync.expansion.maps.tensor_roles import Tensor, tensors_of
-from qsync.expansion.maps.zero_init_blocks import check_blocks, silenced
+from qsync.expansion.maps.zero_init_blocks import check_blocks, output_init_of
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Recipe
@@ -39,19 +37,32 @@ _ZETA = 0.1
 def plan_expansion(
     model: torch.nn.Module, recipe: Recipe, *, split: str = "random", depth: str = "zero", seed: int = 0
 ) -> ExpansionPlan:
-    """Which map every tensor of `model` gets on its way to the sizes that `recipe.to(...)` asked for.
+    """Choose the map of every tensor of `model` for the target sizes of the recipe.
 
-    `split` is how the weights that read a copied value share it: "random" (every element by itself: what
-    copies most unlike), "scalar" (one random part per value: an optimizer's moments can come along), "even"
-    (equal parts: copies never part again; a control). `depth` is how what a new block adds is silenced:
-    "zero", or "cancel" (random, in sum nothing: all of the block learns from the first step). `seed` says
-    what is drawn. Nothing is built, and the model is not changed.
+    Nothing is built, and the model stays unchanged.
 
-    Raises UnsupportedError, with the module and the way out, for what has no lossless form: sizes that shrink
-    or do not divide, modules that the recipe does not name, quantized weights; MismatchError where model and
-    recipe do not fit together or weights are tied unsaid.
+    Args:
+        model: The trained model.
+        recipe: The recipe with target sizes (`Recipe.to`).
+        split: How copies of a value share the weights that read it. "random": every element by itself, the
+            copies differ most. "scalar": one random share per value; an optimizer's moments can be carried
+            over. "even": equal shares, with which copies stay equal for ever; a control.
+        depth: How new blocks are initialized to add nothing. "zero": output layers are 0. "cancel": random
+            fan-out weights that sum to 0; the whole block learns from the first step.
+        seed: The seed of all random parts.
 
-    >>> print(qsync.plan_expansion(model, recipe.to(width=768, layers=12)))
+    Returns:
+        The plan. `print` shows it as a table, `plan.expand(model)` builds the grown model.
+
+    Raises:
+        UnsupportedError: No lossless expansion exists: a size shrinks or does not divide, the recipe does not
+            name a module, or weights are quantized. The message names the module and a remedy.
+        MismatchError: Model and recipe contradict each other, or weights are tied that the recipe does not
+            tie.
+        FormatError: An option is unknown, or the recipe has no target.
+
+    Example:
+        >>> print(qsync.plan_expansion(model, recipe.to(width=768, layers=12)))
     """
     for what, given, known in (("split", split, SPLITS), ("depth", depth, DEPTHS)):
         if given not in known:
@@ -64,44 +75,45 @@ def plan_expansion(
         raise FormatError(
             f"the recipe {recipe.name} does not say what to grow to; use recipe.to(width=..., layers=...)"
         )
-    return _Layout(model, recipe, split, depth, seed).plan()
+    return _Planner(model, recipe, split, depth, seed).plan()
 
 
 @dataclass(slots=True)
-class _Layout:
+class _Planner:
+    """Work out the maps of one model, step by step."""
+
     model: torch.nn.Module
     recipe: Recipe
     split: str
     new_blocks: str
     seed: int
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    same: dict[str, str] = field(default_factory=dict)  # what a norm writes: what it reads
-    handed_on: dict[str, str] = field(default_factory=dict)  # what a batch norm writes: what it reads
-    pattern: dict[str, str] = field(default_factory=dict)
+    norm_input: dict[str, str] = field(default_factory=dict)  # by the norm's output space
+    batch_norm_input: dict[str, str] = field(default_factory=dict)  # likewise, batch norms only
+    patterns: dict[str, str] = field(default_factory=dict)
     small: dict[str, int] = field(default_factory=dict)
     large: dict[str, int] = field(default_factory=dict)
-    divided: dict[str, float] = field(
-        default_factory=dict
-    )  # spaces that a tied head reads: what they are divided by
+    divisors: dict[str, float] = field(default_factory=dict)  # of the spaces that tied heads read
     depth: Depth = field(default_factory=lambda: Depth({}))
 
     def plan(self) -> ExpansionPlan:
+        """Return the plan."""
         self.tensors = tensors_of(self.model, self.recipe)
         shapes = {name: t.value.shape for name, t in self.tensors.items()}
         self.depth = depth_of(self.recipe, shapes)
         check_blocks(self.recipe, self.tensors.values(), self.depth)
-        self.same = {t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm}
-        self.handed_on = {
+        self.norm_input = {t.line.writes[0]: t.line.reads[0] for t in self.tensors.values() if t.norm}
+        self.batch_norm_input = {
             t.line.writes[0]: t.line.reads[0]
             for t in self.tensors.values()
             if t.norm == module_kinds.BATCH and t.line.writes != t.line.reads
         }
-        known = self._known()
-        self.small = small_sizes(self.recipe, known, self._extents(), self.same)
+        known = self._stated_sizes()
+        self.small = small_sizes(self.recipe, known, self._extents(), self.norm_input)
         self.large = target_sizes(self.recipe, self.small, known)
-        self._multiples()
-        self._patterns()
-        self._ties()
+        self._check_multiples()
+        self._set_patterns()
+        self._divide_for_tied_heads()
         maps = {m.name: m for t in self.tensors.values() for m in self._maps(t)}
         sizes = dict(self.large)
         small = dict(self.small)
@@ -112,8 +124,8 @@ class _Layout:
             self.recipe, maps, self._eps(), small, sizes, self.depth, self.split, self.new_blocks, self.seed
         )
 
-    def _known(self) -> dict[str, int]:
-        """The sizes that the model says of itself, but for layers, which are counted."""
+    def _stated_sizes(self) -> dict[str, int]:
+        """Return the sizes that the model states itself, except for layers, which are counted."""
         read = self.recipe.read(self.model)
         if isinstance(read, Mapping):
             known = {name: size for name, size in read.items() if name != "layers"}
@@ -125,6 +137,7 @@ class _Layout:
         )
 
     def _extents(self) -> Iterator[Extent]:
+        """Yield every axis that is read or written."""
         for t in self.tensors.values():
             for role, length in zip(t.roles, t.value.shape, strict=True):
                 if role:
@@ -133,10 +146,11 @@ class _Layout:
                     )
 
     def _size(self, space: str, sizes: Mapping[str, int]) -> int:
-        return sizes[size_name(self.recipe, space, self.same)]
+        """Return the size of a space."""
+        return sizes[size_name(self.recipe, space, self.norm_input)]
 
-    def _patterns(self) -> None:
-        """How each space grows, by the norms at either end of it."""
+    def _set_patterns(self) -> None:
+        """Choose the pattern of each space by the norms that write and read it."""
         wanted: dict[str, dict[str, str]] = {}
         for t in self.tensors.values():
             if t.norm:
@@ -162,12 +176,12 @@ class _Layout:
                     f"{small} grows without loss to its multiples alone; give {large // small * small} or "
                     f"{(large // small + 1) * small}"
                 )
-            self.pattern[space] = next(iter(patterns))
+            self.patterns[space] = next(iter(patterns))
 
-    def _multiples(self) -> None:
-        """UnsupportedError where a rest would stand in a space that has no lossless form with one."""
+    def _check_multiples(self) -> None:
+        """Raise UnsupportedError for a rest in a space that grows only to multiples."""
         for space in self.recipe.multiples:
-            if size_name(self.recipe, space, self.same) not in self.small:
+            if size_name(self.recipe, space, self.norm_input) not in self.small:
                 raise FormatError(
                     f"the recipe {self.recipe.name} has {space} among its `multiples`, and no line with it; "
                     "name a space of its table"
@@ -179,16 +193,16 @@ class _Layout:
                     f"give {large // small * small} or {(large // small + 1) * small}"
                 )
 
-    def _ties(self) -> None:
-        """What a head with the embeddings' weight reads is divided by how often that weight then counts."""
+    def _divide_for_tied_heads(self) -> None:
+        """Divide the input of a tied head by the number of copies of the embeddings."""
         by_weight: dict[int, str] = {}
         for t in self.tensors.values():
             first = by_weight.setdefault(id(t.value), t.name)
             if first == t.name or not self._grows(t):
                 continue
             pair = (t, self.tensors[first])
-            said = [(head, other) for head, other in (pair, pair[::-1]) if head.line.is_tied_to(other.name)]
-            if not said:
+            stated = [(head, other) for head, other in (pair, pair[::-1]) if head.line.is_tied_to(other.name)]
+            if not stated:
                 raise MismatchError(
                     f"{t.name} is {first}, and the recipe {self.recipe.name} does not say that they are "
                     f"tied; end the line of one with `tied` and the other's module: {t.line.pattern} ... "
@@ -196,7 +210,7 @@ class _Layout:
                 )
             if (pair[0].roles, pair[0].line.reads) == (pair[1].roles, pair[1].line.reads):
                 continue  # both write, or both read, the same
-            head, other = said[0]
+            head, other = stated[0]
             if "reads" not in head.roles or "reads" in other.roles or FIXED not in head.line.writes:
                 raise UnsupportedError(
                     f"{head.name} and {other.name} are one weight, and no embedding and the head that reads "
@@ -204,34 +218,35 @@ class _Layout:
                 )
             space = head.line.reads[0]
             small, large = self._size(space, self.small), self._size(space, self.large)
-            self.divided[space] = float(large // small)
+            self.divisors[space] = float(large // small)
             if (
-                space not in self.same or space in self.handed_on
+                space not in self.norm_input or space in self.batch_norm_input
             ):  # a batch norm's has copies of another number
                 raise UnsupportedError(
                     f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
                     "could be divided by the number of copies; untie the weights first"
                 )
             beside = next((other.path for other in self.tensors.values() if _adds_or_norms(other, space)), "")
-            if beside and self.divided[space] > 1:
+            if beside and self.divisors[space] > 1:
                 raise UnsupportedError(
                     f"{head.name} has the embeddings' weight and reads {space}, which cannot be divided by "
                     f"the number of copies as {beside} adds to it or norms it; untie the weights first"
                 )
 
     def _grows(self, t: Tensor) -> bool:
+        """Return whether any axis of a tensor grows."""
         spaces = [t.line.reads if role == "reads" else t.line.writes for role in t.roles if role]
         return any(FIXED not in each for each in spaces)
 
-    def _growth(self, space: str, place: Place | None) -> Growth:
-        """How a space grows; in a new block whose additions cancel, in pairs."""
-        pairs = place is not None and place.is_new and self.new_blocks == "cancel"
+    def _growth(self, space: str, grown_block: GrownBlock | None) -> Growth:
+        """Return the growth of a space; in pairs within a new block whose output cancels."""
+        pairs = grown_block is not None and grown_block.is_new and self.new_blocks == "cancel"
         if space in ATTENTION:
             return attention(heads(self.small), heads(self.large), pairs)[space]
-        if space in self.handed_on:
-            return self._growth(self.handed_on[space], place)
+        if space in self.batch_norm_input:
+            return self._growth(self.batch_norm_input[space], grown_block)
         small, large = self._size(space, self.small), self._size(space, self.large)
-        pattern = self.pattern.get(space, CIRCULAR)
+        pattern = self.patterns.get(space, CIRCULAR)
         if pattern == CIRCULAR:
             return (
                 paired(small, large)
@@ -240,36 +255,38 @@ class _Layout:
             )
         return padded(small, large, pattern)
 
-    def _shares(self, space: str, place: Place | None, split: str) -> torch.Tensor:
-        """The parts that copies of a space have; those of attention's spaces go together."""
-        block = place.path if place and space not in self.recipe.residual else ""
+    def _shares(self, space: str, grown_block: GrownBlock | None, split: str) -> torch.Tensor:
+        """Return the shares of a space's copies; attention's spaces have common shares."""
+        block = grown_block.path if grown_block and space not in self.recipe.residual else ""
         name = "attention" if space in ATTENTION else space
-        return shares_of(self._growth(space, place), split, self.seed, f"{name} {block}")
+        return shares_of(self._growth(space, grown_block), split, self.seed, f"{name} {block}")
 
-    def _axis(self, t: Tensor, dim: int, place: Place | None) -> Axis | None:
+    def _axis(self, t: Tensor, dim: int, grown_block: GrownBlock | None) -> Axis | None:
+        """Return the map of one axis, None where it does not grow."""
         role = t.roles[dim]
         spaces = t.line.reads if role == "reads" else t.line.writes
         if not role or FIXED in spaces:
             return None
         name = ", ".join(spaces)
         try:
-            growth = stacked([self._growth(space, place) for space in spaces])
+            growth = stacked([self._growth(space, grown_block) for space in spaces])
             unit = t.value.shape[dim] // growth.num_small if role == "reads" else 1
             read = Growth(growth.num_small, growth.index, growth.rest).by_unit(unit)
         except UnsupportedError as error:
             raise UnsupportedError(f"{t.name}, {name}: {error}") from error
         if role == "writes":
-            is_mixed = any(self._is_mixed(space) for space in spaces)
+            is_mixed = any(self._mixes_gradients(space) for space in spaces)
             split = "even" if is_mixed else self.split
-            shares = torch.cat([self._shares(space, place, split) for space in spaces])
+            shares = torch.cat([self._shares(space, grown_block, split) for space in spaces])
             return Axis(name, growth, shares, is_exact=not is_mixed)
-        shares = torch.cat([self._shares(space, place, self.split) for space in spaces])
+        shares = torch.cat([self._shares(space, grown_block, self.split) for space in spaces])
         return Axis(name, read, shares.repeat_interleave(unit), is_read=True)
 
-    def _is_mixed(self, space: str) -> bool:
-        """Whether gradients of a space's copies are no parts of one: a norm hands on one mean of all of them,
-        whatever the parts that its readers have; copies of a key/value head may have other heads to serve
-        each.
+    def _mixes_gradients(self, space: str) -> bool:
+        """Return whether the gradients of a space's copies are no fixed shares of one gradient.
+
+        A norm returns one mean over all copies, whatever the shares of their readers. Copies of a key/value
+        head may serve different query heads.
         """
         if space in ("key", "value"):
             before, after = heads(self.small), heads(self.large)
@@ -278,36 +295,40 @@ class _Layout:
         return any(t.norm in over and t.line.reads[:1] == (space,) for t in self.tensors.values())
 
     def _maps(self, t: Tensor) -> Iterator[TensorMap]:
-        for name, place in self.depth.copies(t.name):
-            axes = tuple(self._axis(t, dim, place) for dim in range(t.value.ndim))
+        """Yield the maps of one tensor, one for every copy of its block."""
+        for name, grown_block in self.depth.copies(t.name):
+            axes = tuple(self._axis(t, dim, grown_block) for dim in range(t.value.ndim))
             made = TensorMap(name, t.name, tuple(t.value.shape), axes)
-            made = self._of_norm(t, made) if t.norm else self._of_product(t, made)
-            if place is not None and place.is_new:
+            made = self._norm_map(t, made) if t.norm else self._product_map(t, made)
+            if grown_block is not None and grown_block.is_new:
                 block = self.depth.block_of(t.name)
                 beside = [
                     other for other in self.tensors.values() if self.depth.block_of(other.name) == block
                 ]
-                how = silenced(self.recipe, t, made, beside, self.new_blocks)
-                made = replace(made, is_new=True, silenced=how)
+                how = output_init_of(self.recipe, t, made, beside, self.new_blocks)
+                made = replace(made, is_new=True, output_init=how)
             yield self._with_noise(t, made)
 
-    def _of_norm(self, t: Tensor, made: TensorMap) -> TensorMap:
-        """gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2): s is what the
-        variance is multiplied by. Divided where a tied head reads.
+    def _norm_map(self, t: Tensor, made: TensorMap) -> TensorMap:
+        """Return the map of a norm's weight or bias.
+
+        gamma* = sqrt(s) [gamma x k, zeta], beta* = [beta x k, 0] (LEMON, section 3.2), with s the factor of
+        the variance. Both are divided where a tied head reads the norm.
         """
         kind = t.name.rpartition(".")[2]
         if t.norm == module_kinds.BATCH or made.axes[0] is None:
             return made
-        divided = self.divided.get(t.line.writes[0], 1.0)
+        divided = self.divisors.get(t.line.writes[0], 1.0)
         growth = made.axes[0].growth
         if kind == "bias":
             return replace(made, factor=1.0 / divided)
         axis = replace(made.axes[0], growth=replace(growth, rest=FREE))
-        return replace(made, axes=(axis,), factor=math.sqrt(_shrinks(growth)) / divided)
+        return replace(made, axes=(axis,), factor=math.sqrt(_variance_ratio(growth)) / divided)
 
-    def _of_product(self, t: Tensor, made: TensorMap) -> TensorMap:
-        """As its axes say; what reads a divided space makes up for it, but for the head that it is divided
-        for.
+    def _product_map(self, t: Tensor, made: TensorMap) -> TensorMap:
+        """Return the map of a product's weight or bias.
+
+        Readers of a divided space compensate for the division, except for the tied head.
         """
         if "reads" not in t.roles:
             return made
@@ -315,12 +336,12 @@ class _Layout:
         if embeddings is not None and t.line.tied:
             axes = tuple(self._axis(embeddings, dim, None) for dim in range(t.value.ndim))
             return replace(made, axes=axes, tied=t.line.tied)
-        return replace(made, factor=self.divided.get(t.line.reads[0], 1.0))
+        return replace(made, factor=self.divisors.get(t.line.reads[0], 1.0))
 
     def _with_noise(self, t: Tensor, made: TensorMap) -> TensorMap:
-        """What is drawn has the deviation of what is there; less for a norm's weight."""
-        loose = [a.growth for a in made.axes if a is not None and a.is_loose]
-        if not loose or made.silenced == "zero" or (self.split == "even" and made.silenced != "cancel"):
+        """Return the map with its noise, as large as the weights themselves; smaller for a norm."""
+        loose = [a.growth for a in made.axes if a is not None and a.takes_noise]
+        if not loose or made.output_init == "zero" or (self.split == "even" and made.output_init != "cancel"):
             return made
         if t.value.is_meta:  # to be looked at: there is nothing to grow
             return made
@@ -329,7 +350,7 @@ class _Layout:
             return replace(made, rest_noise=_ZETA * float(value.square().mean().sqrt()) * made.factor)
         deviation = float(value.std()) if value.numel() > 1 else abs(float(value.sum()))
         has_copies = int(loose[0].num_copies.max()) > 1 and (
-            self.split == "random" or made.silenced == "cancel"
+            self.split == "random" or made.output_init == "cancel"
         )
         has_rest = not bool(loose[0].is_copy.all())
         return replace(
@@ -337,27 +358,28 @@ class _Layout:
         )
 
     def _eps(self) -> dict[str, float]:
-        """What eps of each norm becomes, where the variance that it is added to shrinks."""
+        """Return the new eps of every norm whose input has a smaller variance."""
         found = {}
         for t in self.tensors.values():
             if t.norm not in (module_kinds.LAYER, module_kinds.RMS) or t.kind != "weight":
                 continue
             growth = self._growth(t.line.reads[0], None)
-            if _shrinks(growth) != 1.0:
+            if _variance_ratio(growth) != 1.0:
                 for name, _ in self.depth.copies(t.name):
-                    found[name.rpartition(".")[0]] = module_kinds.eps_of(t.module) * _shrinks(growth)
+                    found[name.rpartition(".")[0]] = module_kinds.eps_of(t.module) * _variance_ratio(growth)
         return found
 
 
 def _adds_or_norms(t: Tensor, space: str) -> bool:
-    """Whether a space would not be the same divided: others add to it, or a norm reads it."""
+    """Return whether division would change a space: others add to it, or a norm reads it."""
     return space in (t.line.reads if t.norm else t.line.writes if "writes" in t.roles else ())
 
 
-def _shrinks(growth: Growth) -> float:
-    """s: what the mean square of a grown vector is of that of the small one, around the same mean."""
+def _variance_ratio(growth: Growth) -> float:
+    """Return s, the ratio of the grown vector's mean square to the small one's."""
     return float(growth.is_copy.sum()) / growth.num_large
 
 
 def _one_or_all(numbers: tuple[int, ...]) -> int:
+    """Return one number for equal numbers, all numbers otherwise."""
     return numbers[0] if len(set(numbers)) == 1 else numbers  # type: ignore[return-value]

@@ -1,6 +1,4 @@
-"""The recipes that qsync ships, for models of Hugging Face's transformers: data, and how a config says the
-same. Which recipe a model has.
-"""
+"""The recipes that ship with qsync, for models of Hugging Face's transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from qsync.expansion.recipe.recipes import Recipe, Sizes, check_unwrapped
 
 
 def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
-    """Sizes from a config, where it gives them."""
+    """Return a function that reads sizes from a config, as far as it states them."""
 
     def read(model: Any) -> dict[str, int]:
         found = {name: getattr(model.config, key, None) for name, key in fields.items()}
@@ -26,7 +24,7 @@ def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
 
 
 def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]:
-    """A new model of a config with other sizes."""
+    """Return a function that builds a new model from a config with other sizes."""
 
     def build(model: Any, sizes: Sizes) -> torch.nn.Module:
         config = copy.deepcopy(model.config)
@@ -60,6 +58,7 @@ def _build(fields: Mapping[str, str]) -> Callable[[Any, Sizes], torch.nn.Module]
 
 
 def _made(model: Any, config: Any) -> torch.nn.Module:
+    """Build a model of the same class from a config."""
     new: torch.nn.Module = type(model)(config)
     if getattr(model, "generation_config", None) is not None:
         new.generation_config = copy.deepcopy(model.generation_config)
@@ -170,8 +169,9 @@ BERT = Recipe(
 
 
 def resnet(model: Any) -> Recipe:
-    """ResNet (BatchNorm): one space of channels per stage, c0, c1 ...; `stem` is what its first block
-    reads.
+    """Return the recipe of a ResNet with BatchNorm.
+
+    Each stage has one space of channels: c0, c1 and so on. The first block of stage 0 reads `stem`.
     """
     config = model.config
     num_stages, is_deep = len(config.hidden_sizes), config.layer_type == "bottleneck"
@@ -213,7 +213,10 @@ def resnet(model: Any) -> Recipe:
 
 
 def bert(model: Any) -> Recipe:
-    """BERT; with no pooler a classifier reads the stream, as that of single tokens does."""
+    """Return the recipe of a BERT model.
+
+    Without a pooler the classifier reads the stream, as in token classification.
+    """
     if any(".pooler." in name for name, _ in model.named_parameters()):
         return BERT
     return replace(
@@ -228,11 +231,23 @@ FAMILIES: dict[str, Recipe | Callable[[Any], Recipe]] = {
 
 
 def recipe_of(model: torch.nn.Module) -> Recipe:
-    """The recipe of a model's family: its class's attribute `recipe`, or one that qsync ships.
+    """Return the recipe of a model.
 
-    Raises UnsupportedError, with what is shipped, where there is none.
+    A class attribute `recipe` takes precedence over the recipes that ship with qsync (GPT-2, ViT, Llama,
+    Mistral, Qwen2, BERT and ResNet of transformers).
 
-    >>> qsync.recipe_of(gpt2).to(width=1024)
+    Args:
+        model: The model to grow, outside of DDP, FSDP and torch.compile.
+
+    Returns:
+        The recipe, without target sizes. `Recipe.to` sets these.
+
+    Raises:
+        UnsupportedError: No recipe is known for the model, or the model is wrapped.
+        FormatError: `model` is not a torch.nn.Module.
+
+    Example:
+        >>> recipe = qsync.recipe_of(gpt2).to(width=1024, layers=12)
     """
     check_unwrapped(model)
     own = getattr(type(model), "recipe", None)

@@ -1,4 +1,4 @@
-"""Which norm a module is: known classes by their class, others by trying what they compute."""
+"""The kind of norm that a module computes: by its class, or by running it on random rows."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ _EPS = ("eps", "variance_epsilon")  # where classes keep it: the second is Huggi
 
 
 def eps_name(module: torch.nn.Module) -> str | None:
-    """The attribute that holds a norm's eps; None where there is none to be changed."""
+    """Return the attribute that holds a norm's eps, or None."""
     if isinstance(module, torch.nn.RMSNorm):
         return "eps"
     return next((name for name in _EPS if isinstance(getattr(module, name, None), float)), None)
 
 
 def eps_of(module: torch.nn.Module) -> float:
-    """A norm's eps; torch's RMSNorm takes that of the type it computes in where none is given: FP32 or
-    longer.
+    """Return the eps of a norm.
+
+    Without a stated eps, torch's RMSNorm uses that of its compute type, FP32 or FP64.
     """
     eps = getattr(module, eps_name(module) or "eps", None)
     is_double = getattr(getattr(module, "weight", None), "dtype", None) is torch.float64
@@ -31,17 +32,22 @@ def eps_of(module: torch.nn.Module) -> float:
 
 
 def is_without_weight(module: torch.nn.Module) -> bool:
-    """Whether a norm over several channels has no weight, so that no tensor shows that it is there."""
+    """Return whether a module is a norm over several channels without a weight.
+
+    No parameter shows that such a norm exists.
+    """
     over = (torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.LocalResponseNorm)
     return isinstance(module, over) and getattr(module, "weight", None) is None
 
 
 def norm_kind(module: torch.nn.Module, path: str) -> str | None:
-    """LAYER, RMS or BATCH, which every norm of one channel at a time is; None for what is no norm. Raises
-    UnsupportedError for a norm that is none of these.
+    """Return LAYER, RMS or BATCH for a norm, None for another module.
 
-    A class that torch does not have is tried on random rows, in FP64: one family's RMSNorm multiplies by its
-    weight, another's by one more than it.
+    BATCH stands for every norm that acts on one channel at a time. An unknown class is run on random rows in
+    FP64: the RMSNorm of one model family multiplies by its weight, that of another by 1 + weight.
+
+    Raises:
+        UnsupportedError: The module is a norm of another kind.
     """
     if isinstance(module, (_BatchNorm, _InstanceNorm)):
         return BATCH
@@ -60,7 +66,7 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
         return LAYER if isinstance(module, torch.nn.LayerNorm) else RMS
     if not isinstance(weight, torch.Tensor) or weight.ndim != 1 or eps_name(module) is None:
         return None
-    kind = _tried(module, eps_of(module))
+    kind = _kind_by_trial(module, eps_of(module))
     if kind is None:
         raise UnsupportedError(
             f"{path} ({type(module).__name__}) computes neither a layer norm nor an RMS norm of its rows, "
@@ -70,9 +76,10 @@ def norm_kind(module: torch.nn.Module, path: str) -> str | None:
     return kind
 
 
-def _tried(module: torch.nn.Module, eps: float) -> str | None:
-    """What a module computes of rows as wide as its weight, with a weight and a bias of our own; None for
-    neither.
+def _kind_by_trial(module: torch.nn.Module, eps: float) -> str | None:
+    """Return the kind of norm that a module computes on random rows, or None.
+
+    The rows are as wide as the module's weight. Weight and bias are random as well.
     """
     draws = torch.Generator().manual_seed(0)
     is_empty = any(value.is_meta for value in module.parameters())

@@ -1,6 +1,4 @@
-"""Recipes: which module of a model family reads and writes which space, as a table. Data: no tensor is
-touched here.
-"""
+"""Recipes: a table of the spaces that each module of a model family reads and writes."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ Sizes = Mapping[str, Any]  # whole numbers by name; "layers" may be a tuple, one
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a table: modules (or parameters of no module's own) and the spaces they read and write."""
+    """One line of a table: a pattern of modules, and the spaces that they read and write."""
 
     pattern: str
     reads: tuple[str, ...]
@@ -28,12 +26,12 @@ class Line:
     tied: str = ""
 
     def matches(self, parameter: str) -> bool:
-        """Whether the line is about this parameter, or about the module that has it."""
+        """Return whether the line applies to a parameter or to its module."""
         module = parameter.rpartition(".")[0]
         return fnmatchcase(parameter, self.pattern) or fnmatchcase(module, self.pattern)
 
     def is_tied_to(self, parameter: str) -> bool:
-        """Whether the line says that its module may have the weight of that parameter."""
+        """Return whether the line allows its module to share the weight of a parameter."""
         return bool(self.tied) and replace(self, pattern=self.tied).matches(parameter)
 
     def __str__(self) -> str:
@@ -45,33 +43,43 @@ class Line:
 class Recipe:
     """How a family of models grows.
 
-    `table` has one line per kind of module, "PATTERN  reads -> writes"; the first that matches counts. Spaces
-    are names of your own, `_` is a dimension that does not grow, several in a row are stacked in one axis:
+    The table has one line per kind of module, `PATTERN  reads -> writes`. The first matching line counts. The
+    names of spaces are free, except for these: `_` is a dimension that does not grow; query, key, value and
+    mixed belong to attention, whose heads are replicated whole. Several spaces in a row are stacked in one
+    axis:
 
-        tokens                           -> stream   # an embedding, or a parameter itself: its last dimension
-        blocks.*.norm1             stream -> normed  # a norm: its kind says how the space that it reads grows
+        tokens                           -> stream   # an embedding or a plain parameter: its last dimension
+        blocks.*.norm1             stream -> normed  # a norm: its kind decides how the space it reads grows
         blocks.*.attention.qkv     normed -> query, key, value
         blocks.*.attention.proj     mixed -> stream
-        head                        final -> _  tied tokens   # may have the weight that tokens has
+        head                        final -> _  tied tokens   # may share the weight of tokens
 
-    query, key, value and mixed are attention's: heads are copied whole. A parameter that no module of torch's
-    owns is taken as a linear's: added, if it is a vector; rows written and columns read, if it is a matrix.
-    `residual` are the spaces that all blocks add to; any other is its own in every block. `blocks` are the
-    numbered modules that depth copies. What a table cannot say (a sum scaled by the width, a norm that is a
-    function and no module) only `qsync.verify_expansion` finds.
+    A parameter of a custom module is treated like that of a linear layer: a vector is added, the rows of a
+    matrix are written and its columns read. A table cannot express a sum that is scaled by the width, or a
+    norm that is a function instead of a module. `qsync.verify_expansion` detects these.
 
-    `read(model)` returns sizes by name, as many as cannot be read off the parameters' shapes: the number of
-    heads; `build(model, sizes)` returns a new model of the same class with these sizes. `sizes` names the
-    sizes of spaces that have not their own name: {"stream": "width"}. heads, kv_heads, head_dim and layers
-    are known by name. `follows` are sizes that keep their ratio to another where nothing else is asked for:
-    {"mlp": "width"}. `multiples` are spaces that grow to multiples of their size alone, because something
-    elementwise acts on what a norm reads or leaves 0 (derive_recipe finds them). `eps` is where the model's
-    config has the eps of all its norms. With `rotary` heads cannot become wider: a rotation goes by its place
-    in the head.
+    Args:
+        name: The name of the family, for messages.
+        table: The table.
+        build: `build(model, sizes)` returns a new model of the same class with these sizes.
+        read: `read(model)` returns the sizes, by name, that the shapes of the parameters do not show: heads,
+            and kv_heads where they are fewer.
+        sizes: The name of the size of a space, where it differs from the space: {"stream": "width"}. The
+            names heads, kv_heads, head_dim and layers are predefined.
+        follows: Sizes that keep their ratio to another unless requested otherwise: {"mlp": "width"}.
+        blocks: The pattern of the numbered modules that depth replicates: "blocks.*".
+        residual: The spaces that all blocks add to. Any other space belongs to one block.
+        rotary: Whether heads are rotated by position. Such heads cannot become wider.
+        multiples: Spaces that grow only to multiples of their size, because an elementwise operator acts on
+            the input of a norm or changes the zeros of its output. `derive_recipe` finds them.
+        eps: The field of the model's config that holds the eps of all its norms.
+        target: The requested sizes; `to` sets them.
 
-    >>> recipe = Recipe("mine", table, build=lambda small, sizes: Mine(sizes["width"]), sizes={"stream":
-    "width"})
-    >>> big = qsync.expand(model, recipe.to(width=768))
+    Example:
+        >>> recipe = qsync.Recipe(
+        ...     "mine", table, build=lambda small, sizes: Mine(sizes["width"]), sizes={"stream": "width"}
+        ... )
+        >>> big = qsync.expand(model, recipe.to(width=768))
     """
 
     name: str
@@ -88,8 +96,20 @@ class Recipe:
     target: Sizes = field(default_factory=dict)
 
     def to(self, **sizes: int | tuple[int, ...]) -> Recipe:
-        """The same with what to grow to: `recipe.to(width=768, layers=12)`. Raises FormatError for a size
-        that is no whole number of at least 1.
+        """Return the recipe with target sizes added.
+
+        Args:
+            **sizes: Target sizes by name, in elements (width, mlp) or counts (heads, layers). `layers` may be
+                a tuple with one number per group of blocks.
+
+        Returns:
+            A new recipe.
+
+        Raises:
+            FormatError: A size is not a whole number of at least 1.
+
+        Example:
+            >>> recipe.to(width=768, layers=12)
         """
         for name, size in sizes.items():
             for number in size if isinstance(size, tuple) else (size,):
@@ -99,17 +119,21 @@ class Recipe:
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """The table, parsed. Raises FormatError for a line that is none."""
+        """Return the parsed table.
+
+        Raises:
+            FormatError: A line cannot be parsed.
+        """
         rows = (row.partition("#")[0].strip() for row in self.table.splitlines())
         return tuple(_line(row, self.name) for row in rows if row)
 
     def line_of(self, parameter: str) -> Line | None:
-        """The first line that is about a parameter."""
+        """Return the first line that applies to a parameter, or None."""
         return next((line for line in self.lines if line.matches(parameter)), None)
 
 
 def _line(row: str, recipe: str) -> Line:
-    """One row of a table."""
+    """Parse one row of a table."""
     left, arrow, right = row.partition("->")
     pattern, *reads = left.replace(",", " ").split() or [""]
     words = right.replace(",", " ").split()
@@ -130,7 +154,7 @@ def _line(row: str, recipe: str) -> Line:
 
 
 def check_unwrapped(model: torch.nn.Module) -> None:
-    """UnsupportedError for a model inside another that runs it, FormatError for what is none."""
+    """Raise UnsupportedError for a wrapped model, FormatError for something else than a module."""
     if not isinstance(model, torch.nn.Module):
         raise FormatError(f"a model to grow is a torch.nn.Module, found {type(model).__name__}; give that")
     inner = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}

@@ -1,6 +1,4 @@
-"""How large every space of a model is, and how large it is to become: known, read off the shapes, or by
-default.
-"""
+"""The size of every space before and after growth: stated, read off shapes, or default."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ _COUNTS = {"query": "heads", "mixed": "heads", "key": "kv_heads", "value": "kv_h
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One axis of a parameter, as the shapes are read: the spaces stacked in it, and its length."""
+    """One axis of a parameter: the spaces stacked in it, and its length."""
 
     parameter: str
     spaces: tuple[str, ...]
@@ -24,20 +22,26 @@ class Extent:
     is_written: bool
 
 
-def size_name(recipe: Recipe, space: str, same: Mapping[str, str]) -> str:
-    """What the size of a space is called. `same` has the spaces as wide as another: what norms write."""
-    for _ in same:
+def size_name(recipe: Recipe, space: str, norm_input: Mapping[str, str]) -> str:
+    """Return the name of a space's size.
+
+    `norm_input` maps a space that a norm writes to the space that it reads: both have one size.
+    """
+    for _ in norm_input:
         if space in recipe.sizes:
             break
-        space = same.get(space, space)
+        space = norm_input.get(space, space)
     return recipe.sizes.get(space, space)
 
 
 def small_sizes(
-    recipe: Recipe, known: Mapping[str, int], extents: Iterable[Extent], same: Mapping[str, str]
+    recipe: Recipe, known: Mapping[str, int], extents: Iterable[Extent], norm_input: Mapping[str, str]
 ) -> dict[str, int]:
-    """Every size of the small model by name. Raises MismatchError where shapes and sizes cannot both be, and
-    UnsupportedError where heads are not known.
+    """Return every size of the small model by name.
+
+    Raises:
+        MismatchError: The shapes contradict the stated sizes.
+        UnsupportedError: The number of heads is unknown.
     """
     found = {name: size for name, size in known.items() if isinstance(size, int)}
     grown = [e for e in extents if FIXED not in e.spaces]
@@ -56,15 +60,15 @@ def small_sizes(
             )
     # What writes a space says how large it is; who reads it may see every coordinate many times over.
     for extent in sorted(grown, key=lambda e: not e.is_written):
-        _read_off(recipe, extent, found, same)
+        _solve_size(recipe, extent, found, norm_input)
     return found
 
 
-def _read_off(recipe: Recipe, extent: Extent, found: dict[str, int], same: Mapping[str, str]) -> None:
-    """Take from one axis what it says of a size not known, or hold it against those that are."""
+def _solve_size(recipe: Recipe, extent: Extent, found: dict[str, int], norm_input: Mapping[str, str]) -> None:
+    """Solve one axis for its unknown size, or check it against the known ones."""
     unit: dict[str, int] = {}  # by the name of a size: how often it is in this axis
     for space in extent.spaces:
-        name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, same)
+        name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, norm_input)
         unit[name] = unit.get(name, 0) + (found[_COUNTS[space]] if space in ATTENTION else 1)
     unknown = [name for name in unit if name not in found]
     left = extent.length - sum(num * found[name] for name, num in unit.items() if name in found)
@@ -83,9 +87,11 @@ def _read_off(recipe: Recipe, extent: Extent, found: dict[str, int], same: Mappi
         )
 
 
-def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str] = ()) -> dict[str, int]:
-    """Every size of the grown model; `known` are those that the model says of itself. Raises UnsupportedError
-    for what shrinks, is unknown, or does not divide.
+def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[str] = ()) -> dict[str, int]:
+    """Return every size of the grown model; `stated` are the sizes that the model states itself.
+
+    Raises:
+        UnsupportedError: A size shrinks, is unknown, or does not divide.
     """
     asked = {name: size for name, size in recipe.target.items() if name != "layers"}
     for name, size in asked.items():
@@ -101,7 +107,7 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str
             )
     target = {**small, **asked}
     if "heads" in small:
-        is_free = WIDTH_OF_HEADS in known or WIDTH_OF_HEADS in asked
+        is_free = WIDTH_OF_HEADS in stated or WIDTH_OF_HEADS in asked
         _default_heads(small, target, asked, recipe.sizes.get("stream", "stream"), is_free)
         if recipe.rotary and target[WIDTH_OF_HEADS] != small[WIDTH_OF_HEADS]:
             raise UnsupportedError(
@@ -122,8 +128,9 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], known: Collection[str
 def _default_heads(
     small: Mapping[str, int], target: dict[str, int], asked: Mapping[str, int], width: str, is_free: bool
 ) -> None:
-    """Where the width grows and heads are not given: more heads as wide as they are. `is_free` is whether
-    heads may be together wider or narrower than the width.
+    """Choose heads for a grown width: more heads of the same width, unless heads are given.
+
+    `is_free` is whether all heads together may be wider or narrower than the width.
     """
     spans = small["heads"] * small["head_dim"] == small.get(width)
     if width in asked and spans and "heads" not in asked:
@@ -160,7 +167,7 @@ def _default_heads(
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """How many query heads and key/value heads an attention has, and how wide each is."""
+    """The numbers of query and key/value heads of an attention, and the width of a head."""
 
     queries: int
     groups: int
@@ -168,10 +175,10 @@ class Heads:
 
 
 def heads(sizes: Mapping[str, int]) -> Heads:
-    """The attention's part of the sizes."""
+    """Return attention's part of the sizes."""
     return Heads(sizes["heads"], sizes["kv_heads"], sizes[WIDTH_OF_HEADS])
 
 
-def joined(names: Sequence[str]) -> str:
-    """In words, for a message: the first few of many."""
+def first_few(names: Sequence[str]) -> str:
+    """Return the first three names as text, with the number of the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,1 +1,6 @@
-"""Transfer costs and sensitivities of a small model to the grown one."""
+"""Predict properties of the grown model from those of the small one.
+
+costs_and_sensitivity  carry sensitivities and profiles over
+scaling                the growth of gradients and rounding errors
+memory_check           predict the memory of a training step
+"""

@@ -1,5 +1,6 @@
-"""What is known of the small model as a first guess for the grown one: sensitivities and profiles, carried
-over by the maps. Neither is measured, and both say so.
+"""Carry sensitivities and profiles of the small model over to the grown one.
+
+Both are first guesses, not measurements, and are labelled as such.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Profile, Sensitivity
 
 # Of the three products of a step, y = x W, x'g and g W', a silent branch has errors in the second alone.
-SILENT = 1.0 / 3.0
+NEW_BLOCK_ERROR_SHARE = 1.0 / 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an operator of the grown model comes from: its name in the small one, the name there of its like
-    one block further ("" if there is none), and whether its block is new.
+    """The small model's operator from which an operator of the grown model comes.
+
+    `name` is its name, `next_name` that of the same operator in the next block ("" if there is none).
+    `is_new` states whether the grown operator is in a new block.
     """
 
     name: str
@@ -34,25 +37,38 @@ class Origin:
 def carry_sensitivity(
     sensitivity: Sensitivity, small_graph: OpGraph, big_graph: OpGraph, plan: ExpansionPlan
 ) -> Sensitivity:
-    """The sensitivity of a grown model, as far as that of the small one and the maps tell it (ours).
+    """Predict the sensitivity of the grown model from the small one's and the expansion maps.
 
-    Copies of a value are rounded alike, so that an error v_x M |W|^2 or v_w N |x|^2 moves the function as it
-    did; what it does to the gradient grows as the gradient does (`gains`):
+    All copies of a value are rounded alike, so that an error v_x M |W|^2 or v_w N |x|^2 changes the function
+    as before. Its effect on the gradient grows as the gradient does (`scaling`):
 
         omega*[op, p] = G (1 + r) / 2 omega[op, p]     G = |grad*|^2 / |grad|^2, one number for all operators
-                                                       r: of what rounding W adds, for parts of W rounded each
-                                                       by itself; x and W are taken to count alike
+                                                       r: the growth of the error from rounding W, whose
+                                                       shares are rounded separately; x and W count alike
 
-    A new block is silent: its errors reach no other operator and no gradient comes back, so that of the three
-    errors (forward, wgrad, dgrad) wgrad's is left, a third where they are alike; it stands between two blocks
-    of the small model, whose geometric mean counts. As it learns it nears the blocks around it: gather the
-    sensitivity again after some hundred steps.
+    A new block adds nothing: its errors reach no other operator, and no gradient flows back through it. Of
+    the three errors (forward, wgrad, dgrad) only that of wgrad remains, a third if all are alike. The block
+    lies between two blocks of the small model, so the geometric mean of these counts. With training it
+    approaches its neighbours: gather the sensitivity again after some hundred steps.
 
-    Assumed: weights that are drawn are as peaked as those that were there, the model is as sensitive as when
-    `sensitivity` was gathered. `indicator` of what is returned says that it was carried over. Raises
-    MismatchError unless graphs, plan and sensitivity are of one growth.
+    Assumptions: random weights have the peaks of the original ones, and the model is as sensitive as at the
+    time of `sensitivity`.
 
-    >>> guess = qsync.carry_sensitivity(sensitivity, small_graph, qsync.capture(big, batch), plan)
+    Args:
+        sensitivity: The small model's sensitivity.
+        small_graph: The graph of the small model that it was gathered for.
+        big_graph: The graph of the grown model, captured with the same inputs.
+        plan: The plan that grew the model.
+
+    Returns:
+        The predicted sensitivity, in the units of `sensitivity` (variance added to the gradient). Its
+        `indicator` ends with "carried over".
+
+    Raises:
+        MismatchError: Graphs, plan and sensitivity do not belong together.
+
+    Example:
+        >>> guess = qsync.carry_sensitivity(sensitivity, small_graph, qsync.capture(big, batch), plan)
     """
     if sensitivity.graph_hash != small_graph.hash:
         raise MismatchError(
@@ -83,17 +99,29 @@ def carry_profile(
     plan: ExpansionPlan,
     model: CostModel | None = None,
 ) -> Profile:
-    """The profile of a grown model, from that of the small one on the same device.
+    """Predict the profile of the grown model from the small one's on the same device.
 
-    Every operator and cast takes what the one that it comes from took, times what a learned cost model makes
-    of its new shape (`predictor.filling.carry`); without a `model` one is learned from the profile itself.
-    The optimizer takes as much longer as there are parameters, and the host's part as there are operators
-    (assumed). Its `origin` is "carried", which tables, plans and traces show. Raises MismatchError unless
-    graphs, plan and profile are of one growth.
+    A learned cost model scales the time of each operator and cast to the new shape
+    (`predictor.cost_model.fill_profile`). The optimizer's time is scaled by the number of parameters, that of
+    the host by the number of operators (assumed).
 
-    >>> guess = qsync.carry_profile(profile, small_graph, big_graph, plan)
-    >>> first = qsync.plan(big_graph, {"train": guess}, carried_sensitivity, cluster)
-    >>> big = qsync.hybrid(big, batch, plan=first)      # nothing is measured again
+    Args:
+        profile: The small model's profile; times in seconds.
+        small_graph: The graph of the small model.
+        big_graph: The graph of the grown model.
+        plan: The plan that grew the model.
+        model: A cost model. By default one is learned from the profile.
+
+    Returns:
+        The predicted profile. Its `origin` is "carried", which tables, plans and traces show.
+
+    Raises:
+        MismatchError: Graphs, plan and profile do not belong together.
+
+    Example:
+        >>> guess = qsync.carry_profile(profile, small_graph, big_graph, plan)
+        >>> first = qsync.plan(big_graph, {"train": guess}, carried_sensitivity, cluster)
+        >>> big = qsync.hybrid(big, batch, plan=first)      # no second measurement
     """
     profile.check_graph(small_graph)
     origins = _origins(small_graph, big_graph, plan)
@@ -115,24 +143,25 @@ def carry_profile(
 
 
 def _before(sensitivity: Sensitivity, origin: Origin) -> Iterator[tuple[str, float]]:
-    """What the small model's operator adds at each precision; for a new block's, what a silent one between
-    two would.
-    """
+    """Yield the small operator's variance at each precision; for a new block the mean of two."""
     own = sensitivity.omega[origin.name]
     beyond = sensitivity.omega.get(origin.next_name, own)
     for precision, value in own.items():
         between = math.sqrt(value * beyond.get(precision, value))
-        yield precision, SILENT * between if origin.is_new else value
+        yield precision, NEW_BLOCK_ERROR_SHARE * between if origin.is_new else value
 
 
 def _rounding(op: Op, plan: ExpansionPlan) -> float:
+    """Return the growth of the rounding error of an operator's weights."""
     gains = [rounding_gain(plan.tensors[name]) for name in op.inputs if name in plan.tensors]
     return max(gains, default=1.0)
 
 
 def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Origin]:
-    """Where every operator of the grown graph comes from, by module paths; those that come from none are
-    left out. Raises MismatchError where a graph is not that of the plan.
+    """Return the origin of every operator of the grown graph, as far as one is known.
+
+    Raises:
+        MismatchError: A graph does not belong to the plan.
     """
     _check(small, {m.source: m.source_shape for m in plan.tensors.values()}, "small")
     _check(big, {name: m.shape for name, m in plan.tensors.items()}, "grown")
@@ -146,22 +175,20 @@ def _origins(small: OpGraph, big: OpGraph, plan: ExpansionPlan) -> dict[str, Ori
 
 
 def _source(name: str, plan: ExpansionPlan) -> tuple[str, str, bool]:
-    """What an operator or a value of the grown model is called in the small one, what in the block behind it,
-    and whether its block is new.
-    """
-    blocks = list(plan.depth.places)
+    """Return a grown name's source, the source in the next block, and whether its block is new."""
+    blocks = list(plan.depth.grown_blocks)
     for i, block in enumerate(blocks):
-        for place in plan.depth.places[block]:
-            if name == place.path or name.startswith(f"{place.path}."):
-                rest = name[len(place.path) :]
+        for grown_block in plan.depth.grown_blocks[block]:
+            if name == grown_block.path or name.startswith(f"{grown_block.path}."):
+                rest = name[len(grown_block.path) :]
                 behind = blocks[i + 1] if i + 1 < len(blocks) else ""
                 alike = behind.rpartition(".")[0] == block.rpartition(".")[0]
-                return block + rest, behind + rest if alike else "", place.is_new
+                return block + rest, behind + rest if alike else "", grown_block.is_new
     return name, "", False
 
 
 def _check(graph: OpGraph, shapes: Mapping[str, tuple[int, ...]], which: str) -> None:
-    """MismatchError unless the parameters of a graph are those that the plan has on this side."""
+    """Raise MismatchError unless the graph has the parameters of the plan."""
     for value in graph.parameters:
         wanted = shapes.get(value.name)
         if value.shape != wanted:
@@ -173,4 +200,5 @@ def _check(graph: OpGraph, shapes: Mapping[str, tuple[int, ...]], which: str) ->
 
 
 def _num_parameters(graph: OpGraph) -> int:
+    """Return the number of trained parameters."""
     return sum(value.num_elements for value in graph.parameters if value.requires_grad)

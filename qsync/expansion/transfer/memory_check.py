@@ -1,4 +1,4 @@
-"""Whether a grown model will fit: the memory of a training step on every device class, before it is built."""
+"""Predict the memory of a training step of a grown model on every device class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from qsync.backend.device_detection import detect_class, device_of
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError
-from qsync.expansion.apply.grow import built
+from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.lowering.rules import lower
 from qsync.predictor.memory.peak import peak_memory
@@ -23,8 +23,11 @@ from qsync.tracing.tracer import capture
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """One device class: the peak of a step in FP32, the least that one precision for all operators comes to,
-    which precision that is, and what the class has. Bytes per rank, margin included; predicted.
+    """The predicted memory of a training step on one device class.
+
+    All sizes are bytes per rank, margin included. `fp32_bytes` is the peak in FP32. `least_bytes` is the
+    lowest peak with one precision for all operators, `least_in` that precision, `budget_bytes` the memory of
+    the class.
     """
 
     device_class: str
@@ -35,7 +38,7 @@ class Fit:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it fits only in a lower precision."""
+        """Return whether the step fits only in a lower precision."""
         return self.fp32_bytes > self.budget_bytes
 
     def __str__(self) -> str:
@@ -53,21 +56,33 @@ def check_growth(
     *,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> tuple[Fit, ...]:
-    """Whether what `model` grows to by `plan` can train within the memory of every device class.
+    r"""Predict whether the grown model can train within the memory of every device class.
 
-    The grown model is made on the meta device, which takes no memory, traced there, and the peak of a
-    training step predicted by qsync's memory model (`predictor.memory`): parameters, gradients, what
-    `make_optimizer` keeps, activations. `budgets` is a cluster, or bytes by the name of a class of devices
-    like this one. Where FP32 does not fit, the least of the class's precisions counts; recomputing blocks is
-    left out, and so is what growing itself takes on the host: the small model and the grown one twice.
-    `model` may be on the meta device too.
+    The grown model is built and traced on the meta device, which needs no memory. qsync's memory model
+    (`predictor.memory`) predicts the peak of a training step: parameters, gradients, optimizer state and
+    activations. A class whose memory is too small for FP32 is judged by its most frugal precision. Activation
+    recomputation is not considered. Neither is the host memory of the expansion itself: the small model and
+    twice the grown one.
 
-    Returns what was predicted of each class. Raises InfeasibleError with class, need and budget where one
-    cannot hold it, TracingError for a model that cannot be traced, UnsupportedError for an optimizer that
-    cannot take a step on the meta device.
+    Args:
+        model: The small model; the meta device is supported.
+        plan: The plan to grow it.
+        budgets: A cluster, or bytes by the name of a device class like this device.
+        example_inputs: One batch of a rank: a tensor, a tuple or a dict.
+        make_optimizer: Makes the optimizer for a list of parameters.
 
-    >>> print(*qsync.check_growth(model, plan, {"t4": 16 * 2**30}, batch), sep="\\n")
-    t4: 21.3 GiB in FP32, 15.1 GiB in int8, of 16.0 GiB
+    Returns:
+        The prediction for each class.
+
+    Raises:
+        InfeasibleError: A class cannot hold the step. The message states class, need and budget.
+        FormatError: No budget is given.
+        TracingError: The grown model cannot be traced.
+        UnsupportedError: The optimizer cannot step on the meta device.
+
+    Example:
+        >>> print(*qsync.check_growth(model, plan, {"t4": 16 * 2**30}, batch), sep="\n")
+        t4: 21.3 GiB in FP32, 15.1 GiB in int8, of 16.0 GiB
     """
     cluster = budgets if isinstance(budgets, Cluster) else _cluster_like_here(model, budgets)
     graph, optimizer_bytes = _traced(model, plan, example_inputs, make_optimizer)
@@ -90,11 +105,9 @@ def _traced(
     example_inputs: Any,
     make_optimizer: Callable[[Any], torch.optim.Optimizer],
 ) -> tuple[OpGraph, int]:
-    """The graph of the grown model in training, and the bytes that its optimizer keeps; nothing is
-    computed.
-    """
+    """Return the training graph of the grown model and the bytes of its optimizer state."""
     with torch.device("meta"):
-        new = built(model, plan).to("meta").train()
+        new = build_grown(model, plan).to("meta").train()
     small = dict(model.named_parameters(remove_duplicate=False))
     for name, value in new.named_parameters():
         source = small[plan.tensors[name].source]
@@ -105,6 +118,7 @@ def _traced(
 
 
 def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> int:
+    """Return the bytes of an optimizer's state after one step."""
     trained = [value for value in model.parameters() if value.requires_grad]
     try:
         optimizer = make_optimizer(trained)
@@ -116,11 +130,13 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
             f"make_optimizer's optimizer cannot take a step on the meta device ({error}); give one that "
             "keeps as much, without fused=True, as torch.optim.AdamW does"
         ) from error
-    kept = [value for entry in optimizer.state.values() for value in entry.values()]
-    return sum(value.numel() * value.element_size() for value in kept if isinstance(value, torch.Tensor))
+    state = [value for entry in optimizer.state.values() for value in entry.values()]
+    return sum(value.numel() * value.element_size() for value in state if isinstance(value, torch.Tensor))
 
 
 def _fit(device_class: DeviceClass, graph: OpGraph, optimizer_bytes: int, num_ranks: int) -> Fit:
+    """Predict the memory on one device class."""
+
     def peak(precision: Precision) -> int:
         assignment = {
             op.name: precision
@@ -140,7 +156,10 @@ def _fit(device_class: DeviceClass, graph: OpGraph, optimizer_bytes: int, num_ra
 
 
 def _cluster_like_here(model: torch.nn.Module, budgets: Mapping[str, int]) -> Cluster:
-    """One rank of each class, on devices like the model's; of a model on the meta device, the CPU."""
+    """Return a cluster with one rank per budget, on devices like the model's.
+
+    The device of a model on the meta device is the CPU.
+    """
     if not budgets:
         raise FormatError("there is no budget to check; give a cluster, or bytes by device class")
     device = device_of(model)
@@ -150,4 +169,5 @@ def _cluster_like_here(model: torch.nn.Module, budgets: Mapping[str, int]) -> Cl
 
 
 def _size(num_bytes: int) -> str:
+    """Format a number of bytes."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

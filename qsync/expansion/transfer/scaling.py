@@ -1,15 +1,15 @@
-"""By how much gradients and roundings are larger in a grown model than in the small one, read off its maps
-(ours).
+"""The growth of gradients and rounding errors from a small to a grown model, by its maps.
 
-Of a space with n copies of each coordinate, values are copied, so that their squared norm is n times what it
-was. The gradients of the copies sum to that of their source, and what was drawn for copies to differ adds the
-gradient of what it leads to:
+In a space with n copies of each coordinate, values are copied, so that their squared norm grows n-fold. The
+gradients of the copies sum to that of their source. Noise that makes copies differ adds the gradient of
+what the copies lead to:
 
     even, or shares a_c       |g*|^2 = sum over c of a_c^2 |g|^2
-    drawn beside that         + (n - 1) p |g|^2        p: |g*|^2 / |g|^2 where the reader writes
+    noise                     + (n - 1) p |g|^2        p: |g*|^2 / |g|^2 where the reader writes
 
-because weights that are drawn have the deviation of those that were there. What comes back to a sum through
-one of its own branches is left out: its gradient mostly comes down the sum itself.
+because noise has the standard deviation of the original weights. The formula leaves out the gradient that
+returns to a sum through one of its own branches, because most of the gradient flows along the sum itself.
+The derivation is in docs/method.md.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _ALL_ON: Parts = (0.0, 1.0)
 
 
 def gradient_gain(plan: ExpansionPlan) -> float:
-    """|G*|^2 / |G|^2, G being the gradient of all parameters: the mean over weights of what their maps say,
-    each counted alike, without those of new blocks.
+    """Return |G*|^2 / |G|^2 for the gradient G of all parameters, predicted from the maps.
 
-    A weight's gradient is g x' of what it writes and reads: its squared norm is |g|^2 |x|^2 where rows are
-    unlike each other. An error of a value, which all copies of it make alike, moves the function as it did in
-    the small model, and so the gradient by this much more.
+    The result is the plain mean over the weights outside of new blocks. The gradient of a weight is g x',
+    with g of what it writes and x of what it reads: its squared norm is |g|^2 |x|^2 for unrelated rows. An
+    error that all copies of a value share changes the function as in the small model, and the gradient by
+    this factor.
 
-    >>> gradient_gain(plan)        # twice the width, copies that part at random
+    >>> gradient_gain(plan)        # twice the width, random split
     3.5
     """
     flow = _Flow(plan)
@@ -48,21 +48,21 @@ def gradient_gain(plan: ExpansionPlan) -> float:
 
 
 def rounding_gain(m: TensorMap) -> float:
-    """What rounding a grown weight adds to a product, in parts of what rounding the small one did.
+    """Return the growth of a product's error from rounding a weight.
 
-    The parts of a weight are rounded each by itself, to so many bits of its own size: their errors are
-    unrelated where the parts differ, and the same where they are equal.
+    Each share of a weight is rounded to its own size. The errors of unequal shares are independent, those of
+    equal shares identical.
     """
     reading = [axis for axis in m.axes if axis is not None and axis.is_read and axis.shares is not None]
     return sum(_parts(reading[0], m)) if reading and not _is_even(reading[0], m) else 1.0
 
 
 class _Flow:
-    """What writes and reads each space, for gradients to come back along it."""
+    """The writers and readers of each space, along which gradients flow back."""
 
     def __init__(self, plan: ExpansionPlan) -> None:
         self._edges: dict[str, dict[tuple[str, ...], list[Parts]]] = defaultdict(lambda: defaultdict(list))
-        for m in _kept(plan):
+        for m in _maps_outside_new_blocks(plan):
             line = plan.recipe.line_of(m.source)
             if line is None or not line.reads or not m.source.endswith("weight"):
                 continue
@@ -70,11 +70,11 @@ class _Flow:
                 self._edges[_joined(space)][line.writes].append(_read_parts(m))
 
     def of(self, spaces: Sequence[str]) -> float:
-        """p, |g*|^2 / |g|^2, of what a module writes; 1 where it is not known who reads it."""
+        """Return p, |g*|^2 / |g|^2, of a module's output; 1 where its readers are unknown."""
         return _mean(self._gain(space, ()) for space in spaces)
 
     def _gain(self, space: str, above: tuple[str, ...]) -> float | None:
-        """None where every way leads back to a space that the gradient was already in."""
+        """Return p of one space, None where every path leads back to a space in `above`."""
         if space == FIXED:
             return 1.0
         space = _joined(space)
@@ -85,27 +85,28 @@ class _Flow:
             beyond = [self._gain(next_space, (*above, space)) for next_space in writes]
             known = [gain for gain in beyond if gain is not None]
             if known:
-                found += [even + drawn * fmean(known) for even, drawn in parts]
+                found += [even + noisy * fmean(known) for even, noisy in parts]
         return fmean(found) if found else None
 
 
 def _joined(space: str) -> str:
-    """Query, key and value get their gradients from what attention mixes of them."""
+    """Merge query, key and value with mixed, from which their gradients come."""
     return "mixed" if space in ATTENTION else space
 
 
-def _kept(plan: ExpansionPlan) -> Iterator[TensorMap]:
-    """The maps of everything that is not in a new block."""
-    new = [f"{p.path}." for places in plan.depth.places.values() for p in places if p.is_new]
-    return (m for m in plan.tensors.values() if not m.name.startswith(tuple(new)))
+def _maps_outside_new_blocks(plan: ExpansionPlan) -> Iterator[TensorMap]:
+    """Yield all maps but those of new blocks."""
+    new = tuple(f"{path}." for path in plan.depth.new_paths)
+    return (m for m in plan.tensors.values() if not m.name.startswith(new))
 
 
 def _matrices(plan: ExpansionPlan) -> Iterator[TensorMap]:
-    return (m for m in _kept(plan) if len(m.source_shape) > 1)
+    """Yield the maps of matrices outside of new blocks."""
+    return (m for m in _maps_outside_new_blocks(plan) if len(m.source_shape) > 1)
 
 
 def _read_parts(m: TensorMap) -> Parts:
-    """Of a weight; of a norm's, which hands every coordinate on by itself."""
+    """Return the parts of a matrix, or of a norm, which passes on every coordinate separately."""
     if len(m.source_shape) == 1:
         return _ALL_ON
     reading = [axis for axis in m.axes if axis is not None and axis.is_read and axis.shares is not None]
@@ -117,15 +118,16 @@ def _read_parts(m: TensorMap) -> Parts:
 
 
 def _parts(axis: Axis, m: TensorMap) -> Parts:
+    """Return the even and the noisy part of one axis."""
     assert axis.shares is not None
     num = axis.growth.num_small
     even = float(axis.shares.square().sum()) / num
-    drawn = (int(axis.growth.is_copy.sum()) - num) / num if m.noise else 0.0
-    return even, drawn
+    noisy = (int(axis.growth.is_copy.sum()) - num) / num if m.noise else 0.0
+    return even, noisy
 
 
 def _is_even(axis: Axis, m: TensorMap) -> bool:
-    """Whether all copies of a coordinate have equal parts."""
+    """Return whether all copies of a coordinate have equal shares."""
     assert axis.shares is not None
     copies = axis.growth.is_copy
     return not m.noise and bool(
@@ -134,10 +136,11 @@ def _is_even(axis: Axis, m: TensorMap) -> bool:
 
 
 def _copies(axis: Axis) -> float:
-    """Of how many copies each coordinate has, the mean."""
+    """Return the mean fan-out of an axis."""
     return float(axis.growth.is_copy.sum()) / axis.growth.num_small
 
 
 def _mean(gains: Iterator[float | None] | Iterator[float]) -> float:
+    """Return the mean of the known numbers, 1 if there are none."""
     known = [gain for gain in gains if gain is not None]
     return fmean(known) if known else 1.0

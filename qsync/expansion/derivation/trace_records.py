@@ -1,18 +1,16 @@
-"""What is known of a tensor while a model is watched, and what is noted about its operators."""
+"""Records of a trace: the knowledge about each tensor, and observations of operators."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from qsync.expansion.derivation.axis_unification import Axis, Untied, cut, leaves, size_of
+from qsync.expansion.derivation.axis_unification import Axis, UnificationError, leaves, size_of, slice_axis
 
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Rows [start, start + length) of a matrix, `axis`: those that wrote a value; `whole` is all of its
-    rows.
-    """
+    """Rows [start, start + length) of a matrix, `axis`, that wrote a value; `whole` is all rows."""
 
     param: str
     whole: Axis
@@ -22,39 +20,44 @@ class Writer:
 
     @classmethod
     def of(cls, param: str, rows: Axis) -> Writer:
+        """Return the writer of all rows of a matrix."""
         return cls(param, rows, 0, size_of(rows), rows)
 
-    def narrowed(self, axis: Axis, start: int, length: int) -> Writer:
-        """When elements [start, start + length) of one axis of the value are taken: the rows that wrote them,
-        if that axis is the major one of the rows (else all of these: a part of each head, say).
+    def slice(self, axis: Axis, start: int, length: int) -> Writer:
+        """Return the rows that wrote elements [start, start + length) of one axis of the value.
+
+        If that axis is not the major one of the rows, the result is all rows: each has a part of the slice.
         """
         mine, cut_axis = leaves(self.axis), leaves(axis)
         if not cut_axis or mine[: len(cut_axis)] != cut_axis:
             return self
         inner = self.length // size_of(cut_axis)
         try:
-            rows = cut(self.axis, start * inner, length * inner)
-        except Untied:
+            rows = slice_axis(self.axis, start * inner, length * inner)
+        except UnificationError:
             return self
         return Writer(self.param, self.whole, self.start + start * inner, length * inner, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Queries times keys: what wrote the two, and the axis that the product sums over. `weighed`: a softmax
-    made weights of them.
+    """Queries times keys: the writers of both, and the axis that the product sums over.
+
+    `is_softmaxed` states that a softmax turned the scores into weights.
     """
 
     query: Writer | None
     key: Writer | None
     inner: Axis
-    weighed: bool = False
+    is_softmaxed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor: its axes, and where it comes from. `param`: it is this parameter, up to its shape. `written`:
-    a matrix wrote it, `writer` if it was one alone. `used` says what it is once its values are needed.
+    """A tensor's axes and origin.
+
+    `param` names the parameter that the tensor is, up to its shape. `written` states that a matrix wrote it;
+    `writer` is that matrix if there is one alone. `resolve` returns the value once its elements are needed.
     """
 
     axes: list[Axis]
@@ -62,16 +65,19 @@ class Value:
     written: bool = False
     writer: Writer | None = None
     scores: Scores | None = None
-    used: Callable[[], Value] | None = None
+    resolve: Callable[[], Value] | None = None
 
     def shaped(self, axes: list[Axis]) -> Value:
+        """Return the value with other axes."""
         return replace(self, axes=axes)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """A parameter at work in the module `path`: `product` reads and writes, `lookup` writes, `batch_norm`
-    reads and writes. `at` counts operators, so that uses have an order.
+class ParameterUse:
+    """The use of a parameter in the module `path`.
+
+    A `product` reads and writes, a `lookup` writes, a `batch_norm` reads and writes. `at` counts operators
+    and orders uses.
     """
 
     at: int
@@ -85,7 +91,7 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A module that divides by the root of its mean square; `centred`: and subtracts the mean."""
+    """A module that divides by the root of a mean square, `centred` if by a variance."""
 
     at: int
     path: str
@@ -96,8 +102,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """Queries met keys, and values were mixed: what wrote each, if that was one matrix, and `inner`, the axis
-    that a head's queries and keys are multiplied along.
+    """One attention: the writers of query, key and value, None where no single matrix wrote one.
+
+    `inner` is the axis along which a head's queries and keys are multiplied.
     """
 
     path: str
@@ -108,18 +115,18 @@ class Attention:
 
     @property
     def num_heads(self) -> int:
+        """Return the number of query heads, 0 if unknown."""
         return self.query.length // size_of(self.inner) if self.query else 0
 
     @property
     def num_kv_heads(self) -> int:
+        """Return the number of key/value heads, 0 if unknown."""
         return self.key.length // size_of(self.inner) if self.key else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An operator that copies of neurons, or their means, may not survive, and the axes that it works
-    along.
-    """
+    """An operator that copies of neurons, or their means, may not survive, and its axes."""
 
     kind: str
     path: str
@@ -127,9 +134,11 @@ class Event:
     axes: list[Axis]
 
 
-def combined(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
-    """Of an elementwise operator's inputs: whether a matrix wrote the result, which one alone, and whether
-    two different written values met (as in a residual sum).
+def combine_values(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
+    """Combine the inputs of an elementwise operator.
+
+    Return whether a matrix wrote the result, the only writer if there is one, and whether two different
+    written values meet, as in a residual sum.
     """
     written = [value for value in values if value.written]
     writers = {value.writer.param if value.writer else None for value in written}
@@ -140,8 +149,9 @@ def combined(values: Iterable[Value]) -> tuple[bool, Writer | None, bool]:
 
 
 def _spanning(writers: Sequence[Writer]) -> Writer:
-    """The rows of one matrix from the first to the last of the writers': halves that a rotation swapped are
-    one again.
+    """Return the rows of one matrix from the first to the last of the writers.
+
+    Halves that a rotation swapped become one range again.
     """
     first = writers[0]
     start = min(writer.start for writer in writers)
@@ -150,6 +160,6 @@ def _spanning(writers: Sequence[Writer]) -> Writer:
     if alike is not None:
         return alike
     try:
-        return Writer(first.param, first.whole, start, length, cut(first.whole, start, length))
-    except Untied:
+        return Writer(first.param, first.whole, start, length, slice_axis(first.whole, start, length))
+    except UnificationError:
         return Writer.of(first.param, first.whole)

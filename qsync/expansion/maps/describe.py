@@ -1,4 +1,4 @@
-"""The map of a model in words: every tensor's map, as a table."""
+"""Describe the map of a model: as a table for people, as JSON for programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from qsync.expansion.maps.tensor_maps import TensorMap, summary
 
 
 def table(plan: ModelMap) -> str:
-    """A line per tensor: shapes, and how each axis grows. Tensors alike in every block are one line."""
+    """Format one line per tensor: shapes, and how each axis grows.
+
+    Tensors of one kind in all blocks share a line.
+    """
     rows = [("tensor", "from", "to", "how"), *_rows(plan)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = [
@@ -19,8 +22,8 @@ def table(plan: ModelMap) -> str:
     grown = {name: (plan.small[name], size) for name, size in plan.sizes.items() if plan.small[name] != size}
     sizes = ", ".join(f"{name} {before} -> {after}" for name, (before, after) in grown.items())
     head = f"{plan.recipe.name}: {sizes or 'as it is'}; {summary(plan.tensors)}; split {plan.split}"
-    new = sum(p.is_new for places in plan.depth.places.values() for p in places)
-    head += f"; {new} new blocks, silenced by {plan.new_blocks}" if new else ""
+    new = len(plan.depth.new_paths)
+    head += f"; {new} new blocks, output {plan.new_blocks}" if new else ""
     eps = sorted({f"{value:.3g}" for value in plan.eps.values()})
     tail = [
         f"eps of {len(plan.eps)} norms: {', '.join(eps)} (no state dict holds it: save with "
@@ -30,7 +33,7 @@ def table(plan: ModelMap) -> str:
 
 
 def as_json(plan: ModelMap) -> dict[str, Any]:
-    """The same for programs: sizes, every tensor's shapes and how it grows, eps."""
+    """Return sizes, eps, and for every tensor its shapes and how it grows."""
     return {
         "recipe": plan.recipe.name,
         "small": dict(plan.small),
@@ -47,19 +50,19 @@ def as_json(plan: ModelMap) -> dict[str, Any]:
 
 
 def how(m: TensorMap) -> str:
-    """How a tensor grows, in words."""
-    if m.silenced == "zero":
+    """Describe in words how a tensor grows."""
+    if m.output_init == "zero":
         return "new, 0"
     parts = [str(axis) for axis in m.axes if axis is not None and not axis.growth.is_identity]
     parts += [f"times {m.factor:.4g}"] if m.factor != 1.0 else []
-    parts += ["in sum nothing"] if m.silenced == "cancel" else []
+    parts += ["in sum nothing"] if m.output_init == "cancel" else []
     parts += ["new"] if m.is_new else []
     parts += [f"tied {m.tied}"] if m.tied else []
     return "; ".join(parts) or "as it is"
 
 
 def _rows(plan: ModelMap) -> list[Sequence[str]]:
-    """Rows, those of blocks that are alike folded into one, with how many they are."""
+    """Return the rows of the table; equal rows of different blocks become one row with a count."""
     counted: dict[tuple[str, str, str, str], int] = {}
     for name, m in plan.tensors.items():
         block = plan.depth.block_of(m.source)

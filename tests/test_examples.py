@@ -1,0 +1,58 @@
+"""Every file in examples/ runs as its first lines say, within seconds, from the root of the repository."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one example starts: its launcher, arguments, environment, and text that its output contains."""
+
+    launcher: tuple[str, ...] = (sys.executable,)
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    prints: tuple[str, ...] = ()
+
+
+# Examples that need more than `python examples/NAME`, or whose output is checked.
+LAUNCHES = {
+    "grow.py": Launch(prints=("the same function", "grown model, 150 more steps")),
+    "custom_recipe.py": Launch(prints=("written by hand: the same function", "derived: the same function")),
+}
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+def test_every_entry_of_the_table_is_an_example():
+    assert set(LAUNCHES) <= {path.name for path in EXAMPLES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_runs(path, tmp_path):
+    launch = LAUNCHES.get(path.name, Launch())
+    environment = {
+        **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        "XDG_CACHE_HOME": str(tmp_path), **launch.environment,
+    }  # fmt: skip
+    command = [*launch.launcher, str(path.relative_to(ROOT)), *launch.arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip(), "an example prints what it shows"
+    assert all(text in done.stdout for text in launch.prints), done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_says_how_to_run_it(path):
+    text = path.read_text()
+    assert f"examples/{path.name}" in text.split('"""')[1]
+    assert len(text.splitlines()) <= 60
