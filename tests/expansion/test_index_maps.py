@@ -19,6 +19,7 @@ from qsync.expansion.maps.space_growth import (
     product,
     stacked,
 )
+from qsync.expansion.maps.tensor_maps import shares_of
 from qsync.expansion.recipe.sizes import Heads
 from qsync.experiments.workloads.gpt import Gpt
 
@@ -49,6 +50,22 @@ def test_units_and_stacks_count_the_coordinates_of_the_small_space():
     assert circular(2, 3).by_unit(2).num_small == 4
     assert stacked([circular(2, 3), circular(1, 2)]).num_small == 3
     assert product([circular(1, 2), circular(2, 3)]).num_small == 2
+
+
+def test_growth_to_the_same_size_is_the_identity_if_nothing_moves():
+    assert circular(3, 3).is_identity and padded(3, 3, ZERO).is_identity
+    assert not paired(4, 4).is_identity and not circular(3, 6).is_identity
+
+
+def test_scalar_shares_are_a_quarter_to_three_quarters_of_two_copies():
+    """Before they are divided by their sum, shares are uniform in [0.5, 1.5)."""
+    growth = circular(200, 400)
+    shares = shares_of(growth, "scalar", 0, "stream")
+    assert torch.allclose(shares[:200] + shares[200:], torch.ones(200, dtype=torch.float64))
+    assert 0.25 < shares.min() < 0.3 and 0.7 < shares.max() < 0.75
+    assert torch.equal(shares, shares_of(growth, "scalar", 0, "stream"))
+    assert not torch.equal(shares, shares_of(growth, "scalar", 1, "stream"))
+    assert torch.equal(shares_of(growth, "random", 0, "stream"), torch.full_like(shares, 0.5))
 
 
 def test_a_rest_of_means_is_neither_read_in_units_nor_stacked():

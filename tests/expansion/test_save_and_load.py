@@ -231,11 +231,11 @@ def test_a_process_killed_while_it_writes_leaves_no_folder(tmp_path):
     own_folder(tmp_path / "small")
     code = f"""
 import os, signal, qsync
-from qsync.expansion import saving
-saving.save_model = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+from qsync.expansion.io import save
+save.save_model = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
 model = qsync.load_expanded({str(tmp_path / "small")!r})
 plan = qsync.plan_expansion(model, qsync.recipe_of(model).to(width=24))
-saving.save_expanded(plan.expand(model), {str(tmp_path / "big")!r}, plan, {ARGUMENTS})
+save.save_expanded(plan.expand(model), {str(tmp_path / "big")!r}, plan, {ARGUMENTS})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=240)
     assert done.returncode == -signal.SIGKILL

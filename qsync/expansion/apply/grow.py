@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import MismatchError, UnsupportedError
+from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.sizes import first_few
@@ -45,7 +45,8 @@ def build_grown(model: torch.nn.Module, plan: ModelMap) -> torch.nn.Module:
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise MismatchError(
             f"`build` of the recipe {plan.recipe.name} fails with {_sizes_text(plan)} "
-            f"({type(error).__name__}: {error}); correct it, or ask for sizes that its class can have"
+            f"({type(error).__name__}: {shortened(error)}); correct it, or ask for sizes that its class "
+            "can have"
         ) from error
     if type(new) is not type(model):
         raise MismatchError(

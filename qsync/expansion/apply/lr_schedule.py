@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from qsync.errors import CalibrationError, FormatError
+from qsync.errors import CalibrationError, FormatError, shortened
 
 # Epochs that LEMON trains a grown ViT, over the epochs from scratch.
 RATIO = 130 / 300
@@ -120,8 +120,8 @@ def _check(steps: int, warm_up: int, ratio: float, floor: float) -> None:
     for name, value, least in (("steps", steps, 1), ("warm_up", warm_up, 0)):
         if type(value) is not int or value < least:
             raise CalibrationError(
-                f"{name} must be a whole number of at least {least}, found {value!r}; give the from-scratch "
-                "run's"
+                f"{name} must be a whole number of at least {least}, found {shortened(value)}; give the "
+                "from-scratch run's"
             )
     if warm_up >= steps:
         raise CalibrationError(
@@ -129,12 +129,12 @@ def _check(steps: int, warm_up: int, ratio: float, floor: float) -> None:
         )
     if not _is_number(ratio) or not 0.0 < ratio <= 1.0:
         raise CalibrationError(
-            f"ratio must lie in (0, 1], found {ratio!r}; it is the share of the from-scratch steps to train "
-            "for"
+            f"ratio must lie in (0, 1], found {shortened(ratio)}; it is the share of the from-scratch "
+            "steps to train for"
         )
     if not _is_number(floor) or not 0.0 <= floor < 1.0:
         raise CalibrationError(
-            f"floor must lie in [0, 1), found {floor!r}; it is a share of the maximum learning rate"
+            f"floor must lie in [0, 1), found {shortened(floor)}; it is a share of the maximum learning rate"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import MismatchError, UnsupportedError
+from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.maps.tensor_maps import TensorMap, along
 
@@ -167,8 +167,8 @@ def _grown(m: TensorMap, known: Mapping[str, Any], like: torch.Tensor) -> dict[s
             found[key] = _moment(m, key, value).to(dtype=value.dtype, device=like.device)
         else:
             raise UnsupportedError(
-                f"the optimizer keeps {key!r} for {m.source}, and how that grows is not known; start a fresh "
-                "optimizer"
+                f"the optimizer keeps {shortened(key)} for {m.source}, and how that grows is not known; "
+                "start a fresh optimizer"
             )
     return found
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model
 
-from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.families import recipe_of
 from qsync.expansion.recipe.sizes import first_few
@@ -84,10 +84,13 @@ def _load_custom(folder: Path, config: Mapping[str, Any], growth: Mapping[str, A
         made = getattr(import_module(path), attribute)(**arguments)
     except (ImportError, AttributeError, ValueError) as error:
         raise FormatError(
-            f"{where} names the class {name!r}, which cannot be imported ({error}); correct it"
+            f"{where} names the class {shortened(name)}, which cannot be imported ({shortened(error)}); "
+            "correct it"
         ) from error
     except TypeError as error:
-        raise FormatError(f"{where}: {name} does not take these arguments ({error}); correct them") from error
+        raise FormatError(
+            f"{where}: {name} does not take these arguments ({shortened(error)}); correct them"
+        ) from error
     sizes = growth.get("plan", {}).get("sizes")
     if sizes:
         sizes = {k: tuple(v) if isinstance(v, list) else v for k, v in sizes.items()}
@@ -111,7 +114,9 @@ def _check_weights(folder: Path, model: torch.nn.Module) -> torch.dtype:
             found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             types = {file.get_tensor(name).dtype for name in found}
     except SafetensorError as error:
-        raise FormatError(f"{path} is no safetensors file ({error}); save the weights anew") from error
+        raise FormatError(
+            f"{path} is no safetensors file ({shortened(error)}); save the weights anew"
+        ) from error
     wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, shape in found.items():
         if wanted.get(name) != shape:

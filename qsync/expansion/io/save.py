@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file, save_model
 
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.expansion.apply.optimizer_state import expand_optimizer
 from qsync.expansion.io.load import CONFIG, EXPANSION, VERSION, WEIGHTS, quiet_transformers
 from qsync.expansion.maps.describe import as_json
@@ -107,7 +107,7 @@ def _save(big: torch.nn.Module, into: Path, plan: ExpansionPlan, arguments: Mapp
             config = json.loads(json.dumps({"class": name, "arguments": dict(arguments or {})}))
         except (TypeError, ValueError) as error:
             raise FormatError(
-                f"the arguments of {name} cannot be written as JSON ({error}); give plain ones"
+                f"the arguments of {name} cannot be written as JSON ({shortened(error)}); give plain ones"
             ) from error
         write_json(into / CONFIG, config)
         save_model(big, str(into / WEIGHTS))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qsync.errors import UnsupportedError
+from qsync.errors import UnsupportedError, shortened
 from qsync.expansion.recipe.recipes import Recipe
 
 
@@ -100,7 +100,7 @@ def _groups(pattern: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list
     """Return the numbers of the blocks by the path in front of the number."""
     *groups, last = pattern.split("*")
     if not groups or last:
-        raise UnsupportedError(f"blocks are called PATH.*, with the number last, found {pattern!r}")
+        raise UnsupportedError(f"blocks are called PATH.*, with the number last, found {shortened(pattern)}")
     # A path may begin anywhere: a model with a head holds the model without.
     expression = re.compile(r"((?:.+?\.)?" + r"[^.]+".join(map(re.escape, groups)) + r")(\d+)\.")
     found: dict[str, set[int]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.depth import Depth, GrownBlock, depth_of
 from qsync.expansion.maps.space_growth import (
     AVERAGE,
@@ -66,7 +66,7 @@ def plan_expansion(
     """
     for what, given, known in (("split", split, SPLITS), ("depth", depth, DEPTHS)):
         if given not in known:
-            raise FormatError(f"unknown {what} {given!r}: choose from {', '.join(known)}")
+            raise FormatError(f"unknown {what} {shortened(given)}: choose from {', '.join(known)}")
     if not isinstance(recipe, Recipe):
         raise FormatError(
             f"a recipe is a qsync.Recipe, found {type(recipe).__name__}; take qsync.recipe_of(model).to(...)"
@@ -132,8 +132,8 @@ class _Planner:
             if all(type(size) is int and size > 0 for size in known.values()):
                 return known
         raise FormatError(
-            f"`read` of the recipe {self.recipe.name} returned {read!r}; let it return sizes by name, as "
-            '{"heads": 4}'
+            f"`read` of the recipe {self.recipe.name} returned {shortened(read)}; let it return sizes by "
+            'name, as {"heads": 4}'
         )
 
     def _extents(self) -> Iterator[Extent]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import FormatError, UnsupportedError
+from qsync.errors import FormatError, UnsupportedError, shortened
 
 FIXED = "_"  # a dimension that does not grow: vocabulary, classes, pixels
 ATTENTION = ("query", "key", "value", "mixed")
@@ -114,7 +114,7 @@ class Recipe:
         for name, size in sizes.items():
             for number in size if isinstance(size, tuple) else (size,):
                 if type(number) is not int or number < 1:
-                    raise FormatError(f"{name} must be a whole number of at least 1, found {size!r}")
+                    raise FormatError(f"{name} must be a whole number of at least 1, found {shortened(size)}")
         return replace(self, target={**self.target, **sizes})
 
     @property
@@ -147,8 +147,8 @@ def _line(row: str, recipe: str) -> Line:
     are_alike = all(len(names) == 1 or FIXED not in names for names in (reads, words))
     if not (arrow and pattern and words and are_names and are_alike):
         raise FormatError(
-            f"the recipe {recipe} has the line {row!r}; write MODULE  READS -> WRITES, with `_` alone for "
-            "what does not grow and `tied MODULE` last where a weight may be shared"
+            f"the recipe {recipe} has the line {shortened(row)}; write MODULE  READS -> WRITES, with `_` "
+            "alone for what does not grow and `tied MODULE` last where a weight may be shared"
         )
     return Line(pattern, tuple(reads), tuple(words), tied)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qsync.errors import MismatchError, UnsupportedError
+from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Recipe
 
 WIDTH_OF_HEADS = "head_dim"
@@ -97,9 +97,9 @@ def target_sizes(recipe: Recipe, small: Mapping[str, int], stated: Collection[st
     for name, size in asked.items():
         if name not in small:
             known = ", ".join(sorted({*small, *(["layers"] if recipe.blocks else [])}))
-            raise UnsupportedError(f"{recipe.name} has no size {name!r} to grow; it has {known}")
+            raise UnsupportedError(f"{recipe.name} has no size {shortened(name)} to grow; it has {known}")
         if not isinstance(size, int):
-            raise UnsupportedError(f"{name} is one size, found {size!r}; give one whole number")
+            raise UnsupportedError(f"{name} is one size, found {shortened(size)}; give one whole number")
         if size < small[name]:
             raise UnsupportedError(
                 f"{name} would shrink from {small[name]} to {size}, and nothing that shrinks keeps its "

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from qsync.backend.device_detection import detect_class, device_of
-from qsync.errors import FormatError, InfeasibleError, UnsupportedError
+from qsync.errors import FormatError, InfeasibleError, UnsupportedError, shortened
 from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.lowering.rules import lower
@@ -127,8 +127,8 @@ def _optimizer_bytes(model: torch.nn.Module, make_optimizer: Callable[[Any], tor
         optimizer.step()
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UnsupportedError(
-            f"make_optimizer's optimizer cannot take a step on the meta device ({error}); give one that "
-            "keeps as much, without fused=True, as torch.optim.AdamW does"
+            f"make_optimizer's optimizer cannot take a step on the meta device ({shortened(error)}); "
+            "give one that keeps as much, without fused=True, as torch.optim.AdamW does"
         ) from error
     state = [value for entry in optimizer.state.values() for value in entry.values()]
     return sum(value.numel() * value.element_size() for value in state if isinstance(value, torch.Tensor))
