@@ -33,7 +33,7 @@ _CODE = re.compile(r"``[^`]+``|`[^`]+`")
 
 
 def _to_rst(line: str) -> str:
-    """Return a line of prose with Markdown's code spans in reStructuredText, and its special signs escaped."""
+    """Return a line of prose in reStructuredText: code spans in double backticks, signs escaped."""
     found: list[str] = []
     end = 0
     for match in _CODE.finditer(line):

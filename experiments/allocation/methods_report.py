@@ -148,7 +148,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the tables as they stand in the README."""
+    """Return the tables as they stand in docs/results/allocation.md."""
     lines = [
         f"Variance added at equal step time, times that of the exact solver's plan: geometric means over "
         f"{len(content['parts'])} targets between",

@@ -173,7 +173,7 @@ def compare(guess: Sensitivity, other: Sensitivity, precision: str) -> Row:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return README's table by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
+    """Return the table of docs/results by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
     columns = ("fresh", "truth", "fresh against fresh", "fresh against truth")
     lines = []
     for name, steps in dict.fromkeys((row["model"], row["steps"]) for row in rows):
@@ -195,7 +195,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def times(rows: Sequence[Row]) -> str:
-    """Return README's second table: single operators, and compute of whole steps."""
+    """Return the second table of docs/results: single operators, and compute of whole steps."""
     cells = [
         [
             row["model"],

@@ -176,7 +176,7 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return README's tables, one per workload, with what was trained above each."""
+    """Return the tables of docs/results, one per workload, with what was trained above each."""
     parts = []
     settings = {one["workload"]: one for one in content["settings"]}
     for workload, of in content["summary"].items():

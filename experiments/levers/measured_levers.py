@@ -30,7 +30,7 @@ def main(
     tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run the plans, keep what was measured, and print it as the README has it."""
+    """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
     config = {"model": model, "turns": turns, "trials": trials, "weak_share": weak_share, "tight": tight}
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
 

@@ -11,7 +11,7 @@ from the graph alone.
     accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
 
 Parts can be measured one by one (`--part`); the figures cover all parts in the folder. `--state` writes the
-margin beside the model, and the table into the README.
+margin beside the model, and the table into docs/results/memory.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MARGIN, UNSEEN, RANKS, ACCEPTED, REFUSED = "margin", "unseen", "two ranks", "acc
 # What `--part` chooses from, with the parts that rows then bear.
 PARTS = {"margin": (MARGIN,), "unseen": (UNSEEN,), "ranks": (RANKS, ACCEPTED, REFUSED)}
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
-README = Path(__file__).parents[2] / "README.md"
+RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results" / "memory.md"
 SAVED_BAR, PEAK_BAR = 0.01, 0.05
 HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
@@ -86,9 +86,9 @@ def main(
             )  # fmt: skip
     content = _finished(experiment, found)
     if state:
-        text = between_markers(README.read_text(encoding="utf-8"), markdown(content))
+        text = between_markers(RESULTS_PAGE.read_text(encoding="utf-8"), markdown(content))
         _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
-        write_text(README, text)
+        write_text(RESULTS_PAGE, text)
 
 
 def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:
@@ -241,7 +241,7 @@ def table(parts: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return one row of text: the same for the terminal and for the README."""
+    """Return one row of text: the same for the terminal and for the page of results."""
     cells = [name, str(entry["plans"])]
     for what in ("saved", "peak"):
         errors = entry[what]
@@ -251,7 +251,7 @@ def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the README's table: plans that the margin is made from by model, all others together."""
+    """Return the table of docs/results/memory.md: plans that the margin is made from by model, all others together."""
     parts = content["parts"]
     if MARGIN not in parts:
         raise QSyncError("the margin was not measured yet; measure that part before --state")
@@ -279,7 +279,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         *markdown_table(HEADINGS, [cells_of(name, entry) for name, entry in rows]),
         "",
         "![Every plan, predicted against measured, and against its budget; one step's memory by part]"
-        "(docs/memory_error.png)",
+        "(../memory_error.png)",
     ]
     return "\n".join(lines)
 
@@ -289,7 +289,7 @@ def _of(refused: Mapping[str, int]) -> str:
 
 
 def between_markers(text: str, table: str) -> str:
-    """Return a README with this table in the place of its last one."""
+    """Return a page with this table in the place of its last one."""
     begin, end = (f"<!-- memory:{word} -->" for word in ("begin", "end"))
     head, _, rest = text.partition(begin)
     return f"{head}{begin}\n{table}\n{end}{rest.partition(end)[2]}"

@@ -129,7 +129,7 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read cluster.toml. The format is the record's own fields; see README, Cluster files."""
+        """Read cluster.toml. The format is the record's own fields; see docs/guide/clusters.md."""
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
@@ -142,7 +142,7 @@ class Cluster:
             raise FormatError(f"{path}: not valid TOML, {shortened(error)}; mend that line") from error
         except (RecursionError, ValueError) as error:  # nested too deeply, or a number of thousands of digits
             raise FormatError(
-                f"{path} is no cluster file ({shortened(error)}); see README, Cluster files"
+                f"{path} is no cluster file ({shortened(error)}); see docs/guide/clusters.md"
             ) from error
 
 

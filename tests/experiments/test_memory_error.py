@@ -112,13 +112,13 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
     monkeypatch.setattr(memory_error, "_alone", contextlib.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
-    monkeypatch.setattr(memory_error, "README", tmp_path / "README.md")
+    monkeypatch.setattr(memory_error, "RESULTS_PAGE", tmp_path / "memory.md")
     monkeypatch.setattr(memory_error, "run_ranks", lambda models, plans, seed: [
         *rows((1000, 1000), part="two ranks", seed=seed),
         *rows((1000, 990), part="accepted", seed=seed),
         {"part": "refused", "model": "small", "rank": 0},
     ])  # fmt: skip
-    (tmp_path / "README.md").write_text("a <!-- memory:begin -->stale<!-- memory:end --> b")
+    (tmp_path / "memory.md").write_text("a <!-- memory:begin -->stale<!-- memory:end --> b")
     return tmp_path
 
 
@@ -132,16 +132,16 @@ def test_the_experiment_writes_what_it_measured(small):
     assert parts["two ranks"]["seeds"] == [9] and parts["accepted"]["refused"] == {"small": 1}
     stated = json.loads((small / "stated.json").read_text())
     assert stated["worst_underprediction"] == content["worst_underprediction"]
-    readme = (small / "README.md").read_text()
-    assert readme.startswith("a <!--") and readme.endswith("--> b") and "stale" not in readme
-    assert "| small | 2 |" in readme and "has not seen | 4 |" in readme
+    page = (small / "memory.md").read_text()
+    assert page.startswith("a <!--") and page.endswith("--> b") and "stale" not in page
+    assert "| small | 2 |" in page and "has not seen | 4 |" in page
     assert (small / "figures.png").stat().st_size > 5000
 
 
 def test_unseen_plans_are_judged_by_the_margin_that_stands(small, monkeypatch):
     monkeypatch.setattr(peak, "stated_error", lambda device: 0.25)
     memory_error.main(small, ["unseen"], plans=1, seed=[7], rank_plans=1, state=False)
-    assert not (small / "stated.json").exists() and "stale" in (small / "README.md").read_text()
+    assert not (small / "stated.json").exists() and "stale" in (small / "memory.md").read_text()
     (row,) = json.loads((small / "figures.json").read_text())["plans"]
     comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
     assert row["budget_bytes"] == row["predicted_peak_bytes"] + -(-comes_and_goes // 4)
@@ -194,9 +194,9 @@ def test_errors_hold_only_within_the_bars_and_the_budget():
     assert not memory_error.holds(over) and over["over_budget"] == 1 and over["of_budget"] > 1
 
 
-def test_the_readme_shows_what_is_stated_beside_the_model():
+def test_the_page_of_results_shows_what_is_stated_beside_the_model():
     stated = json.loads(memory_error.PREDICTED.read_text())
-    assert memory_error.markdown(stated) in memory_error.README.read_text(encoding="utf-8")
+    assert memory_error.markdown(stated) in memory_error.RESULTS_PAGE.read_text(encoding="utf-8")
 
 
 def test_the_margin_is_in_every_peak(monkeypatch):
