@@ -173,7 +173,7 @@ def compare(guess: Sensitivity, other: Sensitivity, precision: str) -> Row:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return the table of docs/results by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
+    """Return the table by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
     columns = ("fresh", "truth", "fresh against fresh", "fresh against truth")
     lines = []
     for name, steps in dict.fromkeys((row["model"], row["steps"]) for row in rows):

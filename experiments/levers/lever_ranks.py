@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 import qsync
 from qsync import api
-from qsync.allocator import allocate
-from qsync.allocator import search
+from qsync.allocator import allocate, search
 from qsync.allocator.levers.save_less_steps import Patterns, savings
 from qsync.distributed import job
 from qsync.distributed.agreement import agree

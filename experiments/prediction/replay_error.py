@@ -157,7 +157,7 @@ def bars(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cells(entry: Mapping[str, Any]) -> list[str]:
-    """Return one line of the table: the same for the terminal and for the README."""
+    """Return one line of the table: the same for the terminal and for the page of results."""
     found = (median_and_95th(entry["errors"][method]) for method in METHODS)
     errors = [f"{median:.1%} / {high:.1%}" for median, high in found]
     return [entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}"]
@@ -171,7 +171,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the table as it stands in the README."""
+    """Return the table as it stands in docs/results/prediction.md."""
     lines = [
         f"Error of the predicted step, median / 95th percentile over {content['plans']} random plans; one "
         f"thread a rank, seed {content['seed']}; steps measured, commit {content['commit']}.",

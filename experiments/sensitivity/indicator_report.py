@@ -18,7 +18,7 @@ from qsync.records.precision import Precision
 
 Rows = Sequence[Mapping[str, Any]]
 
-# README shows plans by these at every saving, those by the others at the largest alone.
+# docs/results/sensitivity.md shows plans by these at every saving, those by the others at the largest alone.
 NEAREST = ("empirical", "fisher", "hessian")
 
 
@@ -126,7 +126,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return README's table: rank correlation, and the gradient error of plans against the default's."""
+    """Return the table: rank correlation, and the gradient error of plans against the default's."""
     found, machine = content["summary"], content["machine"]
     models, (first, *_), scale = list(found), list(found.values()), content["scale"]
     budgets = list(first["to_default"]["variance"])

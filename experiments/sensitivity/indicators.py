@@ -47,7 +47,7 @@ from qsync.records.profiles import Sensitivity
 from qsync.runtime import program
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
-# Times as fast as FP32, forward and backward together: README's table of kernels, rounded.
+# Times as fast as FP32, forward and backward together: the table of docs/results/kernels.md, rounded.
 RATES = {
     "conv2d": {Precision.BF16: 1.8, Precision.INT8: 1.9},
     "other": {Precision.BF16: 3.6, Precision.INT8: 4.4},
@@ -95,7 +95,7 @@ def main(
     ] = None,
     fresh: Fresh = False,
 ) -> None:
-    """Judge every indicator, print tables, write the figures; beside them a picture and README's table."""
+    """Judge every indicator, print tables, write the figures; beside them a picture and a table."""
     scale = QUICK if quick else Scale(seeds=seeds)
     earlier = {} if sensitivities is None else read_json(sensitivities / "figures.json")
     tasks = {
