@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem, Problem
 from qsync.allocator.structural_classes import Repeats
+from qsync.lowering.incremental import Change, Lowering
 from qsync.lowering.lowered_graph import EIGHT_BIT
-from qsync.lowering.rules import Change, Lowering
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import Memory, StepMemory
 from qsync.predictor.memory.vectorized_peak import peak_bytes
@@ -43,7 +43,9 @@ class ClassState:
         # What another class begins with as well is looked at once.
         like = next((one for one in others if _begin_alike(one.part, part)), None)
         if like is None:
-            self.lowering = Lowering(part.graph, part.highest, part.device_class.narrow, part.saving_less)
+            self.lowering = Lowering(
+                part.graph, part.highest, part.device_class.carried_16bit, part.saving_less
+            )
             self._memory = StepMemory(
                 self.lowering.lowered(),
                 optimizer_bytes=part.profile.optimizer_bytes,
@@ -51,7 +53,7 @@ class ClassState:
                 device=part.device_class.device,
             )
         else:
-            self.lowering = like.lowering.copy(part.device_class.narrow)
+            self.lowering = like.lowering.copy(part.device_class.carried_16bit)
             self._memory = like._memory.copy(part.profile.optimizer_bytes)
         # Whether memory rules out what adds least variance: only then does a search have to look at bytes.
         self.is_tight = self._memory.peak_bytes > part.budget_bytes
@@ -101,7 +103,7 @@ class ClassState:
     def seconds_at(self, assignment: Mapping[str, Precision]) -> float:
         """What `costs.total_s` is at another assignment, to the last digits."""
         part = self.part
-        narrow = part.device_class.narrow
+        narrow = part.device_class.carried_16bit
         lowered = Tabulated(part.graph, part.with_partners(assignment), narrow, part.saving_less)
         priced = price(lowered, part.profile)
         return float(priced.forward_s.sum() + priced.backward_s.sum())
@@ -112,7 +114,7 @@ class ClassState:
         if self._peak_bytes is None and len(self._stale) > _MANY:
             device, lowering = self.part.device_class, self.lowering
             self._peak_bytes = peak_bytes(
-                Tabulated(lowering.graph, lowering.assignment(), device.narrow, self.part.saving_less),
+                Tabulated(lowering.graph, lowering.assignment(), device.carried_16bit, self.part.saving_less),
                 optimizer_bytes=self.part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,
                 device=device.device,
@@ -229,4 +231,4 @@ def _begin_alike(one: ClassProblem, other: ClassProblem) -> bool:
     if one.saving_less != other.saving_less:
         return False
     # Only 8-bit operators hand on the device's 16-bit float.
-    return mine.narrow == theirs.narrow or not set(EIGHT_BIT) & set(one.highest.values())
+    return mine.carried_16bit == theirs.carried_16bit or not set(EIGHT_BIT) & set(one.highest.values())

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.allocator.problem import ClassProblem
-from qsync.lowering.rules import Wiring, wiring
+from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import Precision

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Op, OpGraph
 from qsync.records.json_files import check_header, read_json, write_json
 from qsync.records.precision import Precision

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from qsync.errors import MismatchError
-from qsync.lowering.rules import EPILOGUES, FUSED, NARROWING, TURNED, Cast, Lowering, Run, wiring
+from qsync.lowering.incremental import Lowering
+from qsync.lowering.lowered_graph import CHANNELS_LAST, EPILOGUES, FUSED, TO_16BIT, Cast, Run
+from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import TYPE_BYTES
 from qsync.records.profiles import Cost, Profile
@@ -33,7 +35,7 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
-    for source in measured_as(cast.source, cast.turned):
+    for source in measured_as(cast.source, cast.channels_last):
         exact = profile.casts.get((cast.value, source, cast.target))
         if exact is not None:
             return exact
@@ -52,7 +54,7 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 
 def measured_as(source: str, turned: bool) -> tuple[str, str]:
     """What a measured cast from this type may be called, the likeliest first: in one order, or the other."""
-    return (source + TURNED, source) if turned else (source, source + TURNED)
+    return (source + CHANNELS_LAST, source) if turned else (source, source + CHANNELS_LAST)
 
 
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
@@ -109,8 +111,8 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
         key=lambda m: (
             _form(m) != run.form,
             abs(_width(m) - wanted),
-            (TURNED in m) != run.turned,
-            (NARROWING in m) != (NARROWING in run.timed_as),
+            (CHANNELS_LAST in m) != run.channels_last,
+            (TO_16BIT in m) != (TO_16BIT in run.timed_as),
             -_width(m),
             m,
         ),
@@ -185,7 +187,7 @@ class ClassCosts:
         """The price of operator `i` in the mode it has now, without its casts."""
         lowering = self.lowering
         op: Op = lowering.graph.ops[i]
-        key = (i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.turned(i))
+        key = (i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.channels_last(i))
         cost = self._runs.get(key)
         if cost is None:
             cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
@@ -201,7 +203,7 @@ def _mode(timed_as: str) -> str:
 
 
 def _form(timed_as: str) -> str:
-    return timed_as.removesuffix(TURNED).removesuffix(NARROWING).partition(" ")[2] or "plain"
+    return timed_as.removesuffix(CHANNELS_LAST).removesuffix(TO_16BIT).partition(" ")[2] or "plain"
 
 
 def _width(timed_as: str) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from qsync.lowering.rules import Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import Op
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import FloatArray, cast_cost, run_cost

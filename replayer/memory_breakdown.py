@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qsync.lowering.rules import LoweredGraph, Run
+from qsync.lowering.lowered_graph import LoweredGraph, Run
 from qsync.predictor.memory.peak import StepMemory
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph

@@ -18,7 +18,7 @@ from operator import sub, truediv
 import numpy as np
 
 from qsync.errors import MismatchError, UnsupportedError
-from qsync.lowering.rules import Lowering
+from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.vectorized_peak import peak_bytes
 from qsync.records.cluster import Cluster, Link
@@ -224,7 +224,8 @@ def replay(
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = {
         name: price(
-            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].narrow, less), profiles[name]
+            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
+            profiles[name],
         )
         for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
     }
@@ -314,7 +315,7 @@ def checked_lowerings(
 ) -> dict[str, Lowering]:
     """The lowering of every class, once plan, graph, profiles and cluster are known to belong together."""
     return {
-        name: Lowering(profiles[name].graph_of(graph), assignment, cluster[name].narrow, less)
+        name: Lowering(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less)
         for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
     }
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.json_files import check_header, field, read_json, write_json
 
 VERSION = 1

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.vectorized import Numbered, Tables, Tabulated
+from qsync.lowering.numbering import Numbered
+from qsync.lowering.vectorized import Tables, Tabulated
 from qsync.records.identity_cache import Remembered
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode

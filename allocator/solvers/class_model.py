@@ -19,6 +19,7 @@ from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, ne
 from qsync.errors import MismatchError
 from qsync.lowering import rules as rule
 from qsync.lowering.lowered_graph import Cast, Run
+from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
@@ -51,8 +52,8 @@ class LinearClass:
     def __init__(self, graph: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
         self.program = Program()
         self._graph, self._part = graph, part
-        self._wiring = rule.wiring(graph)
-        self._narrow = part.device_class.narrow
+        self._wiring = wiring(graph)
+        self._narrow = part.device_class.carried_16bit
         self._saves_less = [op.name in part.saving_less for op in graph.ops]
         self.chosen: dict[str, dict[Precision, Sum]] = {}
         for op, options in part.choices.items():
@@ -103,7 +104,7 @@ class LinearClass:
                 asked[value] = True
             if asked[value]:
                 for reader in wiring.consumers[value]:
-                    asked[wiring.offset + reader] |= wiring.passes_want[reader]
+                    asked[wiring.offset + reader] |= wiring.passes_16bit_on[reader]
         wanted: dict[int, Sum] = {}
         for value in reversed(range(wiring.num_values)):
             if asked[value]:
@@ -115,13 +116,13 @@ class LinearClass:
     def _narrows(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
         op, wiring = self._graph.ops[i], self._wiring
         if op.role is not Role.ADJUSTABLE:
-            return wanted[wiring.offset + i] if wiring.passes_want[i] else ZERO
+            return wanted[wiring.offset + i] if wiring.passes_16bit_on[i] else ZERO
         slots = [j for j, operand in enumerate(wiring.operands[i]) if operand == value]
         traced = wiring.traced[value]
         return total(
             bit
             for p, bit in self.chosen[op.name].items()
-            if all(rule.is_narrow(rule.taken_type(op, j, traced, p, str(p))) for j in slots)
+            if all(rule.takes_16bit(rule.taken_type(op, j, traced, p, str(p))) for j in slots)
         )
 
     def _depends(self, op: Op, precision: Precision) -> bool:
@@ -141,8 +142,10 @@ class LinearClass:
             for precision in self.chosen[op.name]:
                 for output, bit in self._handed_on(i, precision):
                     carried.setdefault(output, Sum()).add(bit)
-            alone = [bit for p, bit in self.chosen[op.name].items() if rule.turns(op, p, False)]
-            passing = [bit for p, bit in self.chosen[op.name].items() if rule.turns(op, p, True)]
+            alone = [bit for p, bit in self.chosen[op.name].items() if rule.makes_channels_last(op, p, False)]
+            passing = [
+                bit for p, bit in self.chosen[op.name].items() if rule.makes_channels_last(op, p, True)
+            ]
             through = total(passing)
             through.add(total(alone), -1.0)
             turned = total(alone)
@@ -154,7 +157,7 @@ class LinearClass:
             for mode, bit in modes.items():
                 output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
                 carried.setdefault(output, Sum()).add(bit)
-            turned = first if rule.turns(op, Precision.FP32, True) else ZERO
+            turned = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
         self._carried.append(carried)
         self._turned.append(turned)
 
@@ -249,7 +252,7 @@ class LinearClass:
                 found += [
                     self.program.all_of([bit, carried_so])
                     for carried, carried_so in self._carried[at].items()
-                    if rule.keeps(op, j, taken, carried)
+                    if rule.saves_operand(op, j, taken, carried)
                 ]
         return self.program.any_of(found)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from qsync.allocator.solvers.compensation import Changes, paid
 from qsync.allocator.solvers.recovery import TOLERANCE, holds
 from qsync.allocator.state import ClassState, State
-from qsync.lowering.rules import Wiring, wiring
+from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.precision import Precision
 from qsync.replayer import least_time, starts_s
 

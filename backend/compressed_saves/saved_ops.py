@@ -8,7 +8,7 @@ Forward is torch's own, bit for bit. What is kept (Tempo, arXiv 2210.10246, and 
 | bits   | one bit per element (relu, dropout)                                   | exact            |
 | codes  | eight bits per element: gelu', silu', a norm's input, sqrt of softmax | see each         |
 
-Which form an operator takes is lowering's to say (`qsync.lowering.rules.FORMS`); this module only runs it.
+Which form an operator takes is lowering's to say (`qsync.records.save_less.FORMS`); this module only runs it.
 """
 
 from __future__ import annotations

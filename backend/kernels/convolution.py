@@ -1,7 +1,7 @@
 """Convolutions in INT8 and BF16 on CPUs: as products of unfolded windows, or through oneDNN, by shape.
 
 Inside, images and weights lie in channels-last order, whatever order the model keeps its parameters in, and
-so does the result: what follows in the graph takes it as it comes (lowering knows: `Run.turned`). The
+so does the result: what follows in the graph takes it as it comes (lowering knows: `Run.channels_last`). The
 gradient of the input goes back in the input's own order: an operator before it whose gradient lies otherwise
 than what it saved is several times slower.
 """

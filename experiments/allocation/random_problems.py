@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qsync.lowering.rules import EPILOGUES, FUSED
+from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision

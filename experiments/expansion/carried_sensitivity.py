@@ -32,7 +32,7 @@ from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.subjects import CONTEXT, subject
 from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Workload, make_optimizer, seeded, train
-from qsync.lowering.rules import Lowering
+from qsync.lowering.incremental import Lowering
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity

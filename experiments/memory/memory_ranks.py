@@ -28,7 +28,7 @@ from qsync.experiments.harness.processes import start_ranks
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, leave
 from qsync.experiments.memory.memory_runs import Choice, Trained, drawn, parts_of
 from qsync.experiments.workloads.workload import make_optimizer
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.progress import shown_on_rank_zero
 from qsync.records.cluster import Cluster, Link

@@ -16,7 +16,7 @@ from qsync.experiments.memory.saved_bytes import saved_bytes
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory import peak
 from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

@@ -28,7 +28,7 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.provenance import commit
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
-from qsync.lowering.rules import Lowering
+from qsync.lowering.incremental import Lowering
 from qsync.predictor.cost_model.fill_profile import fill, priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
 from qsync.predictor.cost_model.samples import Sample, samples_of

@@ -24,7 +24,7 @@ from typing import Any
 from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
 from qsync.experiments.harness.tables import milliseconds, table
 from qsync.experiments.workloads.large_models import PRECISIONS, able, large_graph, synthetic_profile
-from qsync.lowering.rules import Lowering
+from qsync.lowering.incremental import Lowering
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan

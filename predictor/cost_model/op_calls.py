@@ -172,7 +172,7 @@ def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tupl
     """Seconds at full speed of the launch, of the products at their peaks, and of the bytes, all without
     `sum_s`. KeyError for a product in a type that the device does not multiply.
     """
-    done = operations(call, mode, direction, sheet.narrow)
+    done = operations(call, mode, direction, sheet.backward_type)
     products = sum(count / sheet.flops_per_s[name] for name, count in done.items())
     return sheet.launch_s, products, moved_bytes(call, mode, direction) / sheet.bytes_per_s
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync.errors import MismatchError
-from qsync.lowering.rules import FUSED
+from qsync.lowering.lowered_graph import FUSED
 from qsync.predictor.cost_model.features import family, features
 from qsync.predictor.cost_model.op_calls import (
     Call,

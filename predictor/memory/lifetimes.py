@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from qsync.backend.kernels.conv_strategy import packed_bytes
-from qsync.lowering.rules import FUSED, Cast, Run
+from qsync.lowering.lowered_graph import FUSED, Cast, Run
 from qsync.predictor.memory.cuda_allocator import block_bytes
 from qsync.predictor.memory.recomputation import Recomputed
 from qsync.predictor.memory.saved_tensors import FP32_BYTES, Kept, families, kept_by, made_for_backward
@@ -195,7 +195,7 @@ class Lifetimes:
         """Whether operator `i`, a view, has to copy: rows of an image whose channels are last."""
         op = self.layout.ops[i]
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
-        flattened = op.kind == "view" and self.runs[i].turned and len(shape) == 4 != len(op.shape)
+        flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
 
     def picks(self, i: int) -> bool:
@@ -272,7 +272,7 @@ class _Family:
         for time, cast in self.lives.casts[value]:
             storage = self._make((value, cast.target), time)
             # A view is brought in order before it is rounded, and so are images.
-            if value != self.root or (cast.target == "int8_image" and not cast.turned):
+            if value != self.root or (cast.target == "int8_image" and not cast.channels_last):
                 self.moments.append(
                     Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)
                 )

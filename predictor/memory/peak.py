@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.rules import Cast, LoweredGraph, Lowering, Run
+from qsync.lowering.incremental import Lowering
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.predictor.memory.cuda_allocator import SEGMENTS
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes, layout
 from qsync.predictor.memory.saved_tensors import FP32_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from qsync.lowering.rules import EPILOGUES, FUSED
+from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Op, OpGraph, num_elements
 from qsync.records.precision import LARGEST, type_bytes
 

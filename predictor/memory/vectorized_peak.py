@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.lowering.vectorized import Tables, Tabulated, tables
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Layout, Lifetimes, layout
 from qsync.predictor.memory.peak import StepMemory, bytes_throughout, margin_bytes

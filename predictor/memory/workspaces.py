@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qsync.backend.kernels.conv_strategy import windows_bytes
-from qsync.lowering.rules import Run
+from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
 
@@ -208,11 +208,11 @@ def _convolution_forward(op: Op, run: Run, around: Surroundings) -> int:
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     if run.mode == Precision.BF16:
         windows = windows_bytes("bf16", around.shapes[0], around.shapes[1], op.shape)[0]
-        in_order = 0 if run.turned or one_channel else _BF16 * x
+        in_order = 0 if run.channels_last or one_channel else _BF16 * x
         return windows + max(in_order - _BF16 * y, _FORWARD_SCRATCH) if windows else in_order + 2 * _BF16 * w
     if one_channel:  # the result comes with channels last, and is put in order
         return _FP32 * y
-    return 2 * _FP32 * w if run.turned else _FP32 * (x + w)
+    return 2 * _FP32 * w if run.channels_last else _FP32 * (x + w)
 
 
 def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
@@ -223,21 +223,21 @@ def _convolution_backward(op: Op, run: Run, around: Surroundings) -> int:
     widened = handed_on if around.carried[0] != "bf16" else 0
     if run.mode == Precision.FP32:
         made = _FP32 * x if wanted else 0
-        moment = 3 * _FP32 * w if run.turned else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)
+        moment = 3 * _FP32 * w if run.channels_last else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)
         return max(made + moment + bucket, made + widened * (around.carried[0] != "fp32")) - handed_on
     windows = windows_bytes(run.mode, around.shapes[0], around.shapes[1], op.shape)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(around.shapes[1][1:]))
     made = _BF16 * x if wanted else 0
     if run.mode == Precision.BF16:
-        in_order = 0 if run.turned or windows else _BF16 * x
+        in_order = 0 if run.channels_last or windows else _BF16 * x
         products = in_order + (windows + scratch + made if windows else 4 * _BF16 * w)
-        turned_back = 0 if run.turned else made  # dx goes back in the order in which x came
+        turned_back = 0 if run.channels_last else made  # dx goes back in the order in which x came
         return made + _BF16 * w + max(products, bucket, widened, turned_back) - handed_on
     # The gradient in 16 bits, x and W decoded; dx of windows is summed in FP32.
     base = _BF16 * (x + y + w * wanted)
     first = _BF16 * w + (windows + scratch + _FP32 * x * wanted if windows else made)
     then = (handed_on if windows and widened else made + widened) + _BF16 * w
-    turned_back = 0 if run.turned else handed_on
+    turned_back = 0 if run.channels_last else handed_on
     last = handed_on + _BF16 * w + max(bucket, turned_back)
     return base + max(first, then, last) - handed_on
 

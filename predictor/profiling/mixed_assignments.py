@@ -10,7 +10,8 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from qsync.lowering.rules import Cast, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast
 from qsync.predictor.profiling.runner import Choose
 from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import Clock
 from qsync.records.profiles import Cost
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.lowering.rules import LoweredGraph
+from qsync.lowering.lowered_graph import LoweredGraph
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 

@@ -11,7 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
-from qsync.lowering.rules import TURNED, Cast
+from qsync.lowering.lowered_graph import CHANNELS_LAST, Cast
 from qsync.predictor.profiling.node_timer import StepTimes
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Cost
@@ -132,7 +132,7 @@ def fit_casts(casts: Mapping[CastKey, Cost], graph: OpGraph) -> dict[tuple[str, 
     sizes |= {op.name: op.num_elements for op in graph.ops}
     pairs: dict[tuple[str, str], list[tuple[int, Cost]]] = defaultdict(list)
     for (value, source, target), cost in casts.items():
-        pairs[source.removesuffix(TURNED), target].append((sizes[value], cost))
+        pairs[source.removesuffix(CHANNELS_LAST), target].append((sizes[value], cost))
     fits = {}
     for pair, points in pairs.items():
         forward = _line([(n, cost.forward_s) for n, cost in points])

@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.lowering.rules import Cast, Lowering, Run
+from qsync.lowering.incremental import Lowering
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.operand_gradients import MOST_OPERANDS, is_felt, on_gradient, own_edge
 from qsync.predictor.sensitivity.rounding import rounded_to, rounding_error, stochastic_errors

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

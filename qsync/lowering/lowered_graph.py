@@ -1,4 +1,4 @@
-"""LoweredGraph: operators and casts in execution order, and what a profile calls them. A record."""
+"""Records of a lowered graph: operators and casts in execution order, with their names in profiles."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from qsync.records.precision import Precision
 
 EIGHT_BIT = (Precision.FP8, Precision.INT8, Precision.INT8_ALL)
 
-# What a profile adds to the name of what reads images in channels-last order.
-TURNED = " channels_last"
-# The same of an 8-bit operator that hands on 16 bits.
-NARROWING = " narrowing"
-# What an 8-bit product computes in its epilogue, and the form of the operator that was.
+# Added to the mode of an operator that reads images in channels-last order, as a profile writes it.
+CHANNELS_LAST = " channels_last"
+# Added to the mode of an 8-bit operator that returns 16 bits.
+TO_16BIT = " narrowing"
+# Kinds of operators that an 8-bit product computes in its epilogue; the form of an operator computed so.
 EPILOGUES = ("gelu", "relu")
 FUSED = "fused"
 
@@ -27,21 +27,23 @@ class Cast:
     target: str
     num_elements: int
     of_parameter: bool
-    turned: bool = False
+    channels_last: bool = False
 
     @property
     def taken_as(self) -> str:
-        """What a profile calls the source: its type, and its order if a lowered convolution turned it."""
-        return self.source + TURNED * self.turned
+        """Return the source as a profile names it: its type, and its order if that is channels-last."""
+        return self.source + CHANNELS_LAST * self.channels_last
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """An operator as it runs. `mode` is its precision if it is adjustable, else the type it runs in.
+    """An operator as it runs.
 
-    `form` is what it keeps for backward, "plain" as torch does or one of `FORMS`; or the kind of the
-    following operator that it computes as well (`EPILOGUES`), whose own form is "fused". `turned` says that
-    it reads images which a lowered convolution has brought to channels-last order.
+    `mode` is the precision of an adjustable operator, and the type that another runs in. `form` is what it
+    saves for backward: "plain" as torch does, or one of `qsync.records.save_less.FORMS`. A product that
+    computes the following operator as well has that one's kind as its form (`EPILOGUES`), and the computed
+    one has `FUSED`. `channels_last`: it reads images that a lowered convolution has brought to channels-last
+    order.
     """
 
     op: str
@@ -49,16 +51,18 @@ class Run:
     operands: tuple[str, ...]
     output: str
     form: str = "plain"
-    turned: bool = False
+    channels_last: bool = False
 
     @property
     def timed_as(self) -> str:
-        """What a profile calls this way of running: the mode; the form, if it is not plain; that an 8-bit
-        operator hands on 16 bits; the order of images, if it was turned.
+        """Return how a profile names this way of running.
+
+        The name is the mode; the form, if it is not plain; whether an 8-bit operator returns 16 bits; and the
+        order of images, if that is channels-last.
         """
         form = "" if self.form == "plain" else f" {self.form}"
-        narrows = self.mode in EIGHT_BIT and self.output == "bf16"
-        return self.mode + form + NARROWING * narrows + TURNED * self.turned
+        returns_16bit = self.mode in EIGHT_BIT and self.output == "bf16"
+        return self.mode + form + TO_16BIT * returns_16bit + CHANNELS_LAST * self.channels_last
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""A whole assignment lowered at once: the rule of `qsync.lowering.rules`, asked once per distinct neighbourhood.
+"""Lower a whole assignment at once: ask the rule once per distinct neighbourhood, then look answers up.
 
-What an operator does depends on a small neighbourhood: what kind of operator it is and of which shapes, its
-precision, and the types in which its inputs are carried. Large models repeat themselves, so few of these are
-distinct. `Tables` number them, ask lowering's own functions about each number once, and keep the answers; an
-assignment is then lowered by looking numbers up in arrays. Only what runs along chains of operators goes
-through them one by one: types through following operators, and who wants 16 bits back through them.
+A neighbourhood determines how an operator runs: the kind and shapes of the operator, its precision, and the
+types in which its inputs are carried. Large models repeat themselves, so few neighbourhoods are distinct.
+`Tables` number them, ask the functions of `qsync.lowering.rules` about each number once, and store the
+answers. An assignment is then lowered by indexing arrays. Two properties alone travel along chains of
+operators and are computed one operator at a time: types, forward through following operators, and the want
+of 16 bits, backward.
 
-Tables hold nothing of an assignment but answers about neighbourhoods, and are forgotten with their graph.
+Tables hold answers about neighbourhoods and nothing of an assignment. They are freed with their graph.
 """
 
 from __future__ import annotations
@@ -20,83 +21,35 @@ import numpy.typing as npt
 
 from qsync.lowering import rules as rule
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.lowering.numbering import GrowingRows, Ints, Numbered
+from qsync.lowering.wiring import wiring
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
-Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _PRECISIONS = tuple(Precision)
 _NUMBER = {precision: number for number, precision in enumerate(_PRECISIONS)}
-# Bits of a key: enough for a type. Operands that fit beside the number of a neighbourhood into 63 bits.
-_TYPE_BITS = 6
-_AT_ONCE = 6
-
-
-class Numbered:
-    """Distinct keys (whole numbers), numbered from 0 in the order in which they were first met."""
-
-    def __init__(self) -> None:
-        self._keys: Ints = np.zeros(0, dtype=np.int64)  # in ascending order, with their numbers
-        self._numbers: Ints = np.zeros(0, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __call__(self, keys: Ints) -> tuple[Ints, list[int]]:
-        """The number of each key; and for every number that is new, in order, a place where it stands."""
-        found = self._find(keys)
-        missing = np.flatnonzero(found < 0)
-        if not len(missing):
-            return found, []
-        new, first = np.unique(keys[missing], return_index=True)
-        numbers = np.arange(len(self), len(self) + len(new))
-        every = np.concatenate((self._keys, new))
-        order = np.argsort(every)
-        self._keys, self._numbers = every[order], np.concatenate((self._numbers, numbers))[order]
-        return self._find(keys), [int(place) for place in missing[first]]
-
-    def _find(self, keys: Ints) -> Ints:
-        if not len(self._keys):
-            return np.full(len(keys), -1)
-        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        return np.where(self._keys[place] == keys, self._numbers[place], -1)
-
-
-class _Growing:
-    """Rows of whole numbers that are added one by one and read as one array."""
-
-    def __init__(self, width: int, fill: int) -> None:
-        self._rows: Ints = np.full((16, width), fill)
-        self._fill, self._count = fill, 0
-
-    def add(self, row: list[int]) -> None:
-        if self._count == len(self._rows):
-            self._rows = np.concatenate((self._rows, np.full_like(self._rows, self._fill)))
-        self._rows[self._count, : len(row)] = row
-        self._count += 1
-
-    @property
-    def rows(self) -> Ints:
-        return self._rows
+_TYPE_BITS = 6  # of a key, for one type
+_OPERANDS_PER_KEY = 6  # that fit into 63 bits beside the number of a neighbourhood
 
 
 @dataclass(frozen=True, slots=True)
 class _Cells:
-    """What the rule says of every adjustable structure at every precision: rows are structure x precision."""
+    """The answers of the rule for every adjustable structure at every precision (rows)."""
 
     taken: Ints
-    narrow: Bools
+    takes_16bit: Bools
     computes: Bools
     allowed: Bools
 
 
 class Tables:
-    """The tables of one graph. `structure[i]` numbers what operator `i` is and what shapes it reads."""
+    """The tables of one graph. `structure[i]` numbers the kind of operator `i` and the shapes it reads."""
 
     def __init__(self, graph: OpGraph) -> None:
-        self.wiring = rule.wiring(graph)
+        self.wiring = wiring(graph)
         ops, self.offset = graph.ops, len(graph.inputs)
         entries: list[Input | Op] = [*graph.inputs, *graph.ops]
         self.num_elements = np.array([entry.num_elements for entry in entries], dtype=np.int64)
@@ -123,25 +76,25 @@ class Tables:
         self._outputs: dict[str | None, Ints] = {}
         self._fill_followers()
         self._surroundings = Numbered()
-        self._neighbourhoods = [Numbered() for _ in range(-(-max(1, self._most_floats) // _AT_ONCE))]
+        self._neighbourhoods = [Numbered() for _ in range(-(-max(1, self._most_floats) // _OPERANDS_PER_KEY))]
         self.runs: list[Run] = []  # by number of the neighbourhood; without the operator's name
-        self._taken = _Growing(self._most_operands, -1)
+        self._taken = GrowingRows(self._most_operands, -1)
         self._cast_sets = Numbered()
         self.cast_sets: list[tuple[int, ...]] = []  # numbers in `cast_kinds`, by number of the set
-        self.cast_kinds: list[tuple[str, str, bool]] = []  # source, target, turned
+        self.cast_kinds: list[tuple[str, str, bool]] = []  # source, target, channels_last
         self._cast_kind_numbers: dict[tuple[str, str, bool], int] = {}
 
     def type(self, name: str) -> int:
-        """The number of a type."""
+        """Return the number of a type."""
         number = self._type_numbers.get(name)
         if number is None:
             number = self._type_numbers[name] = len(self.type_names)
-            assert number < 1 << _TYPE_BITS, "more types than a key has room for"
+            assert number < 1 << _TYPE_BITS, "more types than fit into a key"
             self.type_names.append(name)
         return number
 
     def _structure(self, i: int, entries: Mapping[str, Any], parameters: Collection[str]) -> Any:
-        """All of an operator that the rule or the memory model reads, but for its name and place."""
+        """Return all of an operator that the rule or the memory model reads, but its name and position."""
         op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
         inputs = tuple(
             (
@@ -159,7 +112,7 @@ class Tables:
         return own, op.exposed, computed, self.wiring.product[i] is None, inputs, kept
 
     def _wire(self) -> None:
-        """Edges, sorted by the value that is read; and float operands, slot by slot."""
+        """Store the edges, sorted by the value that is read, and the float operands, slot by slot."""
         wiring, ops = self.wiring, self.wiring.ops
         edges = sorted(
             (v, i, j) for i, operands in enumerate(wiring.operands) for j, v in enumerate(operands)
@@ -176,15 +129,15 @@ class Tables:
             self._slots.append((np.array(having, dtype=np.int64), np.array(values, dtype=np.int64)))
         of_adjustable = np.isin(self._edge_op, self._adjustable)
         self._adjustable_edges = np.flatnonzero(of_adjustable)
-        # Who may want a value narrow at all, and along which edges the want is passed on, last reader first.
+        # Values that may be wanted in 16 bits, and the edges that pass the want on, last reader first.
         self._may_want = np.zeros(wiring.num_values, dtype=np.bool_)
         self._may_want[self._read] = True
-        passing = np.array(wiring.passes_want, dtype=np.bool_).reshape(-1)
+        passing = np.array(wiring.passes_16bit_on, dtype=np.bool_).reshape(-1)
         self._may_want[self._edge_value[~of_adjustable & ~passing[self._edge_op]]] = False
         self._want_edges = [
             (self.offset + i, value)
             for i in reversed(range(len(ops)))
-            if wiring.passes_want[i]
+            if wiring.passes_16bit_on[i]
             for value in dict.fromkeys(wiring.operands[i])
         ]
         self._epilogues = np.array(
@@ -209,15 +162,15 @@ class Tables:
                 for j, value in enumerate(self.wiring.operands[i]):
                     taken = rule.taken_type(op, j, self.wiring.traced[value], precision, str(precision))
                     cells.taken[cell, j] = -1 if taken is None else self.type(taken)
-                    cells.narrow[cell, j] = rule.is_narrow(taken)
+                    cells.takes_16bit[cell, j] = rule.takes_16bit(taken)
                 if self.wiring.epilogue[i] is not None:
                     cells.computes[cell] = rule.computes(op, precision, False)
         return cells
 
     def _fill_followers(self) -> None:
-        """For every following operator its float inputs and a table from their types to that of its result.
+        """Tabulate the type of every following operator's result by the types of its float inputs.
 
-        One whose inputs' types never change is settled here.
+        An operator whose inputs' types never change is settled here.
         """
         wiring, tables = self.wiring, [dict[Any, int]() for _ in range(self.num_structures)]
         varies = np.zeros(wiring.num_values, dtype=np.bool_)
@@ -232,7 +185,7 @@ class Tables:
             table = tables[int(self.structure[i])]
             if len(floats) > 2:
                 entry = (result, floats, -1, table)
-            else:  # the same value twice says no more than once; a value with no input is known by itself
+            else:  # a value twice counts once; with no input the result stands for itself
                 entry = (result, *((*floats, *floats, result, result)[:2]), table)  # type: ignore[assignment]
             if varies[result]:
                 followers.append(entry)
@@ -240,19 +193,21 @@ class Tables:
                 self._follow([entry], carried)
         self._followers = followers
         self._carried = np.array(carried, dtype=np.int64)
-        # Where the order of images is passed on: result, and the first input.
-        self._turning = [
+        # The operators that pass the order of images on: result and first input.
+        self._order_edges = [
             (self.offset + i, wiring.operands[i][0])
             for i, op in enumerate(wiring.ops)
-            if wiring.operands[i] and rule.turns(op, Precision.FP32, True)
+            if wiring.operands[i] and rule.makes_channels_last(op, Precision.FP32, True)
         ]
-        self._turners = np.zeros((self.num_structures, len(_PRECISIONS)), dtype=np.bool_)
+        self._makes_order = np.zeros((self.num_structures, len(_PRECISIONS)), dtype=np.bool_)
         for structure, i in self._example.items():
             for number, precision in enumerate(_PRECISIONS):
-                self._turners[structure, number] = rule.turns(wiring.ops[i], precision, False)
+                self._makes_order[structure, number] = rule.makes_channels_last(
+                    wiring.ops[i], precision, False
+                )
 
     def _follow(self, followers: list[tuple[int, Any, int, dict[Any, int]]], carried: list[int]) -> None:
-        """Types through following operators, in order."""
+        """Carry types through following operators, in order."""
         for result, first, second, table in followers:
             key: Any
             if second < 0:
@@ -270,46 +225,46 @@ class Tables:
         mode = rule.mode_of(op, Precision.FP32, floats)
         return self.type(rule.output_of(op, Precision.FP32, mode, None, False))
 
-    def _output(self, narrow: str | None) -> Ints:
-        """The type of an adjustable operator's result, by cell and whether it is wanted narrow."""
-        found = self._outputs.get(narrow)
+    def _output(self, carried_16bit: str | None) -> Ints:
+        """Return the type of an adjustable operator's result by cell and whether 16 bits are wanted."""
+        found = self._outputs.get(carried_16bit)
         if found is None:
             found = np.zeros((len(self._cells.allowed), 2), dtype=np.int64)
             for structure, i in self._example.items():
                 op = self.wiring.ops[i]
                 for number, precision in enumerate(_PRECISIONS if op.role is Role.ADJUSTABLE else ()):
                     for wanted in (False, True):
-                        output = rule.output_of(op, precision, str(precision), narrow, wanted)
+                        output = rule.output_of(op, precision, str(precision), carried_16bit, wanted)
                         found[structure * len(_PRECISIONS) + number, int(wanted)] = self.type(output)
-            self._outputs[narrow] = found
+            self._outputs[carried_16bit] = found
         return found
 
     def lower(
-        self, assignment: Mapping[str, Precision], narrow: str | None, saving_less: Collection[str]
+        self, assignment: Mapping[str, Precision], carried_16bit: str | None, saving_less: Collection[str]
     ) -> tuple[Ints, Ints, Ints, Bools]:
-        """Every operator's neighbourhood; every value's casts, its type, and whether it is turned."""
+        """Return the neighbourhood of every operator, and of every value its casts, type and order."""
         precision = self._numbers_of(assignment)
         cell = self.structure * len(_PRECISIONS) + precision
         wanted = self._wanted(cell)
         carried = self._carried.copy()
         own = self._adjustable
-        carried[self.offset + own] = self._output(narrow)[
+        carried[self.offset + own] = self._output(carried_16bit)[
             cell[own], wanted[self.offset + own].astype(np.intp)
         ]
         types = carried.tolist()
         self._follow(self._followers, types)
         carried = np.array(types, dtype=np.int64)
-        turned = self._turned(precision)
+        channels_last = self._channels_last(precision)
         flags = self._flags(cell, saving_less, carried)
         key = (self.structure << 3 | precision) << _TYPE_BITS | carried[self.offset :]
-        if turned.any():
+        if channels_last.any():
             reads = np.zeros(len(key), dtype=np.int64)
-            np.bitwise_or.at(reads, self._edge_op, turned[self._edge_value].astype(np.int64))
-            flags = flags | reads << 4 | turned[self.offset :].astype(np.int64) << 5
+            np.bitwise_or.at(reads, self._edge_op, channels_last[self._edge_value].astype(np.int64))
+            flags = flags | reads << 4 | channels_last[self.offset :].astype(np.int64) << 5
         number, _ = self._surroundings(key << 6 | flags)
         fresh: list[int] = []
-        for turn, numbered in enumerate(self._neighbourhoods):
-            for having, values in self._slots[turn * _AT_ONCE : (turn + 1) * _AT_ONCE]:
+        for part, numbered in enumerate(self._neighbourhoods):
+            for having, values in self._slots[part * _OPERANDS_PER_KEY : (part + 1) * _OPERANDS_PER_KEY]:
                 number <<= _TYPE_BITS
                 number[having] |= carried[values]
             number, fresh = numbered(number)
@@ -320,13 +275,13 @@ class Tables:
         mask = np.zeros(len(carried), dtype=np.int64)
         if len(bits):
             mask[self._read] = np.bitwise_or.reduceat(bits, self._edge_start)
-        casts, fresh = self._cast_sets((mask << _TYPE_BITS | carried) << 1 | turned)
+        casts, fresh = self._cast_sets((mask << _TYPE_BITS | carried) << 1 | channels_last)
         for value in fresh:
-            self._ask_casts(int(mask[value]), types[value], bool(turned[value]))
-        return number, casts, carried, turned
+            self._ask_casts(int(mask[value]), types[value], bool(channels_last[value]))
+        return number, casts, carried, channels_last
 
     def _numbers_of(self, assignment: Mapping[str, Precision]) -> Ints:
-        """The precision of every operator, as a number; FP32 for those that are left out."""
+        """Return the precision of every operator, as a number; FP32 for those that are left out."""
         precision = np.zeros(len(self.wiring.ops), dtype=np.int64)
         try:
             at = [self._named[name] for name in assignment]
@@ -341,30 +296,30 @@ class Tables:
         return precision
 
     def _wanted(self, cell: Ints) -> Bools:
-        """Of every value whether all who read it would narrow it anyway."""
+        """Return of every value whether all its readers would cast it to 16 bits or fewer anyway."""
         edges = self._adjustable_edges
-        narrow = self._cells.narrow[cell[self._edge_op[edges]], self._edge_slot[edges]]
+        fits = self._cells.takes_16bit[cell[self._edge_op[edges]], self._edge_slot[edges]]
         start = self._may_want.copy()
-        start[self._edge_value[edges[~narrow]]] = False
+        start[self._edge_value[edges[~fits]]] = False
         wanted = start.tolist()
         for result, value in self._want_edges:
             if not wanted[result]:
                 wanted[value] = False
         return np.array(wanted, dtype=np.bool_)
 
-    def _turned(self, precision: Ints) -> Bools:
-        turned = np.zeros(self.wiring.num_values, dtype=np.bool_)
-        turned[self.offset :] = self._turners[self.structure, precision]
-        if turned.any():
-            found = turned.tolist()
-            for result, first in self._turning:
+    def _channels_last(self, precision: Ints) -> Bools:
+        channels_last = np.zeros(self.wiring.num_values, dtype=np.bool_)
+        channels_last[self.offset :] = self._makes_order[self.structure, precision]
+        if channels_last.any():
+            found = channels_last.tolist()
+            for result, first in self._order_edges:
                 if found[first]:
                     found[result] = True
-            turned = np.array(found, dtype=np.bool_)
-        return turned
+            channels_last = np.array(found, dtype=np.bool_)
+        return channels_last
 
     def _flags(self, cell: Ints, saving_less: Collection[str], carried: Ints) -> Ints:
-        """Bits: computes its follower, is computed itself, saves less, its result is kept anyway."""
+        """Return bits: computes its follower, is computed itself, saves less, its result is saved."""
         flags = np.zeros(len(cell), dtype=np.int64)
         less = np.zeros(len(cell), dtype=np.bool_)
         for name in saving_less:
@@ -383,11 +338,11 @@ class Tables:
                 return None if number < 0 else self.type_names[number]
 
             for i in np.flatnonzero(less).tolist():
-                flags[i] |= int(self.wiring.is_kept(self.offset + i, taken, types.__getitem__)) << 3
+                flags[i] |= int(self.wiring.is_saved(self.offset + i, taken, types.__getitem__)) << 3
         return flags
 
     def _ask(self, i: int, precision: Precision, carried: list[int], flags: int) -> None:
-        """Ask the rule about the neighbourhood in which operator `i` is."""
+        """Ask the rule about the neighbourhood of operator `i`."""
         op, follower = self.wiring.ops[i], self.wiring.epilogue[i]
         mode = rule.mode_of(op, precision, [self.type_names[carried[v]] for v in self.wiring.floats[i]])
         values = self.wiring.operands[i]
@@ -401,12 +356,12 @@ class Tables:
         self.runs.append(Run("", mode, operands, output, form, bool(flags & 16)))
         self._taken.add([-1 if t is None else self.type(t) for t in taken])
 
-    def _ask_casts(self, mask: int, carried: int, turned: bool) -> None:
+    def _ask_casts(self, mask: int, carried: int, channels_last: bool) -> None:
         taken = [name for number, name in enumerate(self.type_names) if mask >> number & 1]
         source = self.type_names[carried]
         found = []
         for target in rule.needed_casts(taken, source):
-            kind = (source, target, turned)
+            kind = (source, target, channels_last)
             if kind not in self._cast_kind_numbers:
                 self._cast_kind_numbers[kind] = len(self.cast_kinds)
                 self.cast_kinds.append(kind)
@@ -418,15 +373,15 @@ _TABLES: Remembered[Tables] = Remembered()
 
 
 def tables(graph: OpGraph) -> Tables:
-    """The tables of a graph, made once."""
+    """Return the tables of a graph, made once."""
     return _TABLES.of(graph, lambda: Tables(graph))
 
 
 class Tabulated:
     """One assignment lowered by tables: the same graph as `Lowering` makes of it.
 
-    `neighbourhood[i]` numbers how operator `i` runs and what it finds around itself (`Tables.runs`), and
-    `cast_set[value]` which casts are made of a value (`Tables.cast_sets`).
+    `neighbourhood[i]` numbers how operator `i` runs (`Tables.runs`), and `cast_set[value]` the casts of a
+    value (`Tables.cast_sets`).
 
     >>> Tabulated(graph, assignment).lowered().nodes == lower(graph, assignment).nodes
     """
@@ -435,33 +390,35 @@ class Tabulated:
         self,
         graph: OpGraph,
         assignment: Mapping[str, Precision],
-        narrow: str | None = "bf16",
+        carried_16bit: str | None = "bf16",
         saving_less: Collection[str] = (),
     ) -> None:
         self.graph = graph
         self.tables = tables(graph)
-        self.neighbourhood, self.cast_set, self._carried, self._turned = self.tables.lower(
-            assignment, narrow, saving_less
+        self.neighbourhood, self.cast_set, self._carried, self._channels_last = self.tables.lower(
+            assignment, carried_16bit, saving_less
         )
 
     def run(self, i: int) -> Run:
-        """Operator `i` as it runs."""
+        """Return operator `i` as it runs."""
         op: Op = self.graph.ops[i]
         found = self.tables.runs[int(self.neighbourhood[i])]
-        return Run(op.name, found.mode, found.operands, found.output, found.form, found.turned)
+        return Run(op.name, found.mode, found.operands, found.output, found.form, found.channels_last)
 
     def casts(self, value: int) -> Iterator[Cast]:
-        """The casts of a value, by its number."""
+        """Yield the casts of a value, by its number."""
         wiring = self.tables.wiring
         entry = (
             wiring.inputs[value] if value < wiring.offset else wiring.ops[value - wiring.offset]
         )  # one per value
         for kind in self.tables.cast_sets[int(self.cast_set[value])]:
-            source, target, turned = self.tables.cast_kinds[kind]
-            yield Cast(entry.name, source, target, entry.num_elements, entry.kind == "parameter", turned)
+            source, target, channels_last = self.tables.cast_kinds[kind]
+            yield Cast(
+                entry.name, source, target, entry.num_elements, entry.kind == "parameter", channels_last
+            )
 
     def casts_made(self) -> tuple[Ints, Ints]:
-        """Every cast: the number of its value, and of its kind (`Tables.cast_kinds`)."""
+        """Return every cast: the number of its value, and of its kind (`Tables.cast_kinds`)."""
         width = max((len(kinds) for kinds in self.tables.cast_sets), default=0)
         kinds = np.full((len(self.tables.cast_sets), width), -1)
         for row, cast_set in enumerate(self.tables.cast_sets):
@@ -471,7 +428,7 @@ class Tabulated:
         return values, found[values, places]
 
     def lowered(self) -> LoweredGraph:
-        """The lowered graph."""
+        """Return the lowered graph."""
         wiring = self.tables.wiring
         nodes: list[Cast | Run] = []
         for i in range(len(wiring.ops)):

@@ -38,7 +38,7 @@ class DeviceClass:
     hardware: str | None = None
 
     @property
-    def narrow(self) -> str | None:
+    def carried_16bit(self) -> str | None:
         """The 16-bit float that this class carries along edges, None if it has none.
 
         FP16 is never carried: gradients leave an FP16 operator in true scale, which FP16 may not hold.

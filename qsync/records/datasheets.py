@@ -45,7 +45,7 @@ class DataSheet:
         return tuple(precision for precision in Precision if str(precision) in has)
 
     @property
-    def narrow(self) -> str:
+    def backward_type(self) -> str:
         """The type in which 8-bit operators multiply backward: the 16-bit float, FP32 if there is none."""
         return next((name for name in ("bf16", "fp16") if name in self.flops_per_s), "fp32")
 

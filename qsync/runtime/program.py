@@ -23,7 +23,8 @@ from torch._dynamo import trace_rules
 
 from qsync import backend
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
-from qsync.lowering.rules import Cast, LoweredGraph, Run, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import next_up, unserved
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
-from qsync.lowering.rules import EPILOGUES, FUSED, Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision, is_encoded
 from qsync.runtime.weight_cache import WeightCast

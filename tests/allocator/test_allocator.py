@@ -26,7 +26,7 @@ from qsync.allocator.problem import pose
 from qsync.allocator.solvers.recovery import PRIORITIES, recover, regained_per_room, variance_regained
 from qsync.allocator.state import State
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
 from qsync.records.graph import Role

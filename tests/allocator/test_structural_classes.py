@@ -15,7 +15,7 @@ from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
 from qsync.records.precision import Precision

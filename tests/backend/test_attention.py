@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import qsync
 from qsync.backend import reference_kernel, select
 from qsync.backend.kernels import attention_int8
-from qsync.lowering.rules import Run
+from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
 from qsync.runtime.program import program_of
 

@@ -11,7 +11,8 @@ from torch import nn
 import qsync
 from qsync.backend import decode, encode, select
 from qsync.experiments.memory.saved_bytes import saved_bytes
-from qsync.lowering.rules import Cast, Run, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
 from qsync.runtime import program

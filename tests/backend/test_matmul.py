@@ -15,7 +15,7 @@ from priced_nodes import priced
 import qsync
 from qsync.backend import decode, encode, select
 from qsync.backend.encoding import memory_order
-from qsync.lowering.rules import Run
+from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
 from qsync.runtime.program import program_of

@@ -83,7 +83,8 @@ def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
     body = """
 from pathlib import Path
 from qsync import jobs, lockstep, runtime
-from qsync.lowering.rules import lower, matching
+from qsync.lowering.incremental import lower
+from qsync.records.save_less import ops_that_save_less
 from qsync.predictor.memory.peak import peak_memory
 
 class Deep(torch.nn.Module):
@@ -115,7 +116,7 @@ graph = qsync.capture(net, wide[0])
 half = [f"blocks.{k}.*" for k in range(3)]
 full, less = (
     peak_memory(lower(graph, {}, saving_less=able), num_ranks=2).peak_bytes
-    for able in ((), matching(graph, half))
+    for able in ((), ops_that_save_less(graph, half))
 )
 say(f"less: {less < full}")
 model = qsync.hybrid(
@@ -126,7 +127,7 @@ model = qsync.hybrid(
 loss_fn(model, wide).backward()
 (lowered,) = runtime.program_of(net).lowered
 plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))
-able = matching(graph, plan[name].saving_less)
+able = ops_that_save_less(graph, plan[name].saving_less)
 ran = [n.op for n in lowered.nodes if getattr(n, "form", "plain") != "plain"]
 say(f"ran: {tuple(ran) == able} {len(able)} {plan.levers.without['save_less'].reason}")
 dist.destroy_process_group()

@@ -9,7 +9,7 @@ import torch
 import qsync
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError
 from qsync.experiments.workloads.gpt import Gpt
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.precision import Precision

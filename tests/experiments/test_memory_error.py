@@ -17,7 +17,7 @@ from qsync.allocator import allocate  # noqa: E402
 from qsync.errors import QSyncError  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_ranks, memory_runs  # noqa: E402
 from qsync.experiments.workloads.gpt import Gpt  # noqa: E402
-from qsync.lowering.rules import lower  # noqa: E402
+from qsync.lowering.incremental import lower  # noqa: E402
 from qsync.predictor.memory import peak  # noqa: E402
 from qsync.predictor.memory.cuda_allocator import block_bytes  # noqa: E402
 from qsync.records.precision import Precision  # noqa: E402

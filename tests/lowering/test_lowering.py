@@ -8,7 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
-from qsync.lowering.rules import Cast, Change, LoweredGraph, Lowering, Run, lower
+from qsync.lowering.incremental import Change, Lowering, lower
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import LARGEST, Precision
 from qsync.records.save_less import ops_that_save_less
@@ -316,7 +317,7 @@ def test_only_following_operators_of_some_kinds_can_save_less(name):
 
 
 def turned(graph: OpGraph, assignment: dict[str, Precision]) -> list[str]:
-    return [name for name, run in runs(lower(graph, assignment)).items() if run.turned]
+    return [name for name, run in runs(lower(graph, assignment)).items() if run.channels_last]
 
 
 def test_images_stay_in_channels_last_order_from_a_lowered_convolution_to_the_view():
@@ -324,7 +325,7 @@ def test_images_stay_in_channels_last_order_from_a_lowered_convolution_to_the_vi
     assert turned(graph, {"head": Precision.INT8}) == []
     low = lower(graph, {"0.conv2": Precision.BF16})
     after = ["0.conv2.norm", "0.add", "1.conv1", "1.conv1.norm", "1.relu", "1.conv2", "1.conv2.norm", "1.add"]
-    assert [name for name, run in runs(low).items() if run.turned] == [*after, "view"]
+    assert [name for name, run in runs(low).items() if run.channels_last] == [*after, "view"]
     assert runs(low)["1.conv1"].timed_as == "fp32 channels_last" and runs(low)["0.conv1"].timed_as == "fp32"
     low = lower(graph, {"0.conv2": Precision.BF16, "1.conv1": Precision.INT8})
     assert [c.taken_as for c in casts(low) if c.value == "0.add"] == ["fp32 channels_last"]
@@ -335,4 +336,4 @@ def test_what_an_8_bit_operator_hands_on_is_part_of_how_it_is_timed():
     both = runs(lower(graph, {"0.conv1": Precision.INT8, "0.conv2": Precision.INT8}))
     alone = runs(lower(graph, {"0.conv1": Precision.INT8}))
     assert both["0.conv1"].timed_as == "int8 narrowing" and alone["0.conv1"].timed_as == "int8"
-    assert runs(lower(graph, {"0.conv1": Precision.INT8}, narrow=None))["0.conv1"].timed_as == "int8"
+    assert runs(lower(graph, {"0.conv1": Precision.INT8}, carried_16bit=None))["0.conv1"].timed_as == "int8"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering import rules, vectorized
-from qsync.lowering.rules import Lowering, lower
-from qsync.lowering.vectorized import Numbered, Tabulated, tables
+from qsync.lowering.incremental import Lowering, lower
+from qsync.lowering.numbering import Numbered
+from qsync.lowering.vectorized import Tabulated, tables
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less

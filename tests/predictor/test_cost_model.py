@@ -12,7 +12,8 @@ from lawful_costs import HERE, lawful, truth
 
 from qsync.errors import CalibrationError, FormatError, MismatchError
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
-from qsync.lowering.rules import Cast, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast
 from qsync.planning import plan, replay
 from qsync.predictor.cost_model.features import features
 from qsync.predictor.cost_model.fill_profile import fill, simulate

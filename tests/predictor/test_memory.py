@@ -8,7 +8,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.backend.kernels.conv_strategy import windows_bytes
-from qsync.lowering.rules import Cast, Lowering, lower
+from qsync.lowering.incremental import Lowering, lower
+from qsync.lowering.lowered_graph import Cast
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
 from qsync.records.graph import Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from graphs import mlp
 
-from qsync.lowering.rules import Cast, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast
 from qsync.predictor.profiling.mixed_assignments import mixtures
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import qsync
 from qsync.errors import CalibrationError, UnsupportedError
-from qsync.lowering.rules import Cast, Run, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import ShareClock, WallClock
 from qsync.predictor.profiling.node_timer import NodeTimer
 from qsync.predictor.profiling.profiler import Profiler

@@ -21,7 +21,8 @@ from qsync.errors import FormatError, MismatchError
 from qsync.experiments.harness.measured_peak import step_peak_bytes
 from qsync.experiments.memory.memory_error import _alone
 from qsync.experiments.memory.memory_runs import TINY, Trained, parts_of
-from qsync.lowering.rules import Lowering, Run, lower
+from qsync.lowering.incremental import Lowering, lower
+from qsync.lowering.lowered_graph import Run
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import StepMemory, peak_memory
 from qsync.predictor.memory.vectorized_peak import peak_bytes

@@ -11,7 +11,7 @@ from graphs import Builder, assignments_for, encoder, graphs, images, mlp
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory

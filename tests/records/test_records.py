@@ -237,7 +237,7 @@ def test_a_cluster_file_reads(tmp_path):
     path = write_text(tmp_path / "cluster.toml", TOML)
     cluster = Cluster.load(path)
     assert cluster["infer"].count == 2 and cluster.link.overlap_rate == 1.0
-    assert cluster["infer"].narrow is None
+    assert cluster["infer"].carried_16bit is None
     with pytest.raises(FormatError, match="no device class 'train' in this cluster; it has infer"):
         cluster["train"]
 

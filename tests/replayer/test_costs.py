@@ -11,7 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import MismatchError
-from qsync.lowering.rules import Cast, Lowering, Run, lower
+from qsync.lowering.incremental import Lowering, lower
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import ClassCosts, all_reduce_s, buckets, cast_cost, run_cost
@@ -52,7 +53,7 @@ def test_a_following_operator_is_scaled_from_its_nearest_type():
 
 
 def test_another_order_or_result_type_serves_where_it_alone_was_measured():
-    op, run = GRAPH.ops[0], Run("fc0", "int8", (), "bf16", turned=True)
+    op, run = GRAPH.ops[0], Run("fc0", "int8", (), "bf16", channels_last=True)
     modes = {"fp32": Cost(9.0), "int8": Cost(3.0), "int8 channels_last": Cost(2.0)}
     assert run_cost(replace(PROFILE, ops={"fc0": modes}), run, op) == Cost(2.0)
     exact = {**modes, "int8 narrowing channels_last": Cost(1.0)}
@@ -64,10 +65,10 @@ def test_another_order_or_result_type_serves_where_it_alone_was_measured():
 def test_a_cast_is_priced_in_the_order_of_its_source():
     measured = {("act0", "fp32", "bf16"): Cost(3.0), ("act0", "fp32 channels_last", "bf16"): Cost(5.0)}
     profile = replace(PROFILE, casts=measured)
-    assert cast_cost(profile, replace(CAST, turned=True)) == Cost(5.0)
+    assert cast_cost(profile, replace(CAST, channels_last=True)) == Cost(5.0)
     assert cast_cost(profile, CAST) == Cost(3.0)
     del measured["act0", "fp32 channels_last", "bf16"]
-    assert cast_cost(profile, replace(CAST, turned=True)) == Cost(3.0)
+    assert cast_cost(profile, replace(CAST, channels_last=True)) == Cost(3.0)
 
 
 def test_saving_less_has_a_price_of_its_own():

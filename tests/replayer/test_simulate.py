@@ -23,7 +23,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError
-from qsync.lowering.rules import Cast, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import Input
@@ -286,7 +287,7 @@ def test_planning_imports_no_torch():
 def test_a_step_s_time_costs_a_few_calls_per_bucket_not_per_operator():
     graph = encoder(30)
     assert len(graph.ops) > 500
-    from qsync.lowering.rules import Lowering
+    from qsync.lowering.incremental import Lowering
     from qsync.replayer import ClassCosts, Exchange, step_time
 
     cluster: Cluster = cluster_of(link=Link(1e-5, 1e9))

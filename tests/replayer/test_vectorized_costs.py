@@ -14,7 +14,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import MismatchError
-from qsync.lowering.rules import Lowering, lower
+from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link
@@ -63,9 +63,9 @@ def check(graph: OpGraph, assignment, profile: Profile, cluster, cap=None) -> No
     """Replay says of one class what the plain path says: nodes, prices, step, memory."""
     name = cluster.classes[0].name
     timeline = replay(graph, {name: assignment}, {name: profile}, cluster, bucket_cap_bytes=cap)
-    lowering = Lowering(graph, assignment, cluster[name].narrow)
+    lowering = Lowering(graph, assignment, cluster[name].carried_16bit)
     costs = ClassCosts(lowering, profile)
-    found = price(Tabulated(graph, assignment, cluster[name].narrow), profile)
+    found = price(Tabulated(graph, assignment, cluster[name].carried_16bit), profile)
     np.testing.assert_allclose(found.forward_s, costs.forward_s, rtol=1e-12)
     np.testing.assert_allclose(found.backward_s, costs.backward_s, rtol=1e-12)
     exchange = Exchange(graph, cluster, cap)

@@ -20,7 +20,8 @@ from traced_models import Applied, Broken, Checkpointed, X
 
 import qsync
 from qsync import backend
-from qsync.lowering.rules import Cast, Run, lower
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from qsync.backend.encoding import Encoded
-from qsync.lowering.rules import Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.runtime import program as runtime
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

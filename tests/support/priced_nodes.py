@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graphs import cluster_of, profile_of
 
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.replayer import replay

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from qsync.errors import CalibrationError
-from qsync.lowering.rules import Cast, Run
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import (
     MANTISSA_BITS,

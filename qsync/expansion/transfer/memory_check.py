@@ -13,7 +13,7 @@ from qsync.backend.device_detection import detect_class, device_of
 from qsync.errors import FormatError, InfeasibleError, UnsupportedError, shortened
 from qsync.expansion.apply.grow import build_grown
 from qsync.expansion.plan.plan import ExpansionPlan
-from qsync.lowering.rules import lower
+from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph

@@ -1,0 +1,329 @@
+"""Lowering of one operator at a time: re-lower only its neighbourhood, and undo exactly.
+
+lower(graph, assignment) -> LoweredGraph
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.lowering.rules import (
+    computes,
+    form_of,
+    makes_channels_last,
+    mode_of,
+    needed_casts,
+    output_of,
+    taken_type,
+    takes_16bit,
+)
+from qsync.lowering.wiring import wiring
+from qsync.records.graph import OpGraph, Role
+from qsync.records.precision import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The effect of one `Lowering.assign`: where nodes or casts changed, and how to undo it."""
+
+    touched: tuple[int, ...]
+    journal: tuple[tuple[list[Any], int, Any], ...]
+
+
+def lower(
+    graph: OpGraph,
+    assignment: Mapping[str, Precision],
+    carried_16bit: str | None = "bf16",
+    saving_less: Collection[str] = (),
+) -> LoweredGraph:
+    """Return the graph with the casts that this assignment needs.
+
+    `assignment` maps names of adjustable operators to precisions; operators it leaves out run in FP32.
+    `carried_16bit` is the 16-bit float that the device can carry along edges, None if it has none.
+    `saving_less` names following operators that save less for backward. Raises MismatchError for names that
+    are not adjustable operators of the graph, or cannot save less, and FormatError for a precision that an
+    operator of this kind does not have.
+
+    >>> lower(graph, {"encoder.0.fc1": Precision.BF16}, saving_less=["encoder.0.gelu"]).nodes
+    """
+    return Lowering(graph, assignment, carried_16bit, saving_less).lowered()
+
+
+class Lowering:
+    """The lowered graph of an assignment that changes one operator at a time."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        assignment: Mapping[str, Precision],
+        carried_16bit: str | None = "bf16",
+        saving_less: Collection[str] = (),
+    ) -> None:
+        self.graph = graph
+        self.carried_16bit = carried_16bit
+        self.wiring = wiring(graph)
+        self.position = self.wiring.position
+        self.anchored = self.wiring.anchored
+        for name in assignment:
+            self.wiring.check(name, assignment[name])
+        for name in saving_less:
+            self.wiring.check_saving(name)
+        self.precision = [assignment.get(op.name, Precision.FP32) for op in graph.ops]
+        self._offset = self.wiring.offset
+        self._wanted_16bit = [False] * self.wiring.num_values
+        self._mode = ["fp32"] * len(graph.ops)
+        self._carried = list(self.wiring.traced)
+        self.casts: list[tuple[str, ...]] = [()] * self.wiring.num_values
+        self._saves_less = [False] * len(graph.ops)
+        for name in saving_less:
+            self._saves_less[self.position[name]] = True
+        self._form = ["plain"] * len(graph.ops)
+        self._channels_last = [False] * self.wiring.num_values
+        self._lower_everything()
+
+    def copy(self, carried_16bit: str | None) -> Lowering:
+        """Return another lowering in the state of this one, for a device with that 16-bit float.
+
+        The 16-bit float may differ only while no operator returns it.
+        """
+        other = copy(self)
+        other.carried_16bit = carried_16bit
+        other.precision, other.casts = list(self.precision), list(self.casts)
+        other._wanted_16bit, other._saves_less = list(self._wanted_16bit), list(self._saves_less)
+        other._mode, other._carried = list(self._mode), list(self._carried)
+        other._form, other._channels_last = list(self._form), list(self._channels_last)
+        return other
+
+    def mode(self, i: int) -> str:
+        """Return the precision or type in which operator `i` runs."""
+        return self._mode[i]
+
+    def form(self, i: int) -> str:
+        """Return the form in which operator `i` runs: see `Run.form`."""
+        return self._form[i]
+
+    def channels_last(self, i: int) -> bool:
+        """Return whether operator `i` reads images that are in channels-last order by lowering."""
+        return any(self._channels_last[value] for value in self.wiring.operands[i])
+
+    def output(self, i: int) -> str:
+        """Return the type of the result of operator `i`."""
+        return self._carried[self._offset + i]
+
+    def computed_by(self, i: int) -> str | None:
+        """Return the operator that operator `i` computes in its epilogue now, if any."""
+        follower = self.wiring.epilogue[i]
+        return self.graph.ops[follower].name if follower is not None and self._computes(i) else None
+
+    def output_casts(self, i: int) -> list[Cast]:
+        """Return the casts that stand right after operator `i`."""
+        return self._casts_of(self._offset + i)
+
+    def anchored_casts(self, i: int) -> list[Cast]:
+        """Return the casts of graph inputs that stand right before operator `i`."""
+        return [cast for value in self.anchored[i] for cast in self._casts_of(value)]
+
+    def run(self, i: int) -> Run:
+        """Return operator `i` as it runs."""
+        operands = tuple(
+            self._carried[value] if (taken := self._taken(i, j)) is None else taken
+            for j, value in enumerate(self.wiring.operands[i])
+        )
+        name = self.graph.ops[i].name
+        return Run(name, self._mode[i], operands, self.output(i), self._form[i], self.channels_last(i))
+
+    def assignment(self) -> dict[str, Precision]:
+        """Return the assignment as it is now: every adjustable operator with its precision."""
+        return {
+            op.name: self.precision[i] for i, op in enumerate(self.graph.ops) if op.role is Role.ADJUSTABLE
+        }
+
+    def saving_less(self) -> tuple[str, ...]:
+        """Return the operators that save less now, in order."""
+        return tuple(op.name for op, less in zip(self.graph.ops, self._saves_less, strict=True) if less)
+
+    def lowered(self) -> LoweredGraph:
+        """Return the lowered graph as it is now."""
+        nodes: list[Cast | Run] = []
+        for i in range(len(self.graph.ops)):
+            nodes += [*self.anchored_casts(i), self.run(i), *self.output_casts(i)]
+        return LoweredGraph(self.graph, tuple(nodes))
+
+    def assign(self, name: str, precision: Precision) -> Change:
+        """Give one operator another precision and re-lower its neighbourhood only."""
+        self.wiring.check(name, precision)
+        i = self.position[name]
+        journal: list[tuple[list[Any], int, Any]] = []
+        touched = {i}
+        self._write(self.precision, i, precision, journal)
+        changed_outputs = self._propagate_16bit_wants(self.wiring.operands[i], journal)
+        changed_values = self._propagate_types([i, *changed_outputs], journal, touched)
+        stale = set(self.wiring.operands[i]) | changed_values
+        for j in list(touched):
+            stale |= {self._offset + j, *self.wiring.operands[j]}
+        for value in sorted(stale):
+            if self._write(self.casts, value, self._needed_casts(value), journal) or value in changed_values:
+                owner = self.wiring.owner(value)
+                if owner is not None:
+                    touched.add(owner)
+        producers = {self.wiring.producer(value) for j in touched for value in self.wiring.operands[j]}
+        computed = {follower for j in touched if (follower := self.wiring.epilogue[j]) is not None}
+        for j in sorted(touched | producers | computed):
+            if j >= 0 and self._write(self._form, j, self._form_of(j), journal):
+                touched.add(j)
+        return Change(tuple(sorted(touched)), tuple(journal))
+
+    def save_less(self, name: str, less: bool = True) -> Change:
+        """Let one operator save less for backward, or again as much as torch does."""
+        self.wiring.check_saving(name)
+        i = self.position[name]
+        journal: list[tuple[list[Any], int, Any]] = []
+        self._write(self._saves_less, i, less, journal)
+        product = self.wiring.product[i]
+        touched = (i,) if product is None else (product, i)
+        for j in touched:
+            self._write(self._form, j, self._form_of(j), journal)
+        return Change(touched, tuple(journal))
+
+    def undo(self, change: Change) -> None:
+        """Restore the state before `change` (of `assign` or `save_less`): the last one not yet undone."""
+        for target, index, old in reversed(change.journal):
+            target[index] = old
+
+    def _casts_of(self, value: int) -> list[Cast]:
+        if not self.casts[value]:
+            return []
+        entry = self.graph.inputs[value] if value < self._offset else self.graph.ops[value - self._offset]
+        source, parameter, channels_last = (
+            self._carried[value],
+            entry.kind == "parameter",
+            self._channels_last[value],
+        )
+        return [
+            Cast(entry.name, source, target, entry.num_elements, parameter, channels_last)
+            for target in self.casts[value]
+        ]
+
+    def _lower_everything(self) -> None:
+        for value in reversed(range(self.wiring.num_values)):
+            self._wanted_16bit[value] = self._wants_16bit(value)
+        for i in range(len(self.graph.ops)):
+            self._mode[i] = self._mode_of(i)
+            self._carried[self._offset + i] = self._output_of(i)
+            self._channels_last[self._offset + i] = self._makes_channels_last(i)
+        for value in range(self.wiring.num_values):
+            self.casts[value] = self._needed_casts(value)
+        for i in range(len(self.graph.ops)):
+            self._form[i] = self._form_of(i)
+
+    def _taken(self, i: int, j: int) -> str | None:
+        traced = self.wiring.traced[self.wiring.operands[i][j]]
+        return taken_type(self.graph.ops[i], j, traced, self.precision[i], self._mode[i])
+
+    def _mode_of(self, i: int) -> str:
+        floats = [self._carried[value] for value in self.wiring.floats[i]]
+        return mode_of(self.graph.ops[i], self.precision[i], floats)
+
+    def _output_of(self, i: int) -> str:
+        wanted = self._wanted_16bit[self._offset + i]
+        return output_of(self.graph.ops[i], self.precision[i], self._mode[i], self.carried_16bit, wanted)
+
+    def _makes_channels_last(self, i: int) -> bool:
+        operands = self.wiring.operands[i]
+        first_channels_last = bool(operands) and self._channels_last[operands[0]]
+        return makes_channels_last(self.graph.ops[i], self.precision[i], first_channels_last)
+
+    def _computes(self, i: int) -> bool:
+        """Return whether operator `i` computes its follower in its epilogue."""
+        follower = self.wiring.epilogue[i]
+        if follower is None:
+            return False
+        return computes(self.graph.ops[i], self.precision[i], self._saves_less[follower])
+
+    def _form_of(self, i: int) -> str:
+        follower, product = self.wiring.epilogue[i], self.wiring.product[i]
+        computed = self.graph.ops[follower].kind if follower is not None and self._computes(i) else None
+        is_computed = product is not None and self._computes(product)
+        return form_of(
+            self.graph.ops[i], computed, is_computed, self._saves_less[i],
+            lambda: self.wiring.is_saved(self._offset + i, self._taken, self._carried.__getitem__),
+        )  # fmt: skip
+
+    def _wants_16bit(self, value: int) -> bool:
+        """Return whether every consumer of this value would cast it to 16 bits or fewer anyway."""
+        consumers = self.wiring.consumers[value]
+        return bool(consumers) and all(self._casts_to_16bit(i, value) for i in consumers)
+
+    def _casts_to_16bit(self, i: int, value: int) -> bool:
+        if self.graph.ops[i].role is Role.ADJUSTABLE:
+            operands = self.wiring.operands[i]
+            return all(takes_16bit(self._taken(i, j)) for j, v in enumerate(operands) if v == value)
+        return self.wiring.passes_16bit_on[i] and self._wanted_16bit[self._offset + i]
+
+    def _needed_casts(self, value: int) -> tuple[str, ...]:
+        return needed_casts(
+            (
+                self._taken(i, j)
+                for i in self.wiring.consumers[value]
+                for j, operand in enumerate(self.wiring.operands[i])
+                if operand == value
+            ),
+            self._carried[value],
+        )
+
+    def _propagate_16bit_wants(
+        self, values: Sequence[int], journal: list[tuple[list[Any], int, Any]]
+    ) -> list[int]:
+        """Update upstream which values are wanted in 16 bits; return operators whose output may change."""
+        affected, pending = [], list(values)
+        while pending:
+            value = pending.pop()
+            if (
+                self._write(self._wanted_16bit, value, self._wants_16bit(value), journal)
+                and value >= self._offset
+            ):
+                affected.append(value - self._offset)
+                pending += self.wiring.operands[value - self._offset]
+        return affected
+
+    def _propagate_types(
+        self, start: list[int], journal: list[tuple[list[Any], int, Any]], touched: set[int]
+    ) -> set[int]:
+        """Update types downstream from these operators, in execution order; return the changed values."""
+        changed: set[int] = set()
+        reordered_values: set[int] = set()
+        heap = sorted(set(start))
+        queued = set(heap)
+        while heap:
+            i = heapq.heappop(heap)
+            value = self._offset + i
+            mode_changed = self._write(self._mode, i, self._mode_of(i), journal)
+            type_changed = self._write(self._carried, value, self._output_of(i), journal)
+            order_changed = self._write(self._channels_last, value, self._makes_channels_last(i), journal)
+            if mode_changed or not reordered_values.isdisjoint(self.wiring.operands[i]):
+                touched.add(i)
+            if type_changed:
+                changed.add(value)
+            if order_changed:
+                reordered_values.add(value)
+            if type_changed or order_changed:
+                touched.add(i)
+                for consumer in self.wiring.consumers[value]:
+                    if consumer not in queued:
+                        queued.add(consumer)
+                        heapq.heappush(heap, consumer)
+        return changed
+
+    @staticmethod
+    def _write(target: list[Any], index: int, new: Any, journal: list[tuple[list[Any], int, Any]]) -> bool:
+        old = target[index]
+        if old == new:
+            return False
+        journal.append((target, index, old))
+        target[index] = new
+        return True

@@ -1,0 +1,58 @@
+"""Number distinct keys, and collect rows, in arrays of whole numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+
+
+class Numbered:
+    """Distinct keys (whole numbers), numbered from 0 in the order in which they were first met."""
+
+    def __init__(self) -> None:
+        self._keys: Ints = np.zeros(0, dtype=np.int64)  # in ascending order, with their numbers
+        self._numbers: Ints = np.zeros(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __call__(self, keys: Ints) -> tuple[Ints, list[int]]:
+        """Return the number of each key, and for every new number, in order, the index of one of its keys."""
+        found = self._find(keys)
+        missing = np.flatnonzero(found < 0)
+        if not len(missing):
+            return found, []
+        new, first = np.unique(keys[missing], return_index=True)
+        numbers = np.arange(len(self), len(self) + len(new))
+        every = np.concatenate((self._keys, new))
+        order = np.argsort(every)
+        self._keys, self._numbers = every[order], np.concatenate((self._numbers, numbers))[order]
+        return self._find(keys), [int(place) for place in missing[first]]
+
+    def _find(self, keys: Ints) -> Ints:
+        if not len(self._keys):
+            return np.full(len(keys), -1)
+        place = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        return np.where(self._keys[place] == keys, self._numbers[place], -1)
+
+
+class GrowingRows:
+    """Rows of whole numbers that are added one by one and read as one array."""
+
+    def __init__(self, width: int, fill: int) -> None:
+        self._rows: Ints = np.full((16, width), fill)
+        self._fill, self._count = fill, 0
+
+    def add(self, row: list[int]) -> None:
+        """Add a row; entries that it leaves out are filled."""
+        if self._count == len(self._rows):
+            self._rows = np.concatenate((self._rows, np.full_like(self._rows, self._fill)))
+        self._rows[self._count, : len(row)] = row
+        self._count += 1
+
+    @property
+    def rows(self) -> Ints:
+        """Return the array, with unused rows at its end."""
+        return self._rows

@@ -1,0 +1,118 @@
+"""Wiring: which operator reads which value, as lowering reads it off a graph alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from qsync.errors import FormatError, MismatchError, shortened
+from qsync.lowering.rules import has_epilogue, may_be_cast_for, passes_16bit_on, saves_operand
+from qsync.records.graph import OpGraph, Role
+from qsync.records.identity_cache import Remembered
+from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
+from qsync.records.save_less import FORMS, can_save_less
+
+
+class Wiring:
+    """The readers and the inputs of every operator and value of a graph, by number.
+
+    Operators are numbered by position. Values are numbered too: graph inputs first, then one per operator.
+    """
+
+    def __init__(self, graph: OpGraph) -> None:
+        self.ops, self.inputs, self.model = graph.ops, graph.inputs, graph.model
+        self.position = {op.name: i for i, op in enumerate(graph.ops)}
+        names = [value.name for value in graph.inputs] + [op.name for op in graph.ops]
+        self.number = number = {name: i for i, name in enumerate(names)}
+        self.offset = len(graph.inputs)
+        self.num_values = len(names)
+        self.traced = [value.dtype for value in graph.inputs] + [op.dtype for op in graph.ops]
+        self.operands = [tuple(number[name] for name in op.inputs) for op in graph.ops]
+        self.floats = [
+            tuple(value for value in operands if self.traced[value] in LARGEST) for operands in self.operands
+        ]
+        self.passes_16bit_on = [
+            passes_16bit_on(op, len(set(floats))) for op, floats in zip(graph.ops, self.floats, strict=True)
+        ]
+        consumers: list[list[int]] = [[] for _ in names]
+        for i, operands in enumerate(self.operands):
+            for value in dict.fromkeys(operands):
+                consumers[value].append(i)
+        self.consumers = consumers
+        # The operator before which casts of each graph input stand, and the inputs that stand before each.
+        self.anchored: list[list[int]] = [[] for _ in graph.ops]
+        self.anchor: list[int | None] = []
+        for value in range(self.offset):
+            users = [i for i in consumers[value] if may_be_cast_for(graph.ops[i])]
+            anchor = next(iter(users or consumers[value]), None)
+            self.anchor.append(anchor)
+            if anchor is not None:
+                self.anchored[anchor].append(value)
+        # The operator that may be computed in each one's epilogue, and the one in whose epilogue each may be.
+        self.epilogue: list[int | None] = [None] * len(graph.ops)
+        self.product: list[int | None] = [None] * len(graph.ops)
+        for i, op in enumerate(graph.ops):
+            readers = consumers[self.offset + i]
+            if has_epilogue(op, [graph.ops[reader] for reader in readers]):
+                self.epilogue[i] = readers[0]
+                self.product[readers[0]] = i
+
+    def owner(self, value: int) -> int | None:
+        """Return the operator beside which casts of this value stand."""
+        return self.anchor[value] if value < self.offset else value - self.offset
+
+    def is_view(self, i: int) -> bool:
+        """Return whether the result of operator `i` has the storage of its only input."""
+        return self.ops[i].kind == "view" and len(set(self.operands[i])) == 1
+
+    def producer(self, value: int) -> int:
+        """Return the operator that made the storage of this value, views seen through; below 0: none."""
+        i = value - self.offset
+        while i >= 0 and self.is_view(i):
+            i = self.operands[i][0] - self.offset
+        return i
+
+    def is_saved(
+        self, value: int, taken: Callable[[int, int], str | None], carried: Callable[[int], str]
+    ) -> bool:
+        """Return whether an adjustable consumer saves this value, or a view of it, as it is carried."""
+        return any(
+            saves_operand(self.ops[i], j, taken(i, j), carried(at))
+            for i, j, at in self.storage_readers(value)
+        )
+
+    def storage_readers(self, value: int) -> Iterator[tuple[int, int, int]]:
+        """Yield each reader of this value or of a view of it: the operator, the slot, and the value in it."""
+        for i in self.consumers[value]:
+            if self.is_view(i):
+                yield from self.storage_readers(self.offset + i)
+                continue
+            for j, operand in enumerate(self.operands[i]):
+                if operand == value:
+                    yield i, j, value
+
+    def check(self, name: str, precision: Precision) -> None:
+        """Raise MismatchError or FormatError unless an operator of this name can run in this precision."""
+        i = self.position.get(name)
+        if i is None or self.ops[i].role is not Role.ADJUSTABLE:
+            raise MismatchError(f"the graph of {self.model} has no adjustable operator {shortened(name)}")
+        kind = self.ops[i].kind
+        if precision not in PRECISIONS_BY_KIND[kind]:
+            known = ", ".join(PRECISIONS_BY_KIND[kind])
+            raise FormatError(f"{name}: there is no {precision} kernel for {kind}; choose one of {known}")
+
+    def check_saving(self, name: str) -> None:
+        """Raise MismatchError unless an operator of this name can save less."""
+        i = self.position.get(name)
+        if i is None or not can_save_less(self.ops[i]):
+            raise MismatchError(
+                f"the graph of {self.model} has no operator {shortened(name)} that could save less; those are "
+                f"following operators of the kinds {', '.join(FORMS)}"
+            )
+
+
+_WIRINGS: Remembered[Wiring] = Remembered()
+
+
+def wiring(graph: OpGraph) -> Wiring:
+    """Return the wiring of a graph, computed once."""
+    return _WIRINGS.of(graph, lambda: Wiring(graph))
