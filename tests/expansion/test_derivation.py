@@ -796,6 +796,23 @@ def test_a_table_of_more_positions_than_came_is_one(size, places):
     assert not found.open and lines(found, "places") == {"": ("", "stream")}
 
 
+def test_spaces_of_numbered_modules_have_names_that_a_table_may_hold():
+    inner = nn.Sequential(nn.ReLU(), nn.Linear(16, 12))
+    small = nn.Sequential(nn.Linear(8, 16), inner, nn.Sequential(nn.ReLU(), nn.Linear(12, 3))).double()
+    inputs = torch.randn(2, 8, dtype=torch.float64)
+    found = qsync.derive_recipe(small, inputs)
+    assert not found.open and lines(found, "0") == {"": ("_", "space0")}
+
+    def build(small, sizes):
+        big = nn.Sequential(nn.Linear(8, sizes["space0"]), nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()))
+        big[1].append(nn.Linear(sizes["space0"], sizes["space11"]))
+        big[2].append(nn.Linear(sizes["space11"], 3))
+        return big.double()
+
+    big = qsync.expand(small, found.recipe(build).to(space0=20, space11=31))
+    assert qsync.verify_expansion(small, big, inputs).max_difference <= 1e-9
+
+
 # -- the run --
 
 

@@ -49,6 +49,9 @@ def test_the_source_of_every_coordinate(growth, index):
 def test_units_and_stacks_count_the_coordinates_of_the_small_space():
     assert circular(2, 3).by_unit(2).num_small == 4
     assert stacked([circular(2, 3), circular(1, 2)]).num_small == 3
+    wider = attention(Heads(1, 1, 2), Heads(1, 1, 3))["query"]
+    assert torch.equal(wider.by_unit(2).scale, wider.scale.repeat_interleave(2))
+    assert torch.equal(stacked([wider, circular(1, 2)]).scale[3:], torch.ones(2, dtype=torch.float64))
     assert product([circular(1, 2), circular(2, 3)]).num_small == 2
 
 

@@ -70,7 +70,7 @@ def _sizes_text(plan: ModelMap) -> str:
 def _check_shared(model: torch.nn.Module, plan: ModelMap, new: torch.nn.Module) -> None:
     """Raise MismatchError unless both models share the same parameters."""
     before = dict(model.named_parameters(remove_duplicate=False))
-    sources: dict[int, int] = {}  # by a parameter of either: which of the other it goes with
+    sources: dict[int, int] = {}  # by a parameter of either model: its counterpart
     for name, value in new.named_parameters(remove_duplicate=False):
         source = before[plan.tensors[name].source]
         is_copied = plan.depth.block_of(plan.tensors[name].source) != ""

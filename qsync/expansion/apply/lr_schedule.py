@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qsync.errors import CalibrationError, FormatError, shortened
 
-# Epochs that LEMON trains a grown ViT, over the epochs from scratch.
+# Epochs of LEMON's grown ViT over the epochs from scratch.
 RATIO = 130 / 300
 
 
@@ -85,7 +85,7 @@ class ExpandedSchedule(LRScheduler):
         at, warm_up = step / self.ratio, self.scratch_warm_up
         if at < warm_up:
             return (at + 1) / (warm_up + 1)
-        # Rounding of total_steps may leave the last step just short of the end.
+        # total_steps is rounded, so that the last step may fall just short of the end.
         done = 1.0 if step >= self.total_steps else (at - warm_up) / (self.scratch_steps - warm_up)
         return self.floor + (1.0 - self.floor) * (1.0 + math.cos(math.pi * min(done, 1.0))) / 2.0
 

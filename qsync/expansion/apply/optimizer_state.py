@@ -12,7 +12,7 @@ from qsync.errors import MismatchError, UnsupportedError, shortened
 from qsync.expansion.maps.model_map import ModelMap
 from qsync.expansion.maps.tensor_maps import TensorMap, along
 
-# What optimizers of torch keep for each element: averages of gradients, and of their squares.
+# State of torch's optimizers per element: averages of gradients, and of squared gradients.
 _LINEAR = ("exp_avg", "momentum_buffer", "grad_avg")
 _SQUARED = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum")
 

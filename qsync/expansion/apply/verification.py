@@ -16,8 +16,8 @@ from qsync.errors import CalibrationError, UnsupportedError
 from qsync.tracing.tracer import call_arguments, check_batch
 
 TOLERANCE = 1e-9  # weights in FP64: some hundred roundings of 1e-16, on values around 1
-# Relative, weights in a shorter type: parts of a sum are rounded as they are stored, to 2^-24 of them in
-# FP32, 2^-11 in FP16 and 2^-8 in BF16; some dozen such roundings, some thousand in FP32.
+# Relative, for weights in a shorter type: each share is rounded when stored, by 2^-24 in FP32, 2^-11 in FP16
+# and 2^-8 in BF16. The tolerance permits some dozen such roundings, in FP32 some thousand.
 TOLERANCE_ROUNDED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 

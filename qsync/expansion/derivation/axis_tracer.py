@@ -35,7 +35,7 @@ from qsync.expansion.derivation.recorder import Frame, Recorder
 from qsync.expansion.derivation.trace_records import Event, Norm, Value
 from qsync.tracing.tracer import call_arguments, check_batch, undisturbed, unwrapped
 
-# What makes a module that owns nothing but vectors a norm: it divides by the root of a mean.
+# Operators that mark a module without matrices as a norm: it divides by the root of a mean.
 _ROOT_OPS = ("rsqrt", "sqrt", "pow")
 
 RETURNED = FixedReason("the model returns it", True)
@@ -160,7 +160,7 @@ def trace_axes(model: nn.Module, example_inputs: Any, rules: Mapping[str, Rule])
     fake = FakeTensorMode(allow_non_fake_inputs=True) if on_meta else nullcontext()
     stand_ins: dict[str, torch.Tensor] = {}
     if isinstance(fake, FakeTensorMode):
-        # Shapes alone, as on the meta device, but said to be on the CPU, as constants are that forward makes.
+        # Fake tensors claim to be on the CPU, like the constants that forward creates.
         with fake:
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
                 stand_ins[name] = torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -132,7 +132,7 @@ def unify(a: Axis, b: Axis) -> None:
         elif y.size > x.size:
             y, *minor = _split(y, x.size)
             other = leaves([*minor, *other])
-        # Splitting x may have split y: they share pieces.
+        # x and y may share pieces, so that splitting x splits y.
         if root(x).factors or root(y).factors:
             rest, other = leaves([x, *rest]), leaves([y, *other])
         else:
@@ -155,7 +155,7 @@ def regroup(axes: Sequence[Axis], shape: Sequence[int]) -> list[Axis]:
             piece = pool.pop(0)
             if size % piece.size:
                 pool = leaves([*_split(piece, size), *pool])
-                # The pieces that were taken may have been split along.
+                # The split may affect the pieces before this one.
                 piece = pool.pop(0)
             taken.append(piece)
             size //= piece.size
@@ -275,7 +275,7 @@ def _add_boundary(piece: Piece, boundary: int) -> None:
         end = begin + size_of(part)
         if begin < boundary < end:
             if len(known := leaves(part)) == 1 and known[0].parts is None and not known[0].is_known_fixed:
-                # A plain part is simply two: the row stays flat.
+                # Replace a plain part by its halves, so that the row stays flat.
                 halves = [axis(boundary - begin, known[0].reasons), axis(end - boundary, known[0].reasons)]
                 known[0].parts = halves
                 piece.parts[index : index + 1] = halves

@@ -168,7 +168,7 @@ def _sizes(entries: Sequence[Entry], names: Names) -> tuple[dict[str, str], dict
     A space as wide as the residual stream beside it is assumed to share its size always. The hidden units of
     a block are assumed to keep their ratio to it.
     """
-    # Streams of one width, as an encoder's and a decoder's. Heads become more as the space "stream" grows.
+    # Streams of equal width (encoder and decoder) share a size. Heads multiply as "stream" grows.
     one = len({names.size[space] for space in names.residual}) == 1
     sizes: dict[str, str] = dict.fromkeys((*names.residual, "stream"), "width") if one else {}
     follows: dict[str, str] = {}

@@ -29,7 +29,7 @@ _UNSUPPORTED = {
     "multiplies along": "multiplies two values along {space}, whose copies would count more than once",
     "norm": "normalises {space} without a module of its own, whose eps could change",
 }
-# Where a rest stands beside whole copies (LEMON, arXiv:2310.07999, section 3), and is not what it should be.
+# Events that invalidate the rest beside whole copies (LEMON, arXiv:2310.07999, section 3).
 _RESTRICTED = {
     "acts on": "acts on {space}, which a LayerNorm reads: a mean of copies is then another's, so that only "
     "multiples of its size are lossless",
@@ -45,7 +45,7 @@ class Findings:
         self.recorder = recorder
         self.notes: list[str] = []
         self.blocks, self.open = blocks_pattern(recorder.model, recorder.sums)
-        self.copied = self.blocks  # by depth
+        self.copied = self.blocks  # the blocks that depth may replicate
         if self.blocks and any(
             count > 1
             for path, count in recorder.calls.items()
@@ -53,9 +53,9 @@ class Findings:
         ):
             self.notes.append(f"{self.blocks} run more than once each, so that depth cannot copy them")
             self.copied = ""
-        self.multiples: dict[str, None] = {}  # spaces that grow to multiples alone
+        self.multiples: dict[str, None] = {}  # spaces that grow only to multiples
         self.heads = self.kv_heads = self.head_dim = 0
-        # By matrix: which rows are queries, keys, values.
+        # By matrix: the rows of queries, keys and values.
         self.roles: dict[str, dict[tuple[int, int], set[str]]] = {}
         self.inner: Axis = []
         self.mixed: set[tuple[int, ...]] = set()
@@ -125,7 +125,7 @@ class Findings:
     def _read_attention(self) -> None:
         """Read the numbers of heads, and the roles of matrix rows in attention."""
         found = [one for one in self.recorder.attentions if self._heads_of(one) is not None]
-        for one in found:  # once more: what one attention splits, others share
+        for one in found:  # a second pass: splits by one attention affect others
             self._read_heads(one, *(self._heads_of(one) or ()))
         shapes = {(one.num_heads, one.num_kv_heads, size_of(one.inner)) for one in found}
         if len(shapes) > 1:
@@ -261,7 +261,7 @@ class Findings:
             if known not in self.recorder.first_use:
                 unused.append(name)
                 continue
-            if same := self._uses(known):  # it is at work where another module has it too
+            if same := self._uses(known):  # another module shares it
                 entry, path = next(self._of_use(same[0])), name.removesuffix(".weight")
                 yield replace(entry, at=entry.at + 1, path=path, tied=self._tied(same[0], path))
                 continue

@@ -35,9 +35,9 @@ RULES: dict[str, Rule] = {}
 
 PIXELS = FixedReason("it counts positions", True)
 ROWS = FixedReason("it numbers the rows of an embedding", True)
-# Elementwise operators under which a mean of copies is the copies' mean.
+# Elementwise operators that map the mean of copies to the mean of their results.
 LINEAR = ("add", "sub", "rsub", "neg", "mul", "div", "masked_fill", "where")
-# Others that leave 0 as it is; so do linear ones, unless they add a number.
+# Other operators that map 0 to 0; linear ones do as well, unless they add a number.
 AT_ZERO = (
     "relu", "gelu", "silu", "tanh", "leaky_relu", "elu", "mish", "hardswish", "erf", "sin", "abs", "sqrt",
     "pow", "sign", "clamp_min", "dropout",
@@ -237,7 +237,7 @@ def _slice(recorder: Recorder, call: Call) -> list[Value]:
         return [
             value.shaped([*value.axes[:dim], axis(call.out.shape[dim], [PIXELS]), *value.axes[dim + 1 :]])
         ]
-    # Every second element: the major factor of pairs.
+    # A step of 2 takes the major factor of pairs.
     major, minor = regroup([value.axes[dim]], (size // step, step))
     if start >= step or size % step:
         raise UnificationError

@@ -131,7 +131,7 @@ def _softmax(recorder: Recorder, call: Call) -> list[Value]:
         return [value]
     query, key = value.scores.query, value.scores.key
     if dim != len(value.axes) - 1:
-        query, key = key, query  # keys come second, where weights sum to 1
+        query, key = key, query  # the weights sum to 1 over the keys
     return [Value(value.axes, None, True, None, Scores(query, key, value.scores.inner, True))]
 
 
@@ -145,7 +145,7 @@ def _attention(recorder: Recorder, call: Call) -> list[Value]:
         if size_of(batch_k) == size_of(batch_q):
             unify(batch_k, batch_q)
         elif size_of(batch_k) > 1:
-            # Grouped: each key serves heads that stand next to each other.
+            # Grouped queries: each key serves adjacent heads.
             groups, _ = regroup([batch_q], (size_of(batch_k), size_of(batch_q) // size_of(batch_k)))
             unify(groups, batch_k)
     for name in ("attn_mask", "attn_bias"):
@@ -223,4 +223,4 @@ def _loss(recorder: Recorder, call: Call) -> list[Value]:
     return [Value([axis(size, [CLASSES]) for size in out.shape]) for out in call.outs]
 
 
-ALL_RULES = RULES  # with this file's
+ALL_RULES = RULES  # importing this name registers the rules of this file

@@ -47,7 +47,7 @@ class Recorder:
         self.sums: list[str] = []
         self.calls: Counter[str] = Counter()
         self.embedding_axes: dict[str, Axis] = {}
-        self.first_use: dict[str, int] = {}  # parameters, and when each was first used
+        self.first_use: dict[str, int] = {}  # by parameter: the clock at its first use
         self.clock = 0
         for name, parameter in model.named_parameters():
             self.names[id(parameter)] = name
@@ -73,7 +73,7 @@ class Recorder:
             self.values[tensor] = Value([axis(size, why) for size in tensor.shape])
         found: Value = self.values[tensor]
         if found.resolve is not None:
-            self.values[tensor] = replace(found, resolve=None)  # should it raise: once is enough
+            self.values[tensor] = replace(found, resolve=None)  # a second call would raise again
             found = self.values[tensor] = found.resolve()
         if found.param:
             self.first_use.setdefault(found.param, self.clock)

@@ -13,9 +13,9 @@ from torch import nn
 from qsync.expansion.recipe.recipes import ATTENTION, Line
 
 UNKNOWN = "?"
-# What recipes call something else.
+# Names with another meaning in recipes.
 _RESERVED_NAMES = (*ATTENTION, "tied", "width", "layers", "heads", "kv_heads", "head_dim")
-# Names of modules that do not tell one space from another.
+# Module names that do not distinguish spaces.
 _GENERIC_NAMES = ("dense", "linear", "proj", "projection", "fc", "weight", "conv", "convolution")
 
 
@@ -37,7 +37,7 @@ class Entry:
 
     at: int
     path: str
-    kind: str  # of what does it: linear, convolution, lookup, norm, batch_norm, or a raw parameter
+    kind: str  # linear, convolution, lookup, norm, batch_norm or parameter
     reads: tuple[Slot, ...]
     writes: tuple[Slot, ...]
     tied: str = ""
@@ -140,7 +140,7 @@ def name_spaces(entries: Sequence[Entry], blocks: str) -> Names:
     _distinguish(wanted, names)
     for entry, slot, _ in _slots(entries):
         if ("", slot.pieces) not in names.of:
-            # What nothing writes that is understood.
+            # No understood operator writes it.
             names.of.setdefault((block_of(entry.path, blocks), slot.pieces), UNKNOWN)
         names.size[names.name(slot, entry.path)] = slot.size
     return names
@@ -177,7 +177,7 @@ def _proposed_name(entry: Entry, entries: Sequence[Entry], names: Names, last_no
     }  # fmt: skip
     alone = {"linear": "mlp", "convolution": "inner"}.get(entry.kind)
     name = alone if alone and len(beside) == 1 else tail(entry.path)
-    # With several streams, as a ResNet's stages have, a block's spaces bear the number of its own.
+    # Several streams, as in a ResNet: spaces of a block have the number of its stream.
     number = stream_of(block, entries, names).removeprefix("stream")
     return name + "_" * (bool(number) and name[-1].isdecimal()) + number
 
@@ -228,8 +228,11 @@ def tail(path: str) -> str:
     parts = path.split(".")
     while len(parts) > 1 and parts[-1] in _GENERIC_NAMES:
         parts.pop()
-    word = "".join(parts[-2:]) if parts[-1].isdecimal() else parts[-1]
-    return re.sub(r"\W", "_", word) or "model"
+    numbers: list[str] = []
+    while len(parts) > 1 and parts[-1].isdecimal():
+        numbers.insert(0, parts.pop())
+    word = re.sub(r"\W", "_", parts[-1] + "_".join(numbers)) or "model"
+    return word if word.isidentifier() else f"space{word}"
 
 
 # -- lines --

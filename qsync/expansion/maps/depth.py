@@ -101,7 +101,7 @@ def _groups(pattern: str, shapes: Mapping[str, Sequence[int]]) -> dict[str, list
     *groups, last = pattern.split("*")
     if not groups or last:
         raise UnsupportedError(f"blocks are called PATH.*, with the number last, found {shortened(pattern)}")
-    # A path may begin anywhere: a model with a head holds the model without.
+    # The pattern may match within a path: a model with a head contains the model without.
     expression = re.compile(r"((?:.+?\.)?" + r"[^.]+".join(map(re.escape, groups)) + r")(\d+)\.")
     found: dict[str, set[int]] = {}
     for name in shapes:

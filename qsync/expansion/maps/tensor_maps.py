@@ -11,7 +11,7 @@ import torch
 from qsync.expansion.maps.space_growth import AVERAGE, Growth
 
 SPLITS = ("random", "scalar", "even")
-FREE = "free"  # what stands in the rest does not matter: nobody reads it, or it reads zeros
+FREE = "free"  # any rest is correct: it is not read, or it reads zeros
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +140,7 @@ def shares_of(growth: Growth, split: str, seed: int, name: str) -> torch.Tensor:
         parts += torch.rand(growth.num_large, generator=generator(seed, name), dtype=torch.float64) - 0.5
     parts = torch.where(growth.is_copy, parts, 0.0)
     sums = torch.zeros(growth.num_small, dtype=torch.float64).index_add(0, growth.index.clamp(min=0), parts)
-    # A coordinate copied once keeps its weight to the bit: x / x is 1.
+    # x / x is 1, so that a coordinate with one copy keeps its weight bitwise.
     return torch.where(growth.is_copy, parts / sums[growth.index.clamp(min=0)], 0.0)
 
 

@@ -17,7 +17,7 @@ from qsync.expansion.recipe import module_kinds
 from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Line, Recipe, check_unwrapped
 from qsync.expansion.recipe.sizes import first_few
 
-# What torch's reparametrisations leave where a weight was: weight_norm, spectral_norm, pruning.
+# Suffixes that weight_norm, spectral_norm and pruning of torch give the original weight.
 _REPARAMETRISED = ("_g", "_orig")
 
 
@@ -178,7 +178,7 @@ def _roles(
                 f"{name} is cut to max_norm, which its copies would exceed; set max_norm to None first"
             )
         return ("", "writes")
-    if type(module).__name__ == "Conv1D" and last == "weight":  # Hugging Face's, with inputs first
+    if type(module).__name__ == "Conv1D" and last == "weight":  # of transformers, with inputs in axis 0
         return ("reads", "writes")
     if value.ndim == 2 and line.reads:
         return ("writes", "reads")

@@ -30,7 +30,7 @@ from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Recipe
 from qsync.expansion.recipe.sizes import Extent, heads, size_name, small_sizes, target_sizes
 
 DEPTHS = ("zero", "cancel")
-# New entries of a norm's weight, beside the others: small, and not 0, which would never learn.
+# New entries of a norm's weight relative to the others: small, but not 0, which would never learn.
 _ZETA = 0.1
 
 
@@ -219,9 +219,8 @@ class _Planner:
             space = head.line.reads[0]
             small, large = self._size(space, self.small), self._size(space, self.large)
             self.divisors[space] = float(large // small)
-            if (
-                space not in self.norm_input or space in self.batch_norm_input
-            ):  # a batch norm's has copies of another number
+            # The output of a batch norm is not divided: its fan-out is that of another space.
+            if space not in self.norm_input or space in self.batch_norm_input:
                 raise UnsupportedError(
                     f"{head.name} has the embeddings' weight and reads {space}, which no norm writes that "
                     "could be divided by the number of copies; untie the weights first"
@@ -343,7 +342,7 @@ class _Planner:
         loose = [a.growth for a in made.axes if a is not None and a.takes_noise]
         if not loose or made.output_init == "zero" or (self.split == "even" and made.output_init != "cancel"):
             return made
-        if t.value.is_meta:  # to be looked at: there is nothing to grow
+        if t.value.is_meta:  # a plan to print: there are no weights
             return made
         value = t.value.detach().double()
         if t.norm:

@@ -176,7 +176,7 @@ def resnet(model: Any) -> Recipe:
     config = model.config
     num_stages, is_deep = len(config.hidden_sizes), config.layer_type == "bottleneck"
     names = model.state_dict().keys()
-    # With no convolution on its shortcut the first stage adds to what the stem wrote.
+    # Without a convolution on its shortcut the first stage adds to the output of the stem.
     stem = "stem" if any("stages.0.layers.0.shortcut.convolution" in name for name in names) else "c0"
     rows = [
         f"*embedder.embedder.convolution  _ -> {stem}",

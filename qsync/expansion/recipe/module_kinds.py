@@ -11,7 +11,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from qsync.errors import UnsupportedError
 
 LAYER, RMS, BATCH = "layer norm", "RMS norm", "batch norm"
-_EPS = ("eps", "variance_epsilon")  # where classes keep it: the second is Hugging Face's Llama
+_EPS = ("eps", "variance_epsilon")  # attributes that hold eps; the second is that of Llama in transformers
 
 
 def eps_name(module: torch.nn.Module) -> str | None:
@@ -93,11 +93,11 @@ def _kind_by_trial(module: torch.nn.Module, eps: float) -> str | None:
     try:
         with torch.no_grad():
             found = own(x)
-    except Exception:  # it takes something else than rows: whatever another's class then raises
+    except Exception:  # a module that takes no rows may raise anything
         return None
     for kind, rows in ((RMS, x), (LAYER, centred)):
         wanted = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + added
-        # Classes of others may compute in FP32 inside.
+        # Unknown classes may compute in FP32 inside.
         is_alike = isinstance(found, torch.Tensor) and found.shape == wanted.shape
         if is_alike and torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-5):
             return kind

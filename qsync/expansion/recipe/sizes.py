@@ -58,7 +58,7 @@ def small_sizes(
                 f"{found['heads']} heads cannot share {found['kv_heads']} key/value heads evenly; correct "
                 "the recipe's `read`"
             )
-    # What writes a space says how large it is; who reads it may see every coordinate many times over.
+    # Written axes first: they have the size of the space. A reader may see each coordinate several times.
     for extent in sorted(grown, key=lambda e: not e.is_written):
         _solve_size(recipe, extent, found, norm_input)
     return found
@@ -66,7 +66,7 @@ def small_sizes(
 
 def _solve_size(recipe: Recipe, extent: Extent, found: dict[str, int], norm_input: Mapping[str, str]) -> None:
     """Solve one axis for its unknown size, or check it against the known ones."""
-    unit: dict[str, int] = {}  # by the name of a size: how often it is in this axis
+    unit: dict[str, int] = {}  # the multiplicity of each size in this axis
     for space in extent.spaces:
         name = WIDTH_OF_HEADS if space in ATTENTION else size_name(recipe, space, norm_input)
         unit[name] = unit.get(name, 0) + (found[_COUNTS[space]] if space in ATTENTION else 1)

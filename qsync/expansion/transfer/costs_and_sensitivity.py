@@ -17,7 +17,7 @@ from qsync.predictor.cost_model.model import CostModel
 from qsync.records.graph import Op, OpGraph
 from qsync.records.profiles import Profile, Sensitivity
 
-# Of the three products of a step, y = x W, x'g and g W', a silent branch has errors in the second alone.
+# Of the three products y = x W, x'g and g W', a branch that adds nothing has errors only in x'g.
 NEW_BLOCK_ERROR_SHARE = 1.0 / 3.0
 
 

@@ -22,7 +22,7 @@ from qsync.expansion.maps.tensor_maps import Axis, TensorMap
 from qsync.expansion.plan.plan import ExpansionPlan
 from qsync.expansion.recipe.recipes import ATTENTION, FIXED
 
-# Of what reads a space: the part of its gradient that goes by shares, and the one that goes by p.
+# The gradient of a reader: the part proportional to shares, and the part proportional to p.
 Parts = tuple[float, float]
 _ALL_ON: Parts = (0.0, 1.0)
 
@@ -112,7 +112,7 @@ def _read_parts(m: TensorMap) -> Parts:
     reading = [axis for axis in m.axes if axis is not None and axis.is_read and axis.shares is not None]
     if reading:
         return _parts(reading[0], m)
-    # A head with the embeddings' weight is copied, and what it reads is divided: even shares.
+    # A tied head is copied and its input divided, which amounts to even shares.
     tied = [axis for axis in m.axes[1:] if axis is not None]
     return (1.0 / _copies(tied[0]), 0.0) if tied else _ALL_ON
 
