@@ -19,7 +19,7 @@ from qsync.expansion.maps.space_growth import (
     product,
     stacked,
 )
-from qsync.expansion.maps.tensor_maps import shares_of
+from qsync.expansion.maps.tensor_maps import TensorMap, shares_of
 from qsync.expansion.recipe.sizes import Heads
 from qsync.experiments.workloads.gpt import Gpt
 
@@ -127,3 +127,10 @@ def test_a_plan_describes_every_tensor():
     rows = str(plan).splitlines()
     assert any(row.startswith("2 x blocks.*.norm1.weight ") for row in rows)
     assert any(row.startswith("tokens.weight ") for row in rows)
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 2.0])
+def test_the_factor_multiplies_every_element(factor):
+    plain = TensorMap("weight", "weight", (3,), (None,), factor=factor)
+    assert torch.equal(plain.grown(torch.arange(3.0), 0), factor * torch.arange(3.0))
+    assert plain.is_identity == (factor == 1.0)
