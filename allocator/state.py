@@ -15,7 +15,7 @@ from qsync.lowering.incremental import Change, Lowering
 from qsync.lowering.lowered_graph import EIGHT_BIT
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import Memory, StepMemory
-from qsync.predictor.memory.vectorized_peak import peak_bytes
+from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.precision import Precision
 from qsync.replayer import ClassCosts, Work, step_time
 from qsync.replayer.vectorized_costs import price
@@ -113,7 +113,7 @@ class ClassState:
         """The memory peak as it is now."""
         if self._peak_bytes is None and len(self._stale) > _MANY:
             device, lowering = self.part.device_class, self.lowering
-            self._peak_bytes = peak_bytes(
+            self._peak_bytes = vectorized_peak_bytes(
                 Tabulated(lowering.graph, lowering.assignment(), device.carried_16bit, self.part.saving_less),
                 optimizer_bytes=self.part.profile.optimizer_bytes,
                 num_ranks=self._num_ranks,

@@ -20,7 +20,7 @@ import numpy as np
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.vectorized import Tabulated
-from qsync.predictor.memory.vectorized_peak import peak_bytes
+from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers
@@ -243,7 +243,7 @@ def replay(
             exposed_s=exposed,
             wait_s=wait,
             wait_fraction=wait / step.reduced_s if step.reduced_s > 0 else 0.0,
-            memory_bytes=peak_bytes(
+            memory_bytes=vectorized_peak_bytes(
                 entry.lowered,
                 optimizer_bytes=profiles[name].optimizer_bytes,
                 num_ranks=cluster.num_ranks,

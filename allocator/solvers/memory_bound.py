@@ -11,7 +11,7 @@ from __future__ import annotations
 from qsync.allocator.solvers.class_model import LinearClass
 from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.predictor.memory.lifetimes import layout, storage_bytes
-from qsync.predictor.memory.saved_tensors import kept_by, made_for_backward
+from qsync.predictor.memory.saved_tensors import made_for_backward, saved_by_op
 from qsync.records.graph import OpGraph
 
 
@@ -43,7 +43,7 @@ def kept_bytes(linear: LinearClass, graph: OpGraph, device: str) -> Sum:
         for way in linear.ways[i] if op.requires_grad else ():
             for num_bytes in made_for_backward(op, way.mode, known.shape, known.dtype, device, way.form):
                 found.add(way.bit, num_bytes)
-            kept = kept_by(op, known.has_gradient, known.dtype, way.form, way.mode, device)
+            kept = saved_by_op(op, known.has_gradient, known.dtype, way.form, way.mode, device)
             values = [(op.inputs[j], way.taken[j]) for j in kept.inputs]
             values += [(op.name, way.output)] if kept.output else []
             for key in dict.fromkeys(storage(value, taken) for value, taken in values if taken is not None):

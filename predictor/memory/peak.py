@@ -1,9 +1,9 @@
-"""How much memory a step takes, read off the lowered graph: what it saves for backward, what lives a while.
+"""The memory peak of a step, from its lowered graph.
 
-The largest sum over time of the tensors that are alive (ours). Forward runs operator by operator, then the
-loss, then backward in reverse; every tensor lives from the operator that makes it to the last one that reads
-it, which is in backward if it was saved. One storage saved by several operators counts once, and a view has
-no storage of its own.
+The peak is the largest sum over time of the tensors that are alive. Forward runs operator by operator, then
+the loss, then backward in reverse. Every tensor lives from the operator that makes it to the last one that
+reads it; that one is in backward if the tensor was saved. One storage saved by several operators counts once,
+and a view has no storage of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.predictor.memory.cuda_allocator import SEGMENTS
+from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes, layout
 from qsync.predictor.memory.saved_tensors import FP32_BYTES
 from qsync.predictor.memory.spans import Span
@@ -32,12 +32,11 @@ from qsync.records.precision import type_bytes
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on one rank at the moment of the step when most are in use; the parts sum to `peak_bytes`.
+    """The bytes on one rank when most are in use; the parts sum to `peak_bytes`.
 
-    `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` what
-    waits for backward, `transient` the rest; `margin` is by how much the prediction may be too small
-    (`stated_error`). `saved_by` says for each operator what it keeps for backward and no operator before it
-    does already.
+    `inputs` are buffers of the model and the batch, `casts` copies of parameters in other types, `saved` the
+    tensors saved for backward, `transient` the rest. `margin` covers the error of the prediction
+    (`stated_error`). `saved_by` has for each operator the bytes it saves and no operator before it saves.
     """
 
     parameters: int
@@ -53,21 +52,22 @@ class Memory:
 
     @property
     def largest(self) -> str:
-        """The operator that keeps most for backward."""
+        """The operator that saves most for backward."""
         return max(self.saved_by, key=lambda op: self.saved_by[op], default="")
 
     @property
     def peak_bytes(self) -> int:
-        """What a budget must hold."""
+        """The bytes that a budget must hold."""
         return self.estimate_bytes + self.margin
 
     @property
     def estimate_bytes(self) -> int:
-        """The peak without the margin: what is compared with measurements."""
+        """The peak without the margin, to be compared with measurements."""
         persistent = self.parameters + self.gradients + self.optimizer + self.buckets + self.inputs
         return persistent + self.casts + self.saved + self.transient
 
     def to_json(self) -> dict[str, Any]:
+        """Return the parts and the peak by name."""
         return {**asdict(self), "peak_bytes": self.peak_bytes}
 
 
@@ -79,11 +79,11 @@ def peak_memory(
     device: str = "cpu",
     gradient_as_bucket_view: bool = True,
 ) -> Memory:
-    """The memory peak of one training step of this lowered graph on one rank, in bytes.
+    """Predict the memory peak of one training step of this lowered graph on one rank, in bytes.
 
-    `optimizer_bytes` is the optimizer's state. With several ranks DDP's buckets are the gradients themselves,
-    or stand beside them if not `gradient_as_bucket_view`. Gradients count in full throughout, as after the
-    first step.
+    `optimizer_bytes` is the size of the optimizer's state. With several ranks DDP's buckets are the gradients
+    themselves; without `gradient_as_bucket_view` they are copies. Gradients count in full throughout, as
+    after the first step.
 
     >>> peak_memory(lower(graph, assignment), optimizer_bytes=profile.optimizer_bytes).peak_bytes
     """
@@ -92,12 +92,10 @@ def peak_memory(
 
 
 class StepMemory:
-    """Everything that is alive during one step. Operator i of n runs at time i, and backward at 2n - i; one
-    that a product computes in its epilogue runs with the product.
+    """The life of every tensor of one step: see `lifetimes` for its times.
 
-    The spans are held by value (its storages in every type, with those of its views, and its gradient) and by
-    operator (what it needs besides), so that `update` looks again only at what a changed operator can have
-    changed.
+    Spans are stored by value (its storages in every type, those of its views, and its gradient) and by
+    operator (the tensors it needs besides). So `update` computes anew only those that a change can concern.
     """
 
     def __init__(
@@ -108,16 +106,15 @@ class StepMemory:
         self.layout = layout(self.graph)
         self.end = self.layout.last
         self._persistent = optimizer_bytes + bytes_throughout(self.graph)
-        self._read(lowered)
+        self._list_nodes(lowered)
         self._lives = Lifetimes(self.layout, self._runs, self._casts, device, num_ranks > 1)
-        self._change = np.zeros(
-            self.end + 2, dtype=np.int64
-        )  # bytes by which each time differs from the one before
+        # Bytes by which each time differs from the one before.
+        self._change = np.zeros(self.end + 2, dtype=np.int64)
         self._spans: dict[str | int, list[Span]] = {}
-        self._look((*self.layout.involved, *range(len(self.graph.ops))))
+        self._refresh((*self.layout.users, *range(len(self.graph.ops))))
 
     def copy(self, optimizer_bytes: int) -> StepMemory:
-        """The same step with another optimizer's state, to be changed on its own."""
+        """Return an independent copy of the same step with an optimizer's state of another size."""
         other = copy(self)
         other.optimizer_bytes = optimizer_bytes
         other._persistent += optimizer_bytes - self.optimizer_bytes
@@ -129,11 +126,11 @@ class StepMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes in use at any time, margin included, DDP's buckets being the gradients."""
+        """The most bytes in use at any time, margin included; DDP's buckets are the gradients."""
         return self.bytes_at()[1]
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:
-        """A time, that of the peak if None, and the bytes in use then, margin included."""
+        """Return the bytes in use at a time (by default that of the peak), margin included, with the time."""
         in_use = self._change.cumsum()
         when = int(in_use.argmax()) if when is None else when
         most = max(0, int(in_use[when]))
@@ -141,15 +138,15 @@ class StepMemory:
         return when, self._persistent + most + margin
 
     def in_use(self) -> npt.NDArray[np.int64]:
-        """Bytes in use at each time of the step, margin included: of each what `bytes_at` says."""
+        """Return the bytes in use at each time of the step, margin included, as `bytes_at` has them."""
         most = np.maximum(self._change.cumsum(), 0)
-        part, beside = margin_of(self.device, bool(self.graph.recomputed))
-        margin = np.ceil(part * most).astype(np.int64) + beside
+        share, constant = margin_parts(self.device, bool(self.graph.recomputed))
+        margin = np.ceil(share * most).astype(np.int64) + constant
         found: npt.NDArray[np.int64] = self._persistent + most + margin
         return found
 
     def curve(self) -> dict[str, list[int]]:
-        """Bytes in use at each time of the step, by part: `throughout`, `casts`, `saved`, `transient`."""
+        """Return the bytes in use at each time by part: `throughout`, `casts`, `saved`, `transient`."""
         change = {part: np.zeros(self.end + 2, dtype=np.int64) for part in ("casts", "saved", "transient")}
         for span in self.spans():
             change[span.part][span.birth] += span.num_bytes
@@ -158,7 +155,7 @@ class StepMemory:
         return {"throughout": [self._persistent] * (self.end + 1), **found}
 
     def update(self, lowering: Lowering, positions: Iterable[int]) -> None:
-        """Look again at the operators at these positions: those that `Lowering.assign` or `undo` touched."""
+        """Update the spans after `Lowering.assign` or `undo` touched the operators at these positions."""
         stale: dict[str | int, None] = {}
         positions = tuple(positions)
         for i in positions:
@@ -170,19 +167,19 @@ class StepMemory:
             for cast in lowering.anchored_casts(i):
                 self._casts[cast.value].append((i, cast))
             values = [self.layout.root[name] for name in (op.name, *op.inputs, *op.kept)]
-            # Those that read its result may cast from another type now, though they run as before.
-            stale |= dict.fromkeys([i, *values, *self.layout.involved[values[0]]])
-            # What it is added to may have to bring a gradient of its own now.
+            # Readers of its result may cast from another type now, though they run as before.
+            stale |= dict.fromkeys([i, *values, *self.layout.users[values[0]]])
+            # The other operand of a sum may need a gradient of its own now.
             stale |= dict.fromkeys(
                 self.layout.root[name]
-                for j in self.layout.involved[values[0]]
+                for j in self.layout.users[values[0]]
                 if self.graph.ops[j].kind in PASSES_GRADIENT
                 for name in self.graph.ops[j].inputs
             )
-        self._look(stale)
+        self._refresh(stale)
 
     def at_peak(self, gradient_as_bucket_view: bool = True) -> Memory:
-        """What the memory is used for at the time when most of it is."""
+        """Return the memory by part at the time of the peak."""
         when = int(self._change.cumsum().argmax())
         parts = {"casts": 0, "saved": 0, "transient": 0}
         saved_by = dict.fromkeys(self.layout.position, 0)
@@ -191,82 +188,83 @@ class StepMemory:
                 parts[span.part] += span.num_bytes
             if span.saver:
                 saved_by[span.saver] += span.num_bytes
-        beside = [value for value in self.graph.inputs if value.kind in ("buffer", "batch")]
+        entering = [value for value in self.graph.inputs if value.kind in ("buffer", "batch")]
         gradients = sum(FP32_BYTES * v.num_elements for v in self.graph.parameters if v.requires_grad)
         return Memory(
             parameters=sum(type_bytes(v.dtype, v.num_elements) for v in self.graph.parameters),
             gradients=gradients,
             optimizer=self.optimizer_bytes,
             buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
-            inputs=sum(type_bytes(v.dtype, v.num_elements) for v in beside),
+            inputs=sum(type_bytes(v.dtype, v.num_elements) for v in entering),
             **parts,
             margin=margin_bytes(self.device, sum(parts.values()), bool(self.graph.recomputed)),
             saved_by={op: num_bytes for op, num_bytes in saved_by.items() if num_bytes},
         )
 
     def spans(self) -> Iterator[Span]:
-        """Everything that lives for a part of the step."""
-        for held in self._spans.values():
-            yield from held
+        """Yield every tensor that lives for a part of the step."""
+        for spans in self._spans.values():
+            yield from spans
 
-    def _read(self, lowered: LoweredGraph) -> None:
+    def _list_nodes(self, lowered: LoweredGraph) -> None:
+        """List the runs of operators, and the casts of every value with their times."""
         self._runs: list[Run] = []
         self._casts: dict[str, list[tuple[int, Cast]]] = {name: [] for name in self.layout.root}
         for node in lowered.nodes:
             if isinstance(node, Run):
                 self._runs.append(node)
             else:
-                # A cast of a result has its operator's time, one of a graph input the next operator's.
+                # A cast of a result runs at its operator's time, one of a graph input at the next operator's.
                 self._casts[node.value].append((self.layout.position.get(node.value, len(self._runs)), node))
 
-    def _look(self, stale: Iterable[str | int]) -> None:
+    def _refresh(self, stale: Iterable[str | int]) -> None:
+        """Compute anew the spans of these values and operators."""
         for what in stale:
             for span in self._spans.get(what, ()):
                 self._change[span.birth] -= span.num_bytes
                 self._change[span.death + 1] += span.num_bytes
-            found = self._lives.of(what)
+            found = self._lives.spans_of(what)
             for span in found:
                 self._change[span.birth] += span.num_bytes
                 self._change[span.death + 1] -= span.num_bytes
             self._spans[what] = found
 
 
-# Other plans than those measured exceed the worst of them now and then: of 360 unseen ones a few
-# did, by half of it at most.
+# Factor on the largest measured error: of 360 plans not measured before, a few exceeded it, by half at most.
 SAFETY = 2.0
 
 
 @cache
 def stated_error(device: str) -> float:
-    """The part by which what comes and goes in a step may be predicted too small: `SAFETY` times the most by
-    which it ever was.
+    """Return the share by which bytes that come and go in a step may be predicted too small.
 
-    From `memory_error.json` beside this file, which `python -m qsync.experiments.memory.memory_error` writes. What
-    was never measured (GPUs) is taken to be as wrong as what was.
+    It is `SAFETY` times the largest underprediction in `memory_error.json` beside this file, which
+    `python -m qsync.experiments.memory.memory_error` writes. Devices never measured (GPUs) get the largest
+    error of those that were.
     """
     stated = json.loads(Path(__file__).with_name("memory_error.json").read_text(encoding="utf-8"))
     worst = stated["worst_underprediction"]
     return SAFETY * float(worst.get(device, max(worst.values())))
 
 
-# The most by which that was ever too small where blocks are recomputed: of 48 runs (GPT, BERT, ViT, BERT with
-# dropout; FP32, BF16, INT8; 0 to 4 blocks; torch 2.13 CPU) one, of INT8 with dropout, missed this part.
-RECOMPUTED = 0.01
+# The largest relative underprediction where blocks are recomputed: of 48 runs (GPT, BERT, ViT, BERT with
+# dropout; FP32, BF16, INT8; 0 to 4 blocks; torch 2.13 CPU) one, of INT8 with dropout, reached it.
+RECOMPUTATION_ERROR = 0.01
 
 
 def margin_bytes(device: str, num_bytes: int, recomputed: bool = False) -> int:
-    """By how much a prediction of what comes and goes may be too small."""
-    part, beside = margin_of(device, recomputed)
-    return math.ceil(part * num_bytes) + beside
+    """Return the bytes by which a prediction of tensors that come and go may be too small."""
+    share, constant = margin_parts(device, recomputed)
+    return math.ceil(share * num_bytes) + constant
 
 
-def margin_of(device: str, recomputed: bool = False) -> tuple[float, int]:
-    """The part of what comes and goes, and the bytes beside it, that the margin is."""
-    part = max(stated_error(device), SAFETY * RECOMPUTED if recomputed else 0.0)
-    return part, SEGMENTS if device == "cuda" else 0
+def margin_parts(device: str, recomputed: bool = False) -> tuple[float, int]:
+    """Return the margin as a share of the bytes that come and go, and a constant in bytes."""
+    share = max(stated_error(device), SAFETY * RECOMPUTATION_ERROR if recomputed else 0.0)
+    return share, EMPTY_SEGMENT_BYTES if device == "cuda" else 0
 
 
 def bytes_throughout(graph: OpGraph) -> int:
-    """Bytes of what enters the graph and of the gradients of parameters, which are there all the time."""
+    """Return the bytes of graph inputs and parameters' gradients, which are alive all the time."""
     entering = sum(type_bytes(v.dtype, v.num_elements) for v in graph.inputs if v.kind != "alias")
     return entering + sum(FP32_BYTES * v.num_elements for v in graph.parameters if v.requires_grad)

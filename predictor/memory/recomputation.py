@@ -1,8 +1,8 @@
-"""When tensors live if blocks compute forward once more in backward (activation checkpointing).
+"""Lifetimes where blocks run forward again in backward (activation recomputation, checkpointing).
 
-Between forward and backward a block keeps only what enters it. Just before the backward of its last operator
-it runs forward again, operator by operator, which takes time slots of its own; then its backward finds what
-it would have kept. Times of a step without that are moved to those of a step with it (ours).
+Between forward and backward a block holds only its inputs. Just before the backward of its last operator it
+runs forward again, operator by operator, in time slots of its own. Its backward then finds the tensors that
+the block would have saved. The times of a step without recomputation are shifted to those of a step with it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 from qsync.predictor.memory.spans import Span
 
 
-class Recomputed:
-    """The blocks of one graph, each as its first and last operator; `involved` as in `Layout`.
+class RecomputedBlocks:
+    """The blocks of one graph, each as its first and last operator; `users` as in `Layout`.
 
-    >>> list(Recomputed(blocks, num_ops, position, involved).lives("fc1", span))
+    >>> list(RecomputedBlocks(blocks, num_ops, position, users).spans("fc1", span))
     """
 
     def __init__(
@@ -24,68 +24,75 @@ class Recomputed:
         blocks: Sequence[tuple[int, int]],
         num_ops: int,
         position: Mapping[str, int],
-        involved: Mapping[str, Sequence[int]],
+        users: Mapping[str, Sequence[int]],
     ) -> None:
-        self._num_ops, self._position, self._involved = num_ops, position, involved
+        self._num_ops, self._position, self._users = num_ops, position, users
         self._block: list[tuple[int, int] | None] = [None] * num_ops
         for first, last in blocks:
             self._block[first : last + 1] = [(first, last)] * (last - first + 1)
-        # By how many slots the backward of each operator is later, its block's own second forward included.
-        self._late = [0] * (num_ops + 1)
+        # The slots by which the backward of each operator is later, its block's second forward included.
+        self._delay = [0] * (num_ops + 1)
         for i in reversed(range(num_ops)):
             block = self._block[i]
             begins = block is not None and block[1] == i
-            self._late[i] = self._late[i + 1] + (block[1] - block[0] + 1 if begins and block else 0)
-        self.end = 2 * num_ops + self._late[0]
+            self._delay[i] = self._delay[i + 1] + (block[1] - block[0] + 1 if begins and block else 0)
+        self.end = 2 * num_ops + self._delay[0]
 
-    def moved(self, time: int) -> int:
-        """A time of the step without recomputation, in the step with it."""
+    def shifted(self, time: int) -> int:
+        """Shift a time of the step without recomputation to the step with it."""
         if time <= self._num_ops:
             return time
-        return time + self._late[max(2 * self._num_ops - time, 0)]
+        return time + self._delay[max(2 * self._num_ops - time, 0)]
 
-    def again(self, i: int) -> int:
-        """When operator `i` of a block runs for the second time."""
+    def second_time(self, i: int) -> int:
+        """Return when operator `i` of a block runs for the second time."""
         block = self._block[i]
-        assert block is not None, "only what stands in a block runs again"
-        return self.moved(2 * self._num_ops - block[1]) - (block[1] - i + 1)
+        assert block is not None, "only operators of a block run again"
+        return self.shifted(2 * self._num_ops - block[1]) - (block[1] - i + 1)
 
-    def lives(self, what: str | int, span: Span) -> Iterator[Span]:
-        """The lives of a tensor of a value (by name) or operator (by position); `span` is its one without."""
+    def spans(self, what: str | int, span: Span) -> Iterator[Span]:
+        """Yield the lives of a tensor of a value (by name) or operator (by position).
+
+        `span` is its life without recomputation.
+        """
         if span.birth > self._num_ops:
-            yield replace(span, birth=self.moved(span.birth), death=self.moved(span.death))
+            yield replace(span, birth=self.shifted(span.birth), death=self.shifted(span.death))
             return
-        block, readers = self._home(what)
+        block, readers = self._maker_and_readers(what)
         if block is None:
-            yield from self._from_outside(span, readers)
-        elif readers and readers[-1] > block[1]:  # what leaves a block is kept, and made again for a moment
-            yield from self._from_outside(span, [i for i in readers if i > block[1]])
+            yield from self._across_blocks(span, readers)
+        elif readers and readers[-1] > block[1]:  # read after its block: saved, and made again in backward
+            yield from self._across_blocks(span, [i for i in readers if i > block[1]])
             if span.birth >= block[0]:
-                last = self.again(block[1])
-                yield replace(span, birth=self.again(min(span.birth, block[1])), death=last, part="transient")
+                last = self.second_time(block[1])
+                yield replace(
+                    span, birth=self.second_time(min(span.birth, block[1])), death=last, part="transient"
+                )
         elif span.death <= self._num_ops:
             yield span
-            yield replace(span, birth=self.again(span.birth), death=self.again(min(span.death, block[1])))
+            yield replace(
+                span, birth=self.second_time(span.birth), death=self.second_time(min(span.death, block[1]))
+            )
         else:
             used = max([i for i in readers if i <= block[1]], default=span.birth)
             yield replace(span, death=max(used, span.birth), part="transient", saver="")
-            again = self.again(span.birth)
-            yield replace(span, birth=again, death=self.moved(span.death), part="transient", saver="")
+            again = self.second_time(span.birth)
+            yield replace(span, birth=again, death=self.shifted(span.death), part="transient", saver="")
 
-    def _home(self, what: str | int) -> tuple[tuple[int, int] | None, Sequence[int]]:
-        """The block that makes it, and who reads it."""
+    def _maker_and_readers(self, what: str | int) -> tuple[tuple[int, int] | None, Sequence[int]]:
+        """Return the block that makes the tensor, and its readers."""
         if isinstance(what, int):
             return self._block[what], ()
         place = self._position.get(what)
-        return (self._block[place] if place is not None else None), self._involved[what]
+        return (self._block[place] if place is not None else None), self._users[what]
 
-    def _from_outside(self, span: Span, readers: Sequence[int]) -> Iterator[Span]:
-        """What enters a block waits there until the block has run again."""
-        death, saver = self.moved(span.death), ""
+    def _across_blocks(self, span: Span, readers: Sequence[int]) -> Iterator[Span]:
+        """Yield the life of a tensor that may enter blocks: each needs it until the block has run again."""
+        death, saver = self.shifted(span.death), ""
         for i in readers:
             block = self._block[i]
             if block is not None and block[0] > span.birth:
-                until = self.again(block[1])
+                until = self.second_time(block[1])
                 if until > death:
                     death, saver = until, saver or self._name(i)
         if saver and span.part == "transient":

@@ -1,4 +1,7 @@
-"""What each operator keeps for its backward, by kind: as torch's derivatives.yaml and kernels have it."""
+"""The tensors that each kind of operator saves for backward.
+
+Source: torch's derivatives.yaml, its kernels, and those of qsync.backend.
+"""
 
 from __future__ import annotations
 
@@ -9,71 +12,71 @@ from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Op, OpGraph, num_elements
 from qsync.records.precision import LARGEST, type_bytes
 
-# A kind that no table names keeps its inputs: too much rather than too little.
+# A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
     "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
     "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
 )  # fmt: skip
-# Kinds that keep what is no float among what they read: indices and masks.
+# Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
-# The two factors of a product: each is kept if the other one has a gradient.
+# The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
 }  # fmt: skip
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4
-# Forms in which an operator and the one in its epilogue keep what they would apart: a product its operands,
-# gelu its input, relu its result.
-AS_TORCH_KEEPS = ("plain", FUSED, *EPILOGUES)
+# Forms in which an operator and the one in its epilogue save the same as apart: a product its operands, gelu
+# its input, relu its result.
+SAVES_AS_TORCH = ("plain", FUSED, *EPILOGUES)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What one operator keeps: inputs, by place, in the type it takes them; its result; indices, by name."""
+class Saved:
+    """The values one operator saves: inputs (by number, in the type taken), its result, indices (by name)."""
 
     inputs: tuple[int, ...] = ()
     output: bool = False
     indices: tuple[str, ...] = ()
 
 
-def kept_by(
+def saved_by_op(
     op: Op,
     requires_grad: Mapping[str, bool],
     dtypes: Mapping[str, str],
     form: str = "plain",
     mode: str = "fp32",
     device: str = "cpu",
-) -> Kept:
-    """What this operator keeps for backward; nothing if it has none.
+) -> Saved:
+    """Return what this operator saves for backward: nothing if it has no backward.
 
     `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are lowering's.
 
-    >>> kept_by(graph.ops[0], requires_grad, dtypes)
-    Kept(inputs=(0, 1), output=False, indices=())
+    >>> saved_by_op(graph.ops[0], requires_grad, dtypes)
+    Saved(inputs=(0, 1), output=False, indices=())
     """
     if not op.requires_grad:
-        return Kept()
-    if form not in AS_TORCH_KEEPS:
-        return Kept(output=form == "output")
+        return Saved()
+    if form not in SAVES_AS_TORCH:
+        return Saved(output=form == "output")
     everything = tuple(range(len(op.inputs)))
     indices: tuple[str, ...] = ()
     if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
         indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
-        return Kept(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+        return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
     if op.kind == "attention" and writes_scores(op, mode, device):
-        return Kept()
-    if op.kind == "attention":  # of a mask of bools its own copy in numbers, but for INT8's
+        return Saved()
+    if op.kind == "attention":  # of a mask of bools it saves its own copy in numbers, except in INT8
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
-        return Kept(floats, indices=bools) if mode == "int8" else Kept(floats, output=True)
+        return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
     if op.kind in SAVES_OUTPUT:
-        return Kept(output=True)
+        return Saved(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
-        return Kept(indices=indices)
-    return Kept(everything)
+        return Saved(indices=indices)
+    return Saved(everything)
 
 
 def made_for_backward(
@@ -84,23 +87,23 @@ def made_for_backward(
     device: str,
     form: str = "plain",
 ) -> Iterator[int]:
-    """Bytes of what an operator makes for its backward beside its result: masks, indices, statistics.
+    """Yield the bytes that an operator makes for backward besides its result: masks, indices, statistics.
 
     `shapes` and `dtypes` are those of every value, as traced.
     """
-    if form not in AS_TORCH_KEEPS:
+    if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
     elif op.kind == "dropout":
-        # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel keeps one byte per
+        # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
-    elif op.kind == "attention" and mode == "int8":  # backward computes all else again
+    elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
         yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
     elif op.kind == "attention" and writes_scores(op, mode, device):
-        # Probabilities, the mask of the dropout, and what is left of them; copies of q, k and v, heads in
-        # front, which GQA's groups have each their own.
+        # Probabilities, the dropout mask, and the probabilities after dropout; copies of q, k and v with the
+        # heads in front. With grouped queries (GQA) each group has copies of its own.
         scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
         yield 3 * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
@@ -117,20 +120,20 @@ def made_for_backward(
 
 
 def writes_scores(op: Op, mode: str, device: str) -> bool:
-    """Whether attention is torch's plain one, which has all its scores in memory, and in FP32.
+    """Return whether attention is torch's plain kernel, which holds all scores in FP32.
 
-    No fused kernel of torch's drops weights on a CPU; ours in BF16 and INT8 do.
+    On a CPU no fused kernel of torch has dropout; qsync's BF16 and INT8 kernels have.
     """
     return op.dropout > 0 and device == "cpu" and mode not in ("int8", "bf16")
 
 
 def scores_shape(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """(..., heads, queries, keys)"""
+    """Return (..., heads, queries, keys)."""
     return (*op.shape[:-1], shapes[op.inputs[1]][-2])
 
 
 def _made_saving_less(op: Op, form: str) -> Iterator[int]:
-    """The same for an operator that saves less: see qsync.backend.compressed_saves.saved_ops."""
+    """Yield the same for an operator that saves less: see qsync.backend.compressed_saves.saved_ops."""
     elements = op.num_elements
     if form == "bits" or (form == "output" and op.kind == "gelu"):
         yield (elements + 7) // 8
@@ -143,26 +146,26 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
 
 
 def _rows(op: Op) -> int:
-    """How many means and deviations a norm has."""
+    """Return the number of means (and of deviations) of a norm."""
     return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
 
 
 def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
-    """Whether the result of an operator is its input's storage."""
+    """Return whether the result of an operator shares its input's storage."""
     if op.kind in ("view", "input"):
         return len(op.inputs) == 1
     return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype
 
 
-def families(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
-    """For every value the value whose storage it is: itself, or what it is a view of."""
+def storage_roots(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
+    """Map every value to the one whose storage it uses: itself, or the value that it is a view of."""
     root = {value.name: value.name for value in graph.inputs}
     attention = {op.name: op.shape for op in graph.ops if op.kind == "attention" and len(op.shape) == 4}
     for op in graph.ops:
         same = is_alias(op, dtypes)
         if op.kind == "contiguous" and op.inputs[0] not in attention and root[op.inputs[0]] in attention:
-            # Fused attention (B, H, L, D) leaves its result in the order (B, L, H, D), which is what models
-            # ask for: heads and positions are swapped back without a copy.
+            # Fused attention (B, H, L, D) stores its result in the order (B, L, H, D). Models ask for that
+            # order, so heads and positions are swapped back without a copy.
             batch, heads, length, width = attention[root[op.inputs[0]]]
             same = op.shape in ((batch, length, heads, width), (batch, length, heads * width))
         root[op.name] = root[op.inputs[0]] if same else op.name
@@ -170,5 +173,5 @@ def families(graph: OpGraph, dtypes: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_mean(op: Op) -> bool:
-    """Pooling to one pixel, which torch computes as a mean and which so keeps nothing."""
+    """Return whether this is pooling to one pixel: torch computes it as a mean, which saves nothing."""
     return op.kind == "adaptive_avg_pool2d" and op.shape[-2:] == (1, 1)

@@ -1,4 +1,4 @@
-"""Span: how long a tensor of a step lives, and why. A record."""
+"""The record of one tensor's life in a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Span:
-    """Bytes alive from `birth` to `death`, both included: what for (`part`) and which operator keeps it."""
+    """Bytes alive from `birth` to `death`, both included; their purpose, and the operator that saves them.
+
+    `part` is one of "casts", "saved" and "transient".
+    """
 
     num_bytes: int
     birth: int

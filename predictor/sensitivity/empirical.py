@@ -1,10 +1,10 @@
-"""The truth about a precision: the error of the gradient, measured with the real kernels.
+"""The empirical indicator: the error of the gradient, measured with the real kernels.
 
     omega[op][p] = E |g_hat - g|^2
 
 g is the FP32 gradient of all parameters on one batch, g_hat the one with a single operator at precision p;
-the mean is over batches and, where a precision rounds stochastically, over draws. Every other indicator
-estimates this from far fewer passes: here each operator and precision takes one per batch and draw.
+the mean is over batches and, where a precision rounds stochastically, over draws. Each operator and precision
+takes one pass per batch and draw. Every other indicator estimates the same from far fewer passes.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ DRAWS = 2
 
 
 def empirical(calibration: Calibration) -> Sensitivity:
-    """Measured E|g_hat - g|^2 of each adjustable operator at each precision.
+    """Measure E|g_hat - g|^2 of each adjustable operator at each precision.
 
     Takes one FP32 step per batch, and one step per batch, operator and precision (two where the precision
-    rounds stochastically). Random numbers of the forward pass are the same in all of them, so that dropout is
-    no part of the difference; attention in INT8 draws its own dropout otherwise than torch: measure such
-    models with it off. Raises CalibrationError for a gradient that is NaN or Inf, naming the operator and the
+    rounds stochastically). All of them draw the same random numbers in forward, so that dropout is no part of
+    the difference. INT8 attention draws its dropout by other random numbers than torch: measure such models
+    without dropout. Raises CalibrationError for a gradient that is NaN or Inf, naming the operator and the
     precision.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="empirical", precisions=["bf16", "int8"])
@@ -39,7 +39,7 @@ def empirical(calibration: Calibration) -> Sensitivity:
     calibration.assign({})
     calibration.forward(0)
     graph = calibration.runner.graph
-    omega = calibration.empty(graph)
+    omega = calibration.zeros(graph)
     flips = list(calibration.lowered(graph))
     errors = gradient_errors(calibration, [{name: precision} for name, precision in flips])
     for (name, precision), error in zip(flips, errors, strict=True):
@@ -50,7 +50,7 @@ def empirical(calibration: Calibration) -> Sensitivity:
 def gradient_errors(
     calibration: Calibration, assignments: Sequence[Mapping[str, Precision]], draws: int = DRAWS
 ) -> list[float]:
-    """E|g_hat - g|^2 under each of these assignments: the joint effect of all that an assignment lowers.
+    """Measure E|g_hat - g|^2 under each of these assignments: the joint effect of all lowered operators.
 
     Unit: squared gradient norm, a mean over the calibration's batches.
 
@@ -62,7 +62,7 @@ def gradient_errors(
 def errors_by_batch(
     calibration: Calibration, assignments: Sequence[Mapping[str, Precision]], draws: int = DRAWS
 ) -> list[list[float]]:
-    """As `gradient_errors`, but one error per batch of the calibration: what a standard error is made from.
+    """Measure one error per batch of the calibration, from which a standard error can be computed.
 
     >>> errors_by_batch(calibration, [{"fc1": Precision.INT8}])
     [[0.021, 0.018, 0.027]]
@@ -79,6 +79,7 @@ def _errors(
     exact: Sequence[Sequence[torch.Tensor]],
     draws: int,
 ) -> list[float]:
+    """Return the error on each batch."""
     calibration.assign(assignment)
     drawn = range(draws if Precision.INT8_ALL in assignment.values() else 1)
     lowered = ", ".join(f"{name} in {precision}" for name, precision in assignment.items())
@@ -97,6 +98,6 @@ def _errors(
 
 
 def _distance(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> torch.Tensor:
-    """|got - expected|^2 over all parameters, summed in FP64: a sum of millions of squares."""
+    """Return |got - expected|^2 over all parameters, in FP64: a sum of millions of squares."""
     parts = [(a - b).square().sum(dtype=torch.float64) for a, b in zip(got, expected, strict=True)]
     return torch.stack(parts).sum()

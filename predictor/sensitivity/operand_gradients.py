@@ -1,4 +1,4 @@
-"""What first-order indicators look at: each operand of each operator, with its gradient, in one FP32 step."""
+"""Every operand of every operator with its gradient, from one FP32 step: for first-order indicators."""
 
 from __future__ import annotations
 
@@ -16,48 +16,48 @@ from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Sensitivity
 
-# What comes after these operands is a mask, which asks for attention's slow path when it takes a gradient.
-MOST_OPERANDS = 3
+# The operands after these are masks: attention takes its slow path for a mask that needs a gradient.
+MAX_OPERANDS = 3
 
 
 @dataclass(slots=True)
 class Edge:
-    """One operand on its way into one operator, and dL/doperand as this operator alone sends it back."""
+    """One operand of one operator, and the gradient dL/doperand of this operator alone."""
 
     op: str
     index: int
     value: torch.Tensor
     is_parameter: bool
-    gradient: Any = None  # a tensor once backward has been there
+    gradient: Any = None  # a tensor after backward
 
 
 class Edges:
-    """An Observer (see qsync.runtime.rewriting): `of_step` takes a step and returns its edges, in order."""
+    """An Observer (see qsync.runtime.rewriting) of the operands ("edges") of one step at a time."""
 
     def __init__(self) -> None:
         self._found: list[Edge] = []
         self._open = False
 
     def of_step(self, calibration: Calibration, batch: int) -> list[Edge]:
-        """One FP32 step on one batch, to which this observer must be assigned."""
+        """Take one FP32 step on one batch, with this observer assigned, and return its edges in order."""
         self._found, self._open = [], True
         loss = calibration.forward(batch)
-        self._open = False  # what a checkpoint computes again in backward is not looked at
+        self._open = False  # recomputation in backward (checkpoints) is not observed
         calibration.backward(loss, batch)
         return [edge for edge in self._found if edge.gradient is not None]
 
     def began(self) -> None:
-        """Nothing to do: edges are listed over the whole step."""
+        """Do nothing: edges are listed over the whole step."""
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Nothing to do: results are not looked at."""
+        """Do nothing: only operands are observed."""
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
-        """Give an operand an edge of its own."""
-        if not self._open or index >= MOST_OPERANDS or not is_felt(operand):
+        """Return a view of the operand with a gradient of its own."""
+        if not self._open or index >= MAX_OPERANDS or not takes_gradient(operand):
             return operand
-        tensor = own_edge(operand)
-        # Copied where a later step writes to it: parameters.
+        tensor = own_view(operand)
+        # Parameters are copied: a later step may write to them.
         is_parameter = isinstance(operand, torch.nn.Parameter)
         edge = Edge(op, index, tensor.detach().clone() if is_parameter else tensor.detach(), is_parameter)
         on_gradient(tensor, lambda gradient: setattr(edge, "gradient", gradient.detach()))
@@ -66,7 +66,7 @@ class Edges:
 
 
 def rounded(calibration: Calibration, edge: Edge) -> Iterator[tuple[Precision, str]]:
-    """The precisions that round this operand, with the type that each rounds it to."""
+    """Yield the precisions that round this operand, each with the type it rounds to."""
     kind = next(op.kind for op in calibration.runner.graph.adjustable if op.name == edge.op)
     for precision in calibration.precisions:
         if precision is not Precision.FP32 and precision in PRECISIONS_BY_KIND[kind]:
@@ -76,21 +76,22 @@ def rounded(calibration: Calibration, edge: Edge) -> Iterator[tuple[Precision, s
 
 
 class Scores:
-    """Sums of scores by operator and precision, on the device until all are there."""
+    """Sums of scores by operator and precision, on the device until all are complete."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, Precision], torch.Tensor] = {}
 
     def add(self, op: str, precision: Precision, score: torch.Tensor) -> None:
-        """Add to what the operator scores at this precision."""
+        """Add to the score of an operator at a precision."""
         self._sums[op, precision] = self._sums.get((op, precision), torch.zeros_like(score)) + score
 
     def sensitivity(self, calibration: Calibration, indicator: str) -> Sensitivity:
-        """The mean over batches of every sum, its magnitude, brought to the host at once; what was never
-        added to is zero.
+        """Return the magnitude of every sum's mean over batches, in one copy to the host.
+
+        An operator without any score gets zero.
         """
         graph, num = calibration.runner.graph, len(calibration.losses)
-        omega = calibration.empty(graph)
+        omega = calibration.zeros(graph)
         found = torch.stack([*self._sums.values()]).div(num).abs().tolist() if self._sums else []
         for (op, precision), score in zip(self._sums, found, strict=True):
             if not math.isfinite(score):
@@ -101,8 +102,8 @@ class Scores:
         return Sensitivity(graph.hash, indicator, omega, num)
 
 
-def own_edge(operand: torch.Tensor) -> torch.Tensor:
-    """The same values under a name of their own, whose gradient is what one operator alone sends back."""
+def own_view(operand: torch.Tensor) -> torch.Tensor:
+    """Return a view whose gradient is that of its one reader alone."""
     return operand.view_as(operand) if operand.requires_grad else operand.detach().requires_grad_()
 
 
@@ -111,6 +112,6 @@ def on_gradient(tensor: torch.Tensor, receive: Callable[[torch.Tensor], None]) -
     tensor.register_hook(receive)  # type: ignore[no-untyped-call]
 
 
-def is_felt(value: Any) -> bool:
-    """Whether a value is one that precisions round and gradients flow to."""
+def takes_gradient(value: Any) -> bool:
+    """Return whether a value is an FP32 tensor, which precisions round, that may get a gradient."""
     return isinstance(value, torch.Tensor) and value.dtype is torch.float32 and torch.is_grad_enabled()

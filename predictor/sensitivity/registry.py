@@ -1,4 +1,4 @@
-"""The indicators by name: what `qsync.sensitivity(..., indicator=NAME)` may ask for."""
+"""The indicators by name, as `qsync.sensitivity(..., indicator=NAME)` takes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import empirical
 from qsync.predictor.sensitivity.peers.fisher import fisher
 from qsync.predictor.sensitivity.peers.hessian import hessian
-from qsync.predictor.sensitivity.peers.qsync_depth import depth
-from qsync.predictor.sensitivity.peers.random_scores import drawn
-from qsync.predictor.sensitivity.peers.weight_rounding import weight
+from qsync.predictor.sensitivity.peers.qsync_depth import qsync_depth
+from qsync.predictor.sensitivity.peers.random_scores import random_scores
+from qsync.predictor.sensitivity.peers.weight_rounding import weight_rounding
 from qsync.predictor.sensitivity.variance import variance
 from qsync.records.profiles import Sensitivity
 
@@ -21,16 +21,16 @@ Indicator = Callable[[Calibration], Sensitivity]
 INDICATORS: Mapping[str, Indicator] = {
     "variance": variance,
     "empirical": empirical,
-    "depth": depth,
+    "depth": qsync_depth,
     "fisher": fisher,
     "hessian": hessian,
-    "weight": weight,
-    "random": drawn,
+    "weight": weight_rounding,
+    "random": random_scores,
 }
 
 
 def indicator_named(name: str) -> Indicator:
-    """The indicator called `name`; UnsupportedError with the nearest name if there is none.
+    """Return the indicator called `name`; UnsupportedError with the nearest name if there is none.
 
     >>> indicator_named("varience")
     UnsupportedError: there is no indicator 'varience' (nearest: 'variance'); choose one of ...

@@ -1,17 +1,17 @@
-"""Variance indicator: the gradient variance that lowering one operator adds, felt in two steps per batch.
+"""Variance indicator: the gradient variance that lowering one operator adds, from two steps per batch.
 
-Lowering an operator rounds its operands, its result, and the gradients that it gets and sends back. Each of
-these roundings moves the gradient of all parameters by an amount that qsync.predictor.sensitivity.directional_probe estimates; their
-errors are unrelated, so their squares add up:
+Lowering an operator rounds its operands, its result, and the gradients that it receives and sends back. Each
+rounding moves the gradient of all parameters; qsync.predictor.sensitivity.directional_probe estimates by how
+much. The errors are unrelated, so their squares add up:
 
     omega = sum over operands x   |A_x e(x)|^2         e: the rounding error of the precision's type
           + result y              |A_y e(y)|^2
           + gradient g of y       |B_y e(g)|^2
           + gradients sent back   |B_x e(dL/dx)|^2
 
-and the same for y and g of every following operator that then runs in 16 bits, as lowering says. QSync
-(arXiv:2407.02327, section 4) has the same sources of error, and weighs what they do downstream and upstream
-by depth; here it is measured, so there is nothing to weigh (qsync.predictor.sensitivity.peers.qsync_depth is QSync's).
+and the same for y and g of every following operator that lowering then runs in 16 bits. QSync
+(arXiv:2407.02327, section 4) has the same sources of error and weights their effects downstream and upstream
+by depth (qsync.predictor.sensitivity.peers.qsync_depth). Here the effects are measured and need no weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from qsync.predictor.sensitivity.calibration import Calibration
-from qsync.predictor.sensitivity.directional_probe import RESULT, STOCHASTIC, Felt, Probe, carried_narrow
+from qsync.predictor.sensitivity.directional_probe import (
+    RESULT,
+    STOCHASTIC,
+    Probe,
+    RoundingEffects,
+    rounded_results,
+)
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -27,36 +33,39 @@ from qsync.records.profiles import Sensitivity
 
 
 def variance(calibration: Calibration) -> Sensitivity:
-    """Sensitivity of each adjustable operator at each precision, averaged over calibration batches.
+    """Estimate the sensitivity of each adjustable operator at each precision, averaged over batches.
 
-    Two FP32 steps (forward and backward) per batch, and one copy to the host. Raises CalibrationError for NaN
-    or Inf in the data, naming the operator that met it first, and for a gradient that is zero.
+    Takes two FP32 steps (forward and backward) per batch, and one copy to the host. Raises CalibrationError
+    for NaN or Inf in the data, naming the operator that met it first, and for a gradient that is zero.
 
     >>> qsync.sensitivity(model, batches, loss_fn)
     """
     probe = Probe(calibration.precisions)
     calibration.assign({}, probe)
-    felt = [probe.feel(calibration, batch) for batch in range(len(calibration.losses))]
+    effects = [probe.measure(calibration, batch) for batch in range(len(calibration.losses))]
     graph = calibration.runner.graph
-    omega = calibration.empty(graph)
-    narrow = carried_narrow(graph)
-    for one in felt:
-        for name, modes in indicator(graph, one, calibration.precisions, narrow).items():
+    omega = calibration.zeros(graph)
+    rounded = rounded_results(graph)
+    for batch_effects in effects:
+        for name, modes in indicator(graph, batch_effects, calibration.precisions, rounded).items():
             for mode, added in modes.items():
-                omega[name][mode] += added / len(felt)
-    return Sensitivity(graph.hash, "variance", omega, len(felt))
+                omega[name][mode] += added / len(effects)
+    return Sensitivity(graph.hash, "variance", omega, len(effects))
 
 
 def indicator(
-    graph: OpGraph, felt: Felt, precisions: Sequence[Precision], narrow: Mapping[str, Iterable[str]]
+    graph: OpGraph,
+    effects: RoundingEffects,
+    precisions: Sequence[Precision],
+    rounded: Mapping[str, Iterable[str]],
 ) -> dict[str, dict[str, float]]:
-    """omega[op][precision] of one batch. `narrow`: see `carried_narrow`. Pure.
+    """Return omega[op][precision] of one batch; `rounded` comes from `rounded_results`. Pure.
 
-    An operator that was never reached adds nothing.
+    An operator that backward never reached adds nothing.
     """
     return {
         op.name: {
-            str(p): _omega(op, p, felt, narrow.get(op.name, ()))
+            str(p): _omega(op, p, effects, rounded.get(op.name, ()))
             for p in precisions
             if p in PRECISIONS_BY_KIND[op.kind] and p is not Precision.FP32
         }
@@ -64,14 +73,15 @@ def indicator(
     }
 
 
-def _omega(op: Op, precision: Precision, felt: Felt, narrow: Iterable[str]) -> float:
+def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iterable[str]) -> float:
+    """Sum the effects of all roundings of one operator at one precision."""
     operands = range(len(op.inputs))
 
     def value(index: int, type_name: str, name: str = op.name) -> float:
-        return felt.values.get((name, index, type_name), 0.0)
+        return effects.values.get((name, index, type_name), 0.0)
 
     def gradient(index: int, type_name: str, name: str = op.name) -> float:
-        return felt.gradients.get((name, index, type_name), 0.0)
+        return effects.gradients.get((name, index, type_name), 0.0)
 
     total = sum(value(i, rounded_to(op.kind, i, precision)) for i in operands)
     if precision is Precision.TF32:
@@ -85,6 +95,6 @@ def _omega(op: Op, precision: Precision, felt: Felt, narrow: Iterable[str]) -> f
     if precision is Precision.FP16 or (precision is Precision.INT8 and op.kind == "attention"):
         total += value(RESULT, float_type)  # the product of INT8 attention with V is a 16-bit one
     if precision is Precision.BF16:
-        total += sum(value(RESULT, "bf16", name) for name in narrow)
-        total += sum(gradient(RESULT, "bf16", name) for name in narrow if name != op.name)
+        total += sum(value(RESULT, "bf16", name) for name in rounded)
+        total += sum(gradient(RESULT, "bf16", name) for name in rounded if name != op.name)
     return total

@@ -1,4 +1,4 @@
-"""The memory model: what is kept for backward, once each, and the largest sum over a step."""
+"""The memory model: the tensors saved for backward, once each, and the largest sum over a step."""
 
 from __future__ import annotations
 

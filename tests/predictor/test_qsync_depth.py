@@ -10,8 +10,13 @@ from torch import nn
 import qsync
 from qsync import backend
 from qsync.backend.encoding import decode, encode
-from qsync.predictor.sensitivity.peers.operand_statistics import Gatherer, OpStatistics, rounding_variance
-from qsync.predictor.sensitivity.peers.qsync_depth import indicator, product_terms
+from qsync.predictor.sensitivity.peers.qsync_depth import (
+    Gatherer,
+    OpStatistics,
+    indicator,
+    product_terms,
+    rounding_variance,
+)
 from qsync.records.graph import Op, Role
 from qsync.records.precision import Precision, is_encoded, operand_type
 from qsync.runtime import program

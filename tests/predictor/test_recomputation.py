@@ -25,7 +25,7 @@ from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Run
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory.peak import StepMemory, peak_memory
-from qsync.predictor.memory.vectorized_peak import peak_bytes
+from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.graph import Role
 from qsync.records.levers import ClassLevers, Levers, Setting
 from qsync.records.plans import ClassPlan, Plan
@@ -172,7 +172,7 @@ def test_incremental_vectorized_and_whole_memory_agree_with_recomputed_blocks(da
     memory.update(lowering, lowering.assign(op, precision).touched)
     anew = StepMemory(lowering.lowered(), num_ranks=2).peak_bytes
     assert memory.peak_bytes == anew
-    assert peak_bytes(Tabulated(graph, lowering.assignment(), "bf16", less), num_ranks=2) == anew
+    assert vectorized_peak_bytes(Tabulated(graph, lowering.assignment(), "bf16", less), num_ranks=2) == anew
 
 
 @pytest.mark.parametrize(

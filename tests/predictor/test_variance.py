@@ -13,7 +13,7 @@ import qsync
 from qsync import backend
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.errors import CalibrationError
-from qsync.predictor.sensitivity.directional_probe import RESULT, STOCHASTIC, Felt, carried_narrow
+from qsync.predictor.sensitivity.directional_probe import RESULT, STOCHASTIC, RoundingEffects, rounded_results
 from qsync.predictor.sensitivity.rounding import rounding_error, stochastic_errors
 from qsync.predictor.sensitivity.variance import indicator
 from qsync.records.graph import Op, OpGraph, Role
@@ -86,23 +86,23 @@ def test_omega_is_the_sum_of_what_a_precision_rounds():
                  ("op", 0, STOCHASTIC): 1000.0, ("op", RESULT, "tf32"): 0.25}  # fmt: skip
     precisions = [Precision.TF32, Precision.BF16, Precision.INT8, Precision.INT8_ALL]
     narrow = {"op": ("op", "gelu")}
-    assert indicator(graph_of(), Felt(values, gradients), precisions, narrow)["op"] == {
+    assert indicator(graph_of(), RoundingEffects(values, gradients), precisions, narrow)["op"] == {
         "tf32": 0.5 + 0.25,
         "bf16": 1 + 2 + 4 + 8 + 16 + 32 + 64,
         "int8": 100 + 200 + 16 + 32,
         "int8_all": 100 + 200 + 1000,
     }
-    attention = indicator(graph_of("attention"), Felt(values, gradients), [Precision.INT8], narrow)
+    attention = indicator(graph_of("attention"), RoundingEffects(values, gradients), [Precision.INT8], narrow)
     assert attention["op"] == {"int8": 100 + 200 + 4 + 16 + 32}
 
 
 def test_an_operator_that_never_ran_adds_nothing():
-    assert indicator(graph_of(), Felt({}, {}), [Precision.INT8], {}) == {"op": {"int8": 0.0}}
+    assert indicator(graph_of(), RoundingEffects({}, {}), [Precision.INT8], {}) == {"op": {"int8": 0.0}}
 
 
 def test_following_operators_are_rounded_where_they_run_in_16_bits():
     graph = qsync.capture(Counted(), batches()[0])
-    narrow = carried_narrow(graph)
+    narrow = rounded_results(graph)
     assert [name.split(".")[-1] for name in narrow["first"]] == ["first", "gelu"]
     assert narrow["head"] == ("head",)
 
@@ -192,7 +192,7 @@ def test_an_embedding_s_error_is_felt_where_its_rows_are_looked_up():
     for precision in ("bf16", "int8"):
         found = omega["embedding"][precision]
         assert found == pytest.approx(truth["embedding"][precision], rel=0.5), precision
-    assert carried_narrow(qsync.capture(Model(), places[0]))["embedding"] == ()
+    assert rounded_results(qsync.capture(Model(), places[0]))["embedding"] == ()
 
 
 def test_errors_that_rows_share_add_up():

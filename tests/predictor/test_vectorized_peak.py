@@ -15,7 +15,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.vectorized import Tabulated
 from qsync.predictor.memory import lifetimes
 from qsync.predictor.memory.peak import StepMemory
-from qsync.predictor.memory.vectorized_peak import Footprints, peak_bytes
+from qsync.predictor.memory.vectorized_peak import VectorizedPeak, vectorized_peak_bytes
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import can_save_less, ops_that_save_less
@@ -28,10 +28,10 @@ def check(graph: OpGraph, assignment, less=(), device="cpu", num_ranks=2) -> Non
     lowered = Tabulated(graph, assignment, "bf16", less)
     options = {"optimizer_bytes": 1000, "num_ranks": num_ranks, "device": device}
     memory = StepMemory(lower(graph, assignment, "bf16", less), **options)
-    assert peak_bytes(lowered, **options) == memory.peak_bytes
+    assert vectorized_peak_bytes(lowered, **options) == memory.peak_bytes
     curve = memory.curve()
     expected = np.sum([curve[part] for part in ("casts", "saved", "transient")], axis=0)
-    found = Footprints(graph, device, num_ranks > 1).in_use(lowered)
+    found = VectorizedPeak(graph, device, num_ranks > 1).in_use(lowered)
     assert np.array_equal(found[: len(expected)], expected)
 
 
@@ -170,20 +170,20 @@ def test_a_weight_is_cast_where_its_first_product_stands():
 
 def test_tensors_are_followed_once_for_every_distinct_case(monkeypatch):
     followed = []
-    real = lifetimes.Lifetimes.of
+    real = lifetimes.Lifetimes.spans_of
     monkeypatch.setattr(
-        lifetimes.Lifetimes, "of", lambda self, what: (followed.append(what), real(self, what))[1]
+        lifetimes.Lifetimes, "spans_of", lambda self, what: (followed.append(what), real(self, what))[1]
     )
     counts = []
     for num_layers in (3, 6, 12):
         graph = encoder(num_layers)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         followed.clear()
-        first = peak_bytes(Tabulated(graph, assignment))
+        first = vectorized_peak_bytes(Tabulated(graph, assignment))
         counts.append(len(followed))
         followed.clear()
-        assert peak_bytes(Tabulated(graph, assignment)) == first and not followed
+        assert vectorized_peak_bytes(Tabulated(graph, assignment)) == first and not followed
         # A changed plan asks about what is new in it only.
-        peak_bytes(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
+        vectorized_peak_bytes(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
         assert 0 < len(followed) < 20
     assert counts[0] == counts[1] == counts[2] > 0

@@ -2,9 +2,9 @@
 
     omega[op][p] = sum over operands x of  sum (dL/dx)^2 e^2,     e the rounding error of x at p
 
-The expected squared change of the loss by independent errors of these sizes. ModelOpt takes the error of the
-operator's output instead; dL/dx = (dL/dy) W' carries the same score to where the rounding happens. It asks
-what a precision does to the loss, not to the gradient of the loss.
+This is the expected squared change of the loss by independent errors of these sizes. ModelOpt takes the error
+of the operator's output instead; dL/dx = (dL/dy) W' moves the same score to the rounded operand. The score is
+about the loss, not about its gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsync.records.profiles import Sensitivity
 
 
 def fisher(calibration: Calibration) -> Sensitivity:
-    """Squared loss change by each adjustable operator at each precision: one FP32 step per batch.
+    """Score the squared change of the loss: one FP32 step per batch.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="fisher")
     """

@@ -3,8 +3,8 @@
     omega[op][p] = |tr(H_w)| / n  |Q_p(w) - w|^2,      w of n elements
     tr(H_w)      = E r' H r  =  E r' [dL/dw (theta + eps r) - dL/dw (theta)] / eps      (Hutchinson)
 
-with one random sign per parameter, the same in all weights: the blocks between weights have mean zero. Only
-the rounding of weights counts, so products of activations score zero.
+with one random sign per parameter. Terms between different weights have mean zero. Only the rounding of
+weights counts, so products of activations score zero.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from qsync.predictor.sensitivity.operand_gradients import Edges, Scores, rounded
 from qsync.predictor.sensitivity.rounding import rounding_error
 from qsync.records.profiles import Sensitivity
 
-STEP = 3e-3  # of the root mean square of all parameters
+STEP = 3e-3  # relative to the root mean square of all parameters
 
 
 def hessian(calibration: Calibration) -> Sensitivity:
-    """Loss curvature times squared weight error: two FP32 steps per batch.
+    """Score loss curvature times squared weight error: two FP32 steps per batch.
 
     The trace is averaged over batches before its magnitude is taken.
 
@@ -28,7 +28,7 @@ def hessian(calibration: Calibration) -> Sensitivity:
     calibration.assign({}, edges)
     for batch in range(len(calibration.losses)):
         here = [edge for edge in edges.of_step(calibration, batch) if edge.is_parameter]
-        with calibration.aside(batch, STEP) as eps:
+        with calibration.perturbed(batch, STEP) as eps:
             there = [edge for edge in edges.of_step(calibration, batch) if edge.is_parameter]
         for edge, moved in zip(here, there, strict=True):
             trace = ((moved.value - edge.value) * (moved.gradient - edge.gradient)).sum() / eps.square()

@@ -1,4 +1,4 @@
-"""QSync's indicator: the same sources of error as `variance`, weighed by depth.
+"""QSync's indicator: the same sources of error as `variance`, weighted by depth.
 
 For y = x W (x: M x K, W: K x N, g = dL/dy) with per-element rounding variances v_x, v_w, v_g (QSync,
 arXiv:2407.02327, Section 4; squared Frobenius norms throughout):
@@ -7,43 +7,54 @@ arXiv:2407.02327, Section 4; squared Frobenius norms throughout):
     wgrad     E|d(x'g)|^2  = v_x K |g|^2 + v_g N |x|^2
     dgrad     E|d(gW')|^2  = v_g M |W|^2 + v_w K |g|^2
 
-The wgrad term is gradient variance already. The other two are errors of an activation and of its gradient;
-with G the squared norm of the whole gradient, L the depth of the model and d the operator's own (QSync's
-depth weights, made commensurate; the conversion is ours):
+The wgrad term is a gradient variance already. The other two are errors of an activation and of its gradient.
+They are converted with G, the squared norm of the whole gradient, L, the depth of the model, and d, the depth
+of the operator (QSync's depth weights, in commensurate units):
 
     omega = wgrad + G [ (L - d)/L  forward / |y|^2  +  d/L  dgrad / |gW'|^2 ]
 
-A relative error of y is taken to change the gradient of everything downstream by the same relative amount,
-and a relative error of gW' everything upstream: true of a chain, not of a residual stream or behind a norm.
-|gW'|^2 is taken as |g|^2 |W|^2 / N, its value for directions in general position.
+This assumes that a relative error of y changes all gradients downstream by the same relative amount, and one
+of gW' all gradients upstream. That holds in a chain, but not in a residual stream or behind a norm. |gW'|^2
+is taken as |g|^2 |W|^2 / N, its value for random directions.
 
 An embedding, y = S W with S the lookups (M rows, each with a single 1), multiplies nothing and has nothing
 upstream:
 
     forward   E|dy|^2      = v_y M K
-    wgrad     E|d(S'g)|^2  = v_g M K                                                               (ours)
+    wgrad     E|d(S'g)|^2  = v_g M K
 
-v_y is of the rows that were looked up; the rounding errors of gradients that go to one row add up there.
+v_y is that of the rows looked up. The rounding errors of all gradients of one row add up there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
+
+from qsync.errors import CalibrationError
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.runner import check_finite
 from qsync.predictor.sensitivity.calibration import Calibration
-from qsync.predictor.sensitivity.peers.operand_statistics import Gatherer, OpStatistics
-from qsync.records.graph import Op, OpGraph, num_elements
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, operand_type, rounded_type
+from qsync.records.graph import Op, OpGraph, Role, num_elements
+from qsync.records.precision import (
+    MANTISSA_BITS,
+    PRECISIONS_BY_KIND,
+    ROUNDS_WHAT_IT_READS,
+    Precision,
+    operand_type,
+    rounded_type,
+)
 from qsync.records.profiles import Sensitivity
 
 
-def depth(calibration: Calibration) -> Sensitivity:
-    """Sensitivity of each adjustable operator at each precision, averaged over calibration batches.
+def qsync_depth(calibration: Calibration) -> Sensitivity:
+    """Estimate the sensitivity of each adjustable operator at each precision, averaged over batches.
 
-    One FP32 step per batch. Raises CalibrationError for NaN or Inf in the data, naming the operator that met
-    it first.
+    Takes one FP32 step per batch. Raises CalibrationError for NaN or Inf in the data, naming the operator
+    that met it first.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="depth")
     """
@@ -70,7 +81,7 @@ def depth(calibration: Calibration) -> Sensitivity:
 def indicator(
     graph: OpGraph, statistics: dict[str, OpStatistics], gradient: float, precisions: Sequence[Precision]
 ) -> dict[str, dict[str, float]]:
-    """omega[op][precision] of one batch, from its statistics and the squared norm of its gradient. Pure."""
+    """Return omega[op][precision] of one batch, from its statistics and squared gradient norm. Pure."""
     depth = max((op.depth for op in graph.adjustable), default=1)
     omega: dict[str, dict[str, float]] = {}
     for op in graph.adjustable:
@@ -91,7 +102,7 @@ def _omega(op: Op, precision: Precision, found: OpStatistics, gradient: float, d
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`forward` and `dgrad` relative to |y|^2 and |gW'|^2, `wgrad` in squared gradient norm."""
+    """The three terms: `forward` and `dgrad` relative to |y|^2 and |gW'|^2, `wgrad` in squared norm."""
 
     forward: float
     wgrad: float
@@ -99,7 +110,7 @@ class Terms:
 
 
 def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """The three terms of the module's equation for one operator at one precision. Pure."""
+    """Return the three terms of the module's equation for one operator at one precision. Pure."""
     if op.kind in ("matmul", "attention"):
         return _activation_terms(op, precision, found)
     if op.kind == "embedding":
@@ -122,9 +133,7 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 
 def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """Products of activations: relative rounding variances of what enters, each of which the result repeats
-    (ours).
-    """
+    """Return the terms of a product of activations: the result repeats each operand's relative variance."""
     relative = 0.0
     for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
         size = num_elements(found.shapes[j])
@@ -135,7 +144,7 @@ def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Term
 
 
 def _lookup_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """An embedding's: its rows are rounded, and so is the gradient that it adds up."""
+    """Return the terms of an embedding: it rounds its rows, and the gradient that it adds up."""
     size = num_elements(op.shape)
     v_y = found.rounding[0][rounded_type(op.kind, 0, precision)]
     v_g = found.gradient_rounding[gradient_type(precision)] if found.weight_trains else 0.0
@@ -143,7 +152,7 @@ def _lookup_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 
 def gradient_type(precision: Precision) -> str:
-    """The type in which an operator's backward products take the gradient."""
+    """Return the type in which an operator's backward products take the gradient."""
     if precision in (Precision.INT8_ALL, Precision.FP8):
         return {Precision.INT8_ALL: "int8_stochastic", Precision.FP8: "e5m2"}[precision]
     if precision is Precision.INT8:
@@ -152,7 +161,7 @@ def gradient_type(precision: Precision) -> str:
 
 
 def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
-    """M, K, N of a product with a weight: rows (or positions), contracted size, output channels."""
+    """Return M, K, N of a product with a weight: rows (or positions), contracted size, output channels."""
     if op.kind == "linear":
         n, k = found.shapes[1]
         return num_elements(op.shape) // max(n, 1), k, n
@@ -164,9 +173,171 @@ def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
 
 
 def _window(op: Op, found: OpStatistics) -> float:
-    """How often a convolution reads each element of its input, on average; 1 for other products."""
+    """Return how often a convolution reads each input element on average; 1 for other products."""
     if not op.kind.startswith("conv"):
         return 1.0
     positions = num_elements(op.shape[2:]) / max(num_elements(found.shapes[0][2:]), 1)
     groups = found.shapes[0][1] / max(found.shapes[1][1], 1)
     return positions * num_elements(found.shapes[1][2:]) / max(groups, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class OpStatistics:
+    """The squared Frobenius norms and rounding variances of one operator on one batch.
+
+    Lists run over the rounded values: `Op.inputs`, or of an embedding its result (the rows it looked up).
+    `rounding` has for each type the mean over elements of the variance that rounding to it adds.
+    """
+
+    shapes: list[tuple[int, ...]]
+    squares: list[float]
+    rounding: list[dict[str, float]]
+    output_square: float
+    gradient_square: float
+    gradient_rounding: dict[str, float]
+    weight_trains: bool
+
+
+@dataclass(slots=True)
+class _DeviceStatistics:
+    """The same as tensors on the device, until the pass is over: no copy to the host per tensor."""
+
+    shapes: list[tuple[int, ...]]
+    squares: list[torch.Tensor]
+    rounding: list[dict[str, torch.Tensor]]
+    output_square: torch.Tensor
+    weight_trains: bool
+    gradient_square: torch.Tensor | None = None
+    gradient_rounding: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Gatherer:
+    """An Observer (see qsync.runtime.rewriting) of one FP32 step."""
+
+    def __init__(self, precisions: Sequence[Precision]) -> None:
+        self._precisions = [p for p in precisions if p is not Precision.FP32]
+        self._raw: dict[str, _DeviceStatistics] = {}
+        self._operands: dict[str, tuple[Any, ...]] = {}
+        self._pending: list[tuple[str, torch.Tensor, tuple[Any, ...]]] = []
+
+    def began(self) -> None:
+        """Do nothing: statistics have no order."""
+
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        """Hold an operator's operands and result until `describe` gets the graph."""
+        if isinstance(node, Run) and node.mode in ("fp32",) and isinstance(result, torch.Tensor):
+            self._pending.append((node.op, result, operands))
+
+    def describe(self, graph: OpGraph) -> None:
+        """Take the statistics of every adjustable operator that ran, and hook those of its gradient."""
+        ops = {op.name: op for op in graph.ops if op.role is Role.ADJUSTABLE}
+        with torch.no_grad():
+            for name, result, operands in self._pending:
+                if name in ops:
+                    self._raw[name] = self._take(ops[name], result, operands)
+        for name, result, _ in self._pending:
+            if name in ops and result.requires_grad:
+                result.register_hook(  # type: ignore[no-untyped-call]
+                    lambda gradient, name=name: self._take_gradient(name, gradient)
+                )
+        self._pending.clear()
+
+    def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _DeviceStatistics:
+        usable = [p for p in self._precisions if p in PRECISIONS_BY_KIND[op.kind]]
+        weight = operands[2 if op.kind == "addmm" else 1] if len(operands) > 1 else None
+        trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
+        rounded = (result,) if op.kind in ROUNDS_WHAT_IT_READS else operands
+        rounding = [
+            {
+                t: rounding_variance(tensor, t)
+                for t in {rounded_type(op.kind, j, p) for p in usable}
+                if t != "fp32"
+            }
+            for j, tensor in enumerate(rounded)
+        ]
+        for entry in rounding:
+            entry["fp32"] = torch.zeros(())
+        squares = [tensor.float().square().sum() for tensor in rounded]
+        return _DeviceStatistics(
+            [tuple(t.shape) for t in rounded], squares, rounding, result.float().square().sum(), trains
+        )
+
+    def _take_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        raw = self._raw[name]
+        with torch.no_grad():
+            raw.gradient_square = gradient.float().square().sum()
+            types = {"bf16", *("fp16" for p in self._precisions if p is Precision.FP16)}
+            types |= {"tf32" for p in self._precisions if p is Precision.TF32}
+            types |= {"int8_stochastic" for p in self._precisions if p is Precision.INT8_ALL}
+            types |= {"e5m2" for p in self._precisions if p is Precision.FP8}
+            raw.gradient_rounding = {t: rounding_variance(gradient, t) for t in types}
+
+    def check_finite(self, graph: OpGraph) -> None:
+        """Raise CalibrationError with the first operator, in model order, that met NaN or Inf."""
+        for op in graph.ops:
+            raw = self._raw.get(op.name)
+            if raw is not None and not all(
+                bool(square.isfinite()) for square in (*raw.squares, raw.output_square)
+            ):
+                raise CalibrationError(
+                    f"{op.name} met NaN or Inf in the calibration data; clean the batch or the weights "
+                    "before planning"
+                )
+
+    def statistics(self) -> dict[str, OpStatistics]:
+        """Return the statistics of every adjustable operator that ran, as numbers."""
+        found = {}
+        for name, raw in self._raw.items():
+            found[name] = OpStatistics(
+                raw.shapes,
+                [float(square) for square in raw.squares],
+                [{t: float(v) for t, v in entry.items()} for entry in raw.rounding],
+                float(raw.output_square),
+                float(raw.gradient_square) if raw.gradient_square is not None else 0.0,
+                {t: float(v) for t, v in raw.gradient_rounding.items()} or _Zeros(),
+                raw.weight_trains,
+            )
+        return found
+
+
+class _Zeros(dict[str, float]):
+    """The rounding variances of a gradient that never arrived: all zero."""
+
+    def __missing__(self, key: str) -> float:
+        return 0.0
+
+
+def rounding_variance(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Return the mean over elements of the variance that rounding to a type adds.
+
+    Nearest rounding with step s adds s^2/12 per element, stochastic rounding s^2/6. INT8 has s = amax/127 per
+    row (of the last dimension), column, image or channel; a float of m mantissa bits has
+    s = 2^(floor(log2|x|) - m).
+
+    >>> rounding_variance(torch.ones(2, 4), "int8_row")   # (1/127)^2 / 12
+    """
+    x = tensor.detach().float()
+    if x.numel() == 0:
+        return torch.zeros((), device=x.device)
+    if type_name.startswith(("int8", "fp8_row", "fp8_col")):
+        return _scaled_variance(x, type_name)
+    bits = {"e5m2": 2, **MANTISSA_BITS}[type_name]
+    _, exponent = torch.frexp(x)  # x = m 2^e with m in [0.5, 1), so floor(log2|x|) = e - 1
+    step = torch.ldexp((x != 0).float(), exponent - 1 - bits)
+    return step.square().mean() / 12
+
+
+def _scaled_variance(x: torch.Tensor, type_name: str) -> torch.Tensor:
+    """Return the same for an encoding with scales."""
+    prefix, _, layout = type_name.partition("_")
+    if layout in ("image", "channel"):
+        rows = x.flatten(1)
+    else:
+        rows = x.mT if layout in ("col", "inner") and x.ndim > 1 else x
+    amax = rows.abs().amax(-1)
+    if prefix == "int8":
+        return (amax / 127).square().mean() / (6 if layout == "stochastic" else 12)
+    scaled = rows / (amax.clamp_min(torch.finfo(torch.float32).tiny) / 448)[..., None]
+    _, exponent = torch.frexp(scaled)
+    step = torch.ldexp((scaled != 0).float(), exponent.clamp_min(-5) - 1 - MANTISSA_BITS["fp8"])
+    return (step * (amax / 448)[..., None]).square().mean() / 12

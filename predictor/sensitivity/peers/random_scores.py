@@ -1,4 +1,4 @@
-"""The least an indicator may be: random numbers. What does not beat this has told nothing."""
+"""Random numbers: the baseline that every indicator has to beat."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from qsync.records.profiles import Sensitivity
 _INT8_STEP = 1 / 127
 
 
-def drawn(calibration: Calibration) -> Sensitivity:
-    """omega[op][p] = u_op s_p^2/12, u uniform in (0, 1) per operator, s the step of the precision at 1.
+def random_scores(calibration: Calibration) -> Sensitivity:
+    """Draw omega[op][p] = u_op s_p^2/12: u uniform in (0, 1), s the step of the precision at 1.
 
-    Lower precisions cost more, which anybody knows; which operators bear them is drawn, from the seed. One
-    forward pass on one batch, to learn the operators.
+    Lower precisions cost more; the order of the operators is drawn from the seed. Takes one forward pass on
+    one batch, to trace the operators.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="random", seed=1)
     """
     calibration.assign({})
     calibration.forward(0)
     graph = calibration.runner.graph
-    omega = calibration.empty(graph)
+    omega = calibration.zeros(graph)
     draw = random.Random(calibration.seed)
     factors = {name: 1 - draw.random() for name in omega}
     for name, modes in omega.items():

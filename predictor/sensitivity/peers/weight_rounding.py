@@ -1,9 +1,8 @@
-"""The variance that rounding adds to an operator's weight, and nothing else.
+"""The squared rounding error of an operator's weight, and nothing else.
 
     omega[op][p] = |Q_p(w) - w|^2
 
-Needs no gradient, and knows neither activations nor what the loss makes of either: products of activations
-score zero.
+It needs no gradient and ignores activations and the loss: products of activations score zero.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from qsync.predictor.sensitivity.rounding import rounding_error
 from qsync.records.profiles import Sensitivity
 
 
-def weight(calibration: Calibration) -> Sensitivity:
-    """Squared rounding error of each operator's parameters: one FP32 step per batch, to meet them in.
+def weight_rounding(calibration: Calibration) -> Sensitivity:
+    """Score the squared rounding error of each operator's parameters: one FP32 step per batch.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="weight")
     """
