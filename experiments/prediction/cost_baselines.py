@@ -1,4 +1,4 @@
-"""What a learned cost model must beat: the roofline, and a line fitted to each kind of operator."""
+"""Baselines of the learned cost model: the roofline, and a line fitted to each kind of operator."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class Roofline:
     """The least time at the device's peaks: launch + max(operations / peak, bytes / bandwidth)."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
-        pass  # peaks are the device's: there is nothing to fit
+        """Ignore the samples: peaks are the device's, there is nothing to fit."""
 
     def seconds(self, asked: Asked) -> Array:
-        """Seconds (N,) of calls."""
+        """Return the seconds (N,) of calls."""
         return np.array([least_s(*each) for each in asked])
 
 
 class Linear:
-    """t = a + b operations + c bytes by kind, mode and direction: relative least squares, none negative.
+    """A line t = a + b operations + c bytes per kind, mode and direction, by relative least squares.
 
-    What was never sampled is priced by the roofline.
+    No coefficient is negative. Calls never sampled are priced by the roofline.
     """
 
     def __init__(self, samples: Sequence[Sample]) -> None:
@@ -44,7 +44,7 @@ class Linear:
             self._weights[key] = nnls(at_best / seconds[:, None], np.ones(len(members)))[0]
 
     def seconds(self, asked: Asked) -> Array:
-        """Seconds (N,) of calls."""
+        """Return the seconds (N,) of calls."""
         found = []
         for call, mode, direction, sheet in asked:
             weights = self._weights.get((call.kind, mode, direction))

@@ -1,9 +1,9 @@
 """Learned costs against roofline and linear fits: `python -m qsync.experiments.prediction.learned_costs`.
 
-Measures a few hundred single operators and five models on this machine, one thread, and predicts what was
-held out: shapes (no sample of the shape was seen), whole models (no sample of the model was seen), and other
-batches of a model of which one was profiled. Writes learned_costs.json and learned_costs.png to --out; with
---again it reads the measurements there instead of making new ones.
+Measures a few hundred single operators and five models on this machine, on one thread. Predicts shapes
+without any sample of the shape, models without any sample of the model, and other batch sizes of a profiled
+model. Writes learned_costs.json and learned_costs.png to --out; with --again it reads the measurements there
+instead of making new ones.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from qsync.replayer import ClassCosts
 
 OUT = Path("experiments/results/learned_costs")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
-WAYS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
+METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
 # Another batch size of each model than the one that is profiled.
 OTHER_BATCH = {"gpt": 3, "bert": 12, "vit": 40, "resnet": 20, "vgg": 12}
-# Shorter operators are mostly Python and the clock; they are judged among all, and left out beside.
+# Shorter operators are mostly Python and the clock: a second figure leaves them out.
 LONG_S, LONG = 20e-6, "20 us or more"
 Measured = tuple[OpGraph, Profile]
 
@@ -70,7 +70,7 @@ def main(
 
 
 def measure(out: Path, num: int, rounds: int) -> None:
-    """Profiles of single operators (cells) and of every model at two batch sizes, saved as they are made."""
+    """Profile single operators (cells) and every model at two batch sizes, and save each profile."""
     start, device = time.perf_counter(), torch.device("cpu")
     sheet = cost_learning.measure_sheet(device)
     chosen = cost_learning.choose_calls(num, sheet)
@@ -103,7 +103,7 @@ def _save(out: Path, name: str, found: Measured) -> None:
 
 
 def read(out: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
-    """What `measure` wrote. QSyncError if it did not."""
+    """Read what `measure` wrote. Raises QSyncError if there is nothing."""
     if not (out / "about.json").is_file():
         raise QSyncError(f"{out} holds no measurements; leave out --again")
     names = sorted(path.stem.removeprefix("graph-") for path in out.glob("graph-*.json"))
@@ -115,30 +115,32 @@ def read(out: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
 
 
 def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """The errors of every way: at shapes held out, of models held out, and of other batch sizes."""
+    """Return the errors of every method: at shapes held out, of models held out, of other batch sizes."""
     sheet = DataSheet.from_json(about["sheet"])
     samples = {name: samples_of(*found, sheet) for name, found in measured.items()}
     cells = [s for name, found in samples.items() if name.startswith("cells") for s in found]
     models = [name for name in measured if not name.startswith("cells") and not name.endswith("-other")]
-    every = cells + [s for name in models for s in samples[name]]
-    shapes = {way: _by_kind(every, held_out_shapes(every, fit)) for way, fit in WAYS.items()}
+    all_samples = cells + [s for name in models for s in samples[name]]
+    shapes = {
+        method: _by_kind(all_samples, held_out_shapes(all_samples, fit)) for method, fit in METHODS.items()
+    }
     held, steps, batches = {}, {}, {}
     for name in models:
         others = cells + [s for other in models if other != name for s in samples[other]]
-        priced = {way: fit(others) for way, fit in WAYS.items()}
+        priced = {method: fit(others) for method, fit in METHODS.items()}
         held[name] = {
-            way: _by_kind(samples[name], model.seconds([asked(s) for s in samples[name]]))
-            for way, model in priced.items()
+            method: _by_kind(samples[name], model.seconds([asked(s) for s in samples[name]]))
+            for method, model in priced.items()
         }
-        steps[name] = {way: _steps(measured[name], model, sheet) for way, model in priced.items()}
+        steps[name] = {method: _steps(measured[name], model, sheet) for method, model in priced.items()}
         if f"{name}-other" in measured:
-            batches[name] = _batches(measured[name], measured[f"{name}-other"], CostModel(every), sheet)
-    body = {"num_samples": len(every), "held_out_shapes": shapes, "held_out_models": held}
+            batches[name] = _batches(measured[name], measured[f"{name}-other"], CostModel(all_samples), sheet)
+    body = {"num_samples": len(all_samples), "held_out_shapes": shapes, "held_out_models": held}
     return {**about, **body, "whole_steps": steps, "other_batches": batches, "measured": True}
 
 
 def _by_kind(samples: Sequence[Sample], predicted: Any) -> dict[str, tuple[float, float]]:
-    """Median and 95th percentile of |predicted / measured - 1|, by kind of operator and of all."""
+    """Return median and 95th percentile of |predicted / measured - 1|, by kind of operator and of all."""
     errors = np.abs(predicted / np.array([s.seconds for s in samples]) - 1)
     kinds = {
         kind: [e for s, e in zip(samples, errors, strict=True) if s.call.kind == kind]
@@ -150,14 +152,14 @@ def _by_kind(samples: Sequence[Sample], predicted: Any) -> dict[str, tuple[float
 
 
 def _steps(found: Measured, model: Any, sheet: DataSheet) -> dict[str, float]:
-    """Signed error of all operators and casts of a step in each uniform precision."""
+    """Return the signed error of all operators and casts of a step in each uniform precision."""
     graph, profile = found
     guess = priced_as(graph, profile, model, sheet)
     return {str(p): total_s(graph, guess, p) / total_s(graph, profile, p) - 1 for p in PRECISIONS}
 
 
 def _batches(known: Measured, other: Measured, model: CostModel, sheet: DataSheet) -> dict[str, Any]:
-    """Signed error of a step at another batch size: filled in, and scaled by the batch."""
+    """Return the signed error of a step at another batch size: filled in, and scaled by the batch."""
     (graph, profile), (larger, truth) = known, other
     guess = fill(profile, larger, model, measured_on=graph, sheet=sheet)
     grown = _batch(larger) / _batch(graph)
@@ -173,46 +175,52 @@ def _batch(graph: OpGraph) -> int:
 
 
 def total_s(graph: OpGraph, profile: Profile, precision: Precision) -> float:
-    """Seconds of all operators and casts with every operator that can in one precision."""
+    """Return the seconds of all operators and casts, with every operator that can in one precision."""
     chosen = {op.name: precision for op in graph.adjustable if precision in profile.precisions_of(op.name)}
     return ClassCosts(Lowering(graph, chosen), profile).total_s
 
 
 def verdicts(content: Mapping[str, Any]) -> dict[str, bool]:
-    """Whether the learned model beats both baselines: at shapes, of models, of whole steps."""
+    """Return whether the learned model beats both baselines: at shapes, of models, of whole steps."""
 
     def best(errors: Mapping[str, float]) -> bool:
-        return all(errors["learned"] < errors[way] for way in ("roofline", "linear"))
+        return all(errors["learned"] < errors[method] for method in ("roofline", "linear"))
 
-    shapes = {way: content["held_out_shapes"][way]["all"] for way in WAYS}
-    models = {way: [entry[way]["all"] for entry in content["held_out_models"].values()] for way in WAYS}
+    shapes = {method: content["held_out_shapes"][method]["all"] for method in METHODS}
+    models = {
+        method: [entry[method]["all"] for entry in content["held_out_models"].values()] for method in METHODS
+    }
     steps = whole_steps(content)
     return {
-        "shapes, median": best({way: found[0] for way, found in shapes.items()}),
-        "shapes, 95th percentile": best({way: found[1] for way, found in shapes.items()}),
+        "shapes, median": best({method: found[0] for method, found in shapes.items()}),
+        "shapes, 95th percentile": best({method: found[1] for method, found in shapes.items()}),
         "shapes, 95th percentile, 20 us or more": best(
-            {way: content["held_out_shapes"][way][LONG][1] for way in WAYS}
+            {method: content["held_out_shapes"][method][LONG][1] for method in METHODS}
         ),
-        "models, median": best({way: float(np.mean([m for m, _ in found])) for way, found in models.items()}),
+        "models, median": best(
+            {method: float(np.mean([m for m, _ in found])) for method, found in models.items()}
+        ),
         "models, 95th percentile": best(
-            {way: float(np.mean([m for _, m in found])) for way, found in models.items()}
+            {method: float(np.mean([m for _, m in found])) for method, found in models.items()}
         ),
         "models, 95th percentile, 20 us or more": best(
             {
-                way: float(np.mean([entry[way][LONG][1] for entry in content["held_out_models"].values()]))
-                for way in WAYS
+                method: float(
+                    np.mean([entry[method][LONG][1] for entry in content["held_out_models"].values()])
+                )
+                for method in METHODS
             }
         ),
-        "whole steps, median": best({way: spread(found)[0] for way, found in steps.items()}),
-        "whole steps, 95th percentile": best({way: spread(found)[1] for way, found in steps.items()}),
+        "whole steps, median": best({method: spread(found)[0] for method, found in steps.items()}),
+        "whole steps, 95th percentile": best({method: spread(found)[1] for method, found in steps.items()}),
     }
 
 
 def whole_steps(content: Mapping[str, Any]) -> dict[str, list[float]]:
-    """|error| of every held-out model's step in every precision, by way."""
+    """Return |error| of every held-out model's step in every precision, by method."""
     return {
-        way: [abs(e) for entry in content["whole_steps"].values() for e in entry[way].values()]
-        for way in WAYS
+        method: [abs(e) for entry in content["whole_steps"].values() for e in entry[method].values()]
+        for method in METHODS
     }
 
 
@@ -221,22 +229,23 @@ def report(content: Mapping[str, Any], console: Console) -> None:
     if not console.is_terminal:
         console.width = 120
     table = Table(title="|predicted / measured - 1|, median / 95th percentile (measured)", box=box.SIMPLE)
-    for heading in ("held out", *WAYS):
+    for heading in ("held out", *METHODS):
         table.add_column(heading, justify="left" if heading == "held out" else "right")
     shapes = content["held_out_shapes"]
     for kind in shapes["learned"]:
-        table.add_row(f"shapes: {kind}", *(_percent(shapes[way][kind]) for way in WAYS))
+        table.add_row(f"shapes: {kind}", *(_percent(shapes[method][kind]) for method in METHODS))
     for name, entry in content["held_out_models"].items():
-        table.add_row(f"model: {name}", *(_percent(entry[way]["all"]) for way in WAYS))
-        table.add_row(f"model: {name}, {LONG}", *(_percent(entry[way][LONG]) for way in WAYS))
+        table.add_row(f"model: {name}", *(_percent(entry[method]["all"]) for method in METHODS))
+        table.add_row(f"model: {name}, {LONG}", *(_percent(entry[method][LONG]) for method in METHODS))
     for name, entry in content["whole_steps"].items():
-        signed = {way: ", ".join(f"{p} {e:+.0%}" for p, e in entry[way].items()) for way in WAYS}
-        table.add_row(f"step: {name}", *(signed[way] for way in WAYS))
+        signed = {method: ", ".join(f"{p} {e:+.0%}" for p, e in entry[method].items()) for method in METHODS}
+        table.add_row(f"step: {name}", *(signed[method] for method in METHODS))
     table.add_row("steps", *(_percent(spread(found)) for found in whole_steps(content).values()))
     console.print(table)
     for name, entry in content["other_batches"].items():
         words = [
-            f"{way}: " + ", ".join(f"{p} {e:+.0%}" for p, e in e_by.items()) for way, e_by in entry.items()
+            f"{method}: " + ", ".join(f"{p} {e:+.0%}" for p, e in e_by.items())
+            for method, e_by in entry.items()
         ]
         console.print(f"another batch of {name}: " + "; ".join(words), highlight=False)
     for name, holds in verdicts(content).items():
@@ -248,17 +257,17 @@ def _percent(found: tuple[float, float]) -> str:
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
-    """Medians with 95th percentiles by kind at held-out shapes; signed errors of held-out models' steps."""
+    """Draw errors by kind at held-out shapes, and signed errors of held-out models' steps."""
     figure = Figure(figsize=(11, 8.5), layout="constrained")
     top, bottom = figure.subplots(2)
     colors = {"roofline": "0.75", "linear": "tab:orange", "learned": "tab:blue"}
     shapes = content["held_out_shapes"]
     kinds = [kind for kind in shapes["learned"] if kind not in ("output", "input")]
-    for w, way in enumerate(WAYS):
-        places = np.arange(len(kinds)) + 0.27 * (w - 1)
-        medians, most = (np.array([shapes[way][kind][i] for kind in kinds]) for i in (0, 1))
-        top.bar(places, medians, 0.25, color=colors[way], label=way)
-        top.vlines(places, medians, most, color=colors[way], linewidth=1)
+    for w, method in enumerate(METHODS):
+        positions = np.arange(len(kinds)) + 0.27 * (w - 1)
+        medians, most = (np.array([shapes[method][kind][i] for kind in kinds]) for i in (0, 1))
+        top.bar(positions, medians, 0.25, color=colors[method], label=method)
+        top.vlines(positions, medians, most, color=colors[method], linewidth=1)
     top.set_xticks(range(len(kinds)), kinds, rotation=40, ha="right")
     top.set_yscale("log")
     top.set_ylim(0.02, 10)
@@ -266,9 +275,9 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     top.set_title("Operators at shapes held out: median, line to the 95th percentile (measured)", loc="left")
     top.legend(frameon=False, ncols=3)
     cells = [(name, p) for name, entry in content["whole_steps"].items() for p in entry["learned"]]
-    for w, way in enumerate(WAYS):
-        errors = [100 * content["whole_steps"][name][way][p] for name, p in cells]
-        bottom.bar(np.arange(len(cells)) + 0.27 * (w - 1), errors, 0.25, color=colors[way], label=way)
+    for w, method in enumerate(METHODS):
+        errors = [100 * content["whole_steps"][name][method][p] for name, p in cells]
+        bottom.bar(np.arange(len(cells)) + 0.27 * (w - 1), errors, 0.25, color=colors[method], label=method)
     bottom.axhline(0, color="black", linewidth=0.6)
     bottom.set_xticks(range(len(cells)), [f"{name}\n{p}" for name, p in cells])
     bottom.set_ylabel("predicted against measured, %")

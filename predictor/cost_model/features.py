@@ -1,11 +1,9 @@
-"""Features of a call on a device: what a learned cost is a function of. None has a unit.
+"""Features of a call on a device: the arguments of a learned cost. None has a unit.
 
-Of the program: the sizes of the product that a call is (rows M, inner K, columns N, how many), what of them
-does not fill a vector, the geometry of convolutions, elements and widths of the rest, whether operands are
-fresh.
-Of the device: how long products and bytes take at its peaks, in launches, and how much of its cache the call
-fills.
-Precision, direction and family choose the function itself.
+Of the program: the sizes of its product (rows M, inner K, columns N, batch), their remainders beyond full
+vectors, the geometry of convolutions, elements and widths of other kinds, the number of operands that are no
+parameters. Of the device: the time of products and bytes at its peaks, in launches, and the share of its
+cache that the call fills. There is one function per family, precision and direction.
 """
 
 from __future__ import annotations
@@ -16,30 +14,30 @@ from qsync.predictor.cost_model.op_calls import Call, Direction, moved_bytes, pa
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import num_elements
 
-# Kinds that are one algorithm, learned together. Everything that is not here is "rest".
+# Kinds of one algorithm, learned together. All other kinds are "rest".
 _FAMILIES = {
     "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
     "conv1d": "convolution", "attention": "attention", "cast": "cast", "view": "view",
 }  # fmt: skip
 
-# Kinds of the family "rest" that are told apart beyond their law, by what they do with memory.
+# Kinds of the family "rest" that are distinguished by a feature: they access memory differently.
 _REST = ("batch_norm", "layer_norm", "softmax", "gelu", "dropout", "max_pool2d", "add", "mul")
-_TAIL = 5  # 2^5 = 32: sizes that are multiples of it fill every vector
+_MAX_HALVINGS = 5  # 2^5 = 32: multiples of it fill every vector
 
 
 def family(kind: str) -> str:
-    """Which kinds are learned together with this one."""
+    """Return the name of the group of kinds that are learned together with this one."""
     return _FAMILIES.get(kind, "rest")
 
 
 def features(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> list[float]:
-    """The features of one direction of a call: as many for every call of its family.
+    """Return the features of one direction of a call: as many for every call of its family.
 
     >>> features(call, "int8", "forward", sheet)
     """
     launch, products, memory = parts(call, mode, direction, sheet)
-    held = moved_bytes(call, mode, direction) / sheet.cache_bytes
-    found = [_log(products / launch + 0.1), _log(memory / launch + 0.1), _log(held + 0.01)]
+    cached = moved_bytes(call, mode, direction) / sheet.cache_bytes
+    found = [_log(products / launch + 0.1), _log(memory / launch + 0.1), _log(cached + 0.01)]
     found += {
         "product": _product, "matmul": _matmul, "convolution": _convolution, "attention": _attention,
     }.get(family(call.kind), _rest)(call)  # fmt: skip
@@ -52,7 +50,14 @@ def _product(call: Call) -> list[float]:
     inner = call.inputs[1 if call.kind == "addmm" else 0].shape[-1]
     columns = call.output[-1]
     rows = num_elements(call.output) / max(columns, 1)
-    return [_log(rows), _log(inner), _log(columns), _tail(inner), _tail(columns), float(len(call.inputs))]
+    return [
+        _log(rows),
+        _log(inner),
+        _log(columns),
+        _halvings(inner),
+        _halvings(columns),
+        float(len(call.inputs)),
+    ]
 
 
 def _matmul(call: Call) -> list[float]:
@@ -66,7 +71,7 @@ def _convolution(call: Call) -> list[float]:
     inner, columns = num_elements(weight[1:]), weight[0]
     sizes = (num_elements(y) / max(columns, 1), inner, columns, num_elements(weight[2:]), stride, pixels)
     groups = x[1] / max(weight[1], 1)
-    return [*(_log(size) for size in sizes), _log(groups), _tail(weight[1]), _tail(columns)]
+    return [*(_log(size) for size in sizes), _log(groups), _halvings(weight[1]), _halvings(columns)]
 
 
 def _attention(call: Call) -> list[float]:
@@ -87,6 +92,6 @@ def _log(size: float) -> float:
     return math.log(max(size, 1e-3))
 
 
-def _tail(size: int) -> float:
-    """How often a size halves evenly, up to 2^5: what is left over does not fill a vector."""
-    return float(min((size & -size).bit_length() - 1, _TAIL)) if size > 0 else 0.0
+def _halvings(size: int) -> float:
+    """Return how often a size halves evenly, at most 5 times: remainders do not fill a vector."""
+    return float(min((size & -size).bit_length() - 1, _MAX_HALVINGS)) if size > 0 else 0.0

@@ -1,8 +1,7 @@
-"""Profiles of what was never profiled: an operator, another batch shape, a model grown from the one that was,
-a device that is not here.
+"""Profiles without measurement: of an operator, another batch shape, a grown model, an absent device.
 
-What is filled in is marked (`Profile.origin`, `Profile.filled`), so that everything which shows it can say
-so; replay reads it like any other cost.
+Filled costs are marked (`Profile.origin`, `Profile.filled`), so that every output can say so. Replay reads
+them like any other cost.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision, is_e
 from qsync.records.profiles import CARRIED, Cost, Profile
 
 Casts = dict[tuple[str, str, str], Cost]
-# The sizes between which a line stands for the casts of a pair of types.
-_FEW, _MANY = 2**12, 2**20
-_CARRIED = ("fp32", "bf16")
+# The casts of a pair of types are priced by the line between these numbers of elements.
+_FEW_ELEMENTS, _MANY_ELEMENTS = 2**12, 2**20
+_CARRIED_TYPES = ("fp32", "bf16")
 
 
 def fill(
@@ -33,16 +32,15 @@ def fill(
     measured_on: OpGraph | None = None,
     sheet: DataSheet | None = None,
 ) -> Profile:
-    """The profile for `graph` at its batch shape, with learned costs where nothing was measured.
+    """Return the profile for `graph` at its batch shape, with learned costs where nothing was measured.
 
-    At the shape that was profiled, the operators and precisions that it lacks are filled in. At another shape
-    of the same model every cost is the measured one times what the model says the shape makes of it,
+    At the profiled shape only missing operators and precisions are filled in. At another shape of the same
+    model every cost is the measured one times the cost model's ratio,
 
         t_new = t_measured model(new) / model(old),
-        (ours)
 
     for which `measured_on` must be the graph that was profiled. Without a `model` one is learned from the
-    profile itself; `sheet` is the device the model knows it by. Raises MismatchError for another model, or
+    profile itself; `sheet` is the device as the model knows it. Raises MismatchError for another model, or
     another shape without `measured_on`.
 
     >>> larger = fill(profile, qsync.capture(model, larger_batch), measured_on=graph)
@@ -83,11 +81,11 @@ def carry(
     sources: Mapping[str, str],
     model: CostModel | None = None,
 ) -> Profile:
-    """The profile of one model carried over to another that was made from it.
+    """Return the profile of one model carried over to another that was made from it.
 
-    `sources` says of the operators and values of `graph` which of `before`, the graph that was profiled, each
-    comes from; several may come from one. Costs go by the ratio that `fill` goes by, with the stated error of
-    the model; what comes from nothing is the model's alone. All of it is marked.
+    `sources` maps operators and values of `graph` to those of `before`, the profiled graph, from which they
+    come; several may come from one. Costs are scaled by the same ratio as in `fill`, with the model's stated
+    error; operators without a source get the model's cost. All of it is marked.
 
     >>> carry(profile, deeper, graph, {"blocks.1.fc": "blocks.0.fc", ...}).origin
     'carried'
@@ -128,12 +126,11 @@ def carry(
 def simulate(
     profile: Profile, graph: OpGraph, sheet: DataSheet, device_class: str, model: CostModel | None = None
 ) -> Profile:
-    """What a device that is not here would take for `graph`, at the shares of its peaks that this one
-    reaches.
+    """Simulate the profile of an absent device, at the shares of its peaks that a measured device reaches.
 
-    The measured `profile` of any device gives those shares (or a `model`), and what is outside of the graph:
-    the loss and the optimizer go by bandwidth, the host's part and data loading stay. Whether another device
-    reaches the same shares of its own peaks nobody measured: the result is simulated, and says so.
+    Those shares come from the measured `profile` of any device (or a `model`). Of the work outside the graph,
+    loss and optimizer scale by bandwidth; the host's part and data loading stay. Nobody measured that another
+    device reaches the same shares of its own peaks: the result is labelled simulated.
 
     >>> simulate(profile, graph, datasheet("T4"), "infer").origin
     'simulated'
@@ -161,7 +158,7 @@ def simulate(
 
 
 def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet) -> Profile:
-    """A profile with every cost that was measured replaced by the one a model gives: to judge the model by.
+    """Return a profile with every measured cost replaced by a model's: to judge the model.
 
     >>> priced_as(graph, profile, Linear(samples), sheet)
     """
@@ -179,14 +176,14 @@ def priced_as(graph: OpGraph, profile: Profile, model: Priced, sheet: DataSheet)
 
 
 def learned_from(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> CostModel:
-    """A cost model of nothing but one profile: its own operators and casts."""
+    """Learn a cost model from one profile alone: its own operators and casts."""
     return CostModel.learn(samples_of(graph, profile, sheet))
 
 
 def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterator[tuple[str, str, str]]:
-    """(value, source, target) of every cast that some lowering of the graph may hold, each once."""
+    """Yield (value, source, target) of every cast that some lowering of the graph may contain, once."""
     dtypes = {value.name: value.dtype for value in graph.inputs} | {op.name: op.dtype for op in graph.ops}
-    carried = [name for name in _CARRIED if name == "fp32" or Precision.BF16 in precisions]
+    carried = [name for name in _CARRIED_TYPES if name == "fp32" or Precision.BF16 in precisions]
     seen = set()
     for op in graph.ops:
         for j, name in enumerate(op.inputs):
@@ -201,7 +198,7 @@ def possible_casts(graph: OpGraph, precisions: tuple[Precision, ...]) -> Iterato
 
 
 def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[str]) -> list[str]:
-    """The types in which an operator may take its input."""
+    """List the types in which an operator may take its input."""
     if op.role is Role.ADJUSTABLE:
         chosen = [p for p in PRECISIONS_BY_KIND[op.kind] if p in precisions]
         return list(dict.fromkeys(operand_type(op.kind, index, p) for p in chosen))
@@ -209,8 +206,9 @@ def _taken(op: Op, index: int, precisions: tuple[Precision, ...], carried: list[
 
 
 class _Filled:
-    """One profile carried over to another graph or filled up on its own. `old` are the calls that were
-    measured, by the names that they have in the graph.
+    """The costs of one profile, scaled or filled in for a graph.
+
+    `old` and `old_values` are the measured calls, by the names in the graph.
     """
 
     def __init__(
@@ -226,7 +224,7 @@ class _Filled:
         self.old, self.old_values = old, old_values
 
     def ops(self) -> tuple[Mapping[str, Mapping[str, Cost]], dict[str, float]]:
-        """The costs of every operator, and which of them are the model's, with its stated error."""
+        """Return the costs of every operator, and the stated error of each that has costs of the model."""
         known = self.profile.ops
         asked = []
         for op, call in calls(self.graph):
@@ -243,8 +241,8 @@ class _Filled:
             ],
             self.sheet,
         )
-        kept = {op.name for op in self.graph.ops}
-        ops = {name: dict(costs) for name, costs in known.items() if name in kept}
+        names = {op.name for op in self.graph.ops}
+        ops = {name: dict(costs) for name, costs in known.items() if name in names}
         added = {}
         for (op, _, mode), priced, then in zip(asked, new, old, strict=True):
             measured = known.get(op.name, {}).get(mode)
@@ -254,7 +252,7 @@ class _Filled:
         return ops, added
 
     def casts(self) -> Casts:
-        """The measured casts at their new sizes."""
+        """Return the measured casts at their new sizes."""
         values = value_call(self.graph)
         keys = [key for key in self.profile.casts if key[0] in values and key[0] in self.old_values]
         new = costs_of(
@@ -269,7 +267,7 @@ class _Filled:
         }
 
     def _modes(self, op: Op) -> list[str]:
-        """The modes that the profile measured for operators of this role, and for this one."""
+        """List the modes measured for this operator, and those it lacks but others of its role have."""
         own = list(self.profile.ops.get(op.name, {}))
         if op.role is not Role.ADJUSTABLE:
             return own or list(modes(op, (Precision.FP32, Precision.BF16)))
@@ -284,7 +282,7 @@ def _calls(graph: OpGraph) -> Iterator[tuple[str, Call]]:
 
 
 def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
-    """A measured cost at another size: times the model's ratio between the sizes."""
+    """Scale a measured cost to another size by the model's ratio between the sizes."""
     return Cost(
         measured.forward_s * (new.forward_s / old.forward_s if old.forward_s else 1.0),
         measured.backward_s * (new.backward_s / old.backward_s if old.backward_s else 1.0),
@@ -295,17 +293,23 @@ def scaled(measured: Cost, new: Cost, old: Cost) -> Cost:
 def _lines(
     pairs: list[tuple[str, str]], model: CostModel, sheet: DataSheet
 ) -> dict[tuple[str, str], tuple[Cost, Cost]]:
-    """For each pair of types the line through a small and a large cast, as profiles hold it."""
+    """Fit for each pair of types the line through a small and a large cast, as profiles store it."""
     fits = {}
     for source, target in pairs:
         gradient = not is_encoded(target)
         few, many = costs_of(
             model,
-            [(cast_call((size,), gradient, False), f"{source} {target}") for size in (_FEW, _MANY)],
+            [
+                (cast_call((size,), gradient, False), f"{source} {target}")
+                for size in (_FEW_ELEMENTS, _MANY_ELEMENTS)
+            ],
             sheet,
         )
-        rise = [max(b - a, 0.0) / (_MANY - _FEW) for a, b in zip(_pair(few), _pair(many), strict=True)]
-        start = [max(a - _FEW * r, 0.0) for a, r in zip(_pair(few), rise, strict=True)]
+        rise = [
+            max(b - a, 0.0) / (_MANY_ELEMENTS - _FEW_ELEMENTS)
+            for a, b in zip(_pair(few), _pair(many), strict=True)
+        ]
+        start = [max(a - _FEW_ELEMENTS * r, 0.0) for a, r in zip(_pair(few), rise, strict=True)]
         fits[source, target] = (Cost(*start), Cost(*rise))
     return fits
 
@@ -315,14 +319,14 @@ def _pair(cost: Cost) -> tuple[float, float]:
 
 
 def _error(profile: Profile, model: CostModel) -> float:
-    """The standard deviation to expect of a step: the profile's own, and the model's of whole profiles."""
+    """Return the relative deviation to expect of a step: the profile's own, and the model's of steps."""
     if model.error is None:
         return profile.error
     return math.hypot(profile.error, model.error.overall[0] if model.error.step is None else model.error.step)
 
 
 def _size(graph: OpGraph) -> int:
-    """Elements of what the graph hands on: what a loss outside of it reads."""
+    """Count the elements of the graph's outputs, which a loss outside of it reads."""
     sizes = {value.name: value.num_elements for value in graph.inputs}
     sizes |= {op.name: op.num_elements for op in graph.ops}
     last = graph.ops[-1:]

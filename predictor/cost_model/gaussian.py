@@ -1,10 +1,9 @@
-"""Gaussian process regression: a smooth function through a few hundred noisy samples, 0 where there are none.
+"""Gaussian process regression: a smooth function through a few hundred samples, 0 far from all of them.
 
     k(x, x') = v Matern_5/2(|x - x'| / l),  y = f(x) + noise of variance v n
 
-(Rasmussen and Williams 2006, chapters 2, 4 and 5). Features are standardized; v is the samples' own scale,
-and l, n are those of a small grid with the largest marginal likelihood, so that a fit is exact and
-repeatable.
+(Rasmussen and Williams 2006, chapters 2, 4 and 5). Features are standardized. v is the scale of the samples;
+l and n have the largest marginal likelihood on a small grid. So a fit is exact and repeatable.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NOISES = (0.01, 0.1, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Gaussian:
-    """A fitted function: `at(x)` is its mean. Far from every sample it is 0, and nearer the noisier they are.
+    """A fitted function with mean `at(x)`. It shrinks to 0 far from samples, and where they are noisy.
 
     >>> Gaussian.fit(x, y).at(new)
     """
@@ -39,8 +38,9 @@ class Gaussian:
 
     @classmethod
     def fit(cls, x: Array, y: Array) -> Gaussian:
-        """The function through samples x (N, D) -> y (N,). CalibrationError if there are none, or one is no
-        number.
+        """Fit samples x (N, D) -> y (N,).
+
+        Raises CalibrationError if there are none, or one is not finite.
         """
         if not len(y) or not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise CalibrationError("there are no finite samples to learn from; measure some first")
@@ -61,27 +61,28 @@ class Gaussian:
         return cls(center, scale, length, points, cho_solve((factor, True), np.eye(len(y))), weights)
 
     def at(self, x: Array) -> Array:
-        """Mean (N,) at x (N, D)."""
+        """Return the mean (N,) at x (N, D)."""
         found: Array = _kernel((x - self.center) / self.scale, self.points, self.length) @ self.weights
         return found
 
     def without(self, rows: npt.NDArray[np.intp], y: Array) -> Array:
-        """Mean at some of the samples, had the function not seen them, and the others been y (N,) there.
+        """Return the mean at `rows` of a fit to the other samples with values y (N,), at the same l and n.
 
-        With C the inverse of kernel and noise, y_rows - C[rows, rows]^-1 (C y)_rows: what a fit to the
-        others gives, at the same l and n (ours, after Rasmussen and Williams 2006, section 5.4.2).
+        With C the inverse of kernel and noise it is y_rows - C[rows, rows]^-1 (C y)_rows (after Rasmussen and
+        Williams 2006, section 5.4.2).
         """
         missed = np.linalg.solve(self.inverse[np.ix_(rows, rows)], self.inverse[rows] @ y)
         return np.asarray(y[rows] - missed, np.float64)
 
 
 def _likelihood(factor: Array, y: Array, weights: Array) -> float:
-    """Log marginal likelihood, up to a constant, with the variance that makes it largest."""
+    """Return the log marginal likelihood, up to a constant, at the variance that maximizes it."""
     variance = max(float(y @ weights) / len(y), 1e-12)
     return -float(np.log(np.diag(factor)).sum()) - 0.5 * len(y) * float(np.log(variance))
 
 
 def _kernel(a: Array, b: Array, length: float) -> Array:
+    """Return Matern 5/2 of the distances between the rows of a and b."""
     squared = (a * a).sum(1)[:, None] + (b * b).sum(1)[None, :] - 2 * a @ b.T
     r = np.sqrt(5.0 * np.maximum(squared, 0.0)) / length
     kernel: Array = (1 + r + r * r / 3) * np.exp(-r)

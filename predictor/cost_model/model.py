@@ -1,17 +1,16 @@
-"""A learned model of what operators cost: for an operator, a shape or a device that was never profiled.
+"""A learned model of the time of an operator, at a shape or on a device that was never profiled.
 
     t = law(kind, mode, direction) x exp(strength x residual(features)),
 
-in the spirit of CDMPP (arXiv:2311.09690): features of the program beside features of the device. The law is
-a launch, products at a share of their peak and bytes at a share of the bandwidth (`laws`): a linear fit.
-What it misses is a smooth function of the features (`gaussian`), which is nothing where there are no
-samples. Sums of gradients, which autograd adds whoever made them, stand beside it. All of it is relative to
-the roofline, so a model that was learned here prices another device as the same shares of that device's
-peaks: an assumption, not a measurement, and what it prices so is called simulated.
+with features of the program and of the device, as in CDMPP (arXiv:2311.09690). The law is a linear fit: a
+launch, products at a share of their peak, bytes at a share of the bandwidth (`roofline_law`). The residual is
+a smooth function of the features (`gaussian`), and zero far from all samples. Sums of gradients, which
+autograd adds, are separate. All costs are relative to the roofline. So a model learned here prices another
+device at the same shares of that device's peaks. That is an assumption, not a measurement, and such a price
+is called simulated.
 
-A step is a sum of seconds, and what residuals get wrong alike for a whole model does not average out in it.
-So the residual is believed only as far (`strength`, from 0 to 1) as it discernibly brings nearer the sums of
-profiles that it had not seen.
+A step is a sum of seconds, in which errors common to a whole model do not average out. So the residual counts
+only by a factor (`strength`, from 0 to 1) that discernibly improves the sums of profiles held out.
 
 The model states its own error: of samples held out by shape, and of whole profiles held out.
 """
@@ -34,36 +33,36 @@ from qsync.predictor.cost_model.features import family, features
 from qsync.predictor.cost_model.gaussian import Array, Gaussian
 from qsync.predictor.cost_model.op_calls import Argument, Call, Direction, has_direction, parts, sum_s
 from qsync.predictor.cost_model.roofline_law import Law
-from qsync.predictor.cost_model.samples import DIRECTIONS, LEAST_S, Sample, without_sums
+from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums
 from qsync.records.datasheets import DataSheet
 from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
 from qsync.records.profiles import Cost
 
 VERSION = 2
 FOLDS = 5
-# A residual of so many samples or fewer is noise: the law alone is used.
-_FEWEST = 6
-# Of more than these a residual sees a part: its fit takes the cube of their number.
-_MOST = 200
-# No residual makes a cost more than so many times the law's, or less: e^1.5.
-_MOST_RESIDUAL = 1.5
-# Of fewer profiles nobody can tell how far residuals carry over to another: parts of their calls stand for
-# profiles then.
-_FEWEST_SOURCES = 3
+# With so few samples a residual is noise: the law alone is used.
+_FEW_SAMPLES = 6
+# A residual is fitted to a random part of more samples than these: the fit takes the cube of their number.
+_MAX_FITTED_SAMPLES = 200
+# No residual changes a cost by more than the factor e^1.5.
+_MAX_LOG_RESIDUAL = 1.5
+# Fewer profiles do not show how well residuals carry over to another one: random parts of the calls are held
+# out instead.
+_MIN_SOURCES = 3
 _STRENGTHS = tuple(i / 8 for i in range(9))
 
-# The mode that a mode nobody measured here is most like: its shares of the peak are used.
-_ALIKE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+# The measured mode that stands for an unmeasured one: its shares of the peak are used.
+_SUBSTITUTE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
 
 Key = tuple[str, str, Direction]
 
 
 @dataclass(frozen=True, slots=True)
 class StatedError:
-    """Relative errors |predicted / measured - 1| of what the model had not seen: median and 95th percentile.
+    """Relative errors |predicted / measured - 1| of data held out: median and 95th percentile.
 
-    `by_kind` are of single operators, forward or backward, at shapes held out. `step` is of the operators and
-    casts of whole profiles held out, in each mode; None where there was only one profile.
+    `by_kind` and `overall` are of single operators, forward or backward, at shapes held out. `step` is of the
+    sum of all operators and casts of a profile held out; None where there was only one profile.
     """
 
     by_kind: Mapping[str, tuple[float, float]]
@@ -71,12 +70,12 @@ class StatedError:
     step: float | None = None
 
     def of(self, kind: str) -> float:
-        """The median error of one kind; of all kinds, where that kind was not held out."""
+        """Return the median error of one kind; of all kinds, where that kind was not held out."""
         return self.by_kind.get(kind, self.overall)[0]
 
 
 class CostModel:
-    """What calls cost on any device, learned from samples.
+    """The cost of calls on any device, learned from samples.
 
     >>> model = CostModel.learn(samples_of(graph, profile))
     >>> model.seconds([(call, "int8", "forward", datasheet("T4"))])
@@ -93,12 +92,13 @@ class CostModel:
 
     @classmethod
     def learn(cls, samples: Sequence[Sample], seed: int = 0) -> CostModel:
-        """Fit a model, and state its error from fits that had not seen what they predict."""
+        """Fit a model, and state its error from fits without the samples they predict."""
         return cls(samples, held_out_error(samples, cls, seed))
 
     def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
-        """Seconds (N,) of calls in a mode and direction on a device, all at once. KeyError for a product in a
-        type that the device does not multiply.
+        """Return the seconds (N,) of calls in a mode and direction on a device, all at once.
+
+        Raises KeyError for a product in a type that the device does not multiply.
         """
         known = [(call, self._laws.mode(call, mode, d), d) for call, mode, d, _ in asked]
         points = np.array([parts(*each) for each in asked]).reshape(-1, 3)
@@ -114,8 +114,8 @@ class CostModel:
         return found + sums
 
     def _fit(self) -> float:
-        """Fit every residual, and find how far to believe them."""
-        group = _apart(self.samples)
+        """Fit every residual, and return their strength."""
+        group = _grouping(self.samples)
         names = dict.fromkeys(group(s) for s in self.samples)
         others = {
             name: self._laws.without(np.array([group(s) == name for s in self.samples])) for name in names
@@ -125,7 +125,7 @@ class CostModel:
             some = [self.samples[i] for i in _some(places.tolist())]
             points, seconds = _points(some)
             known = [(s.call, s.mode, s.direction) for s in some]
-            if len(some) > _FEWEST:
+            if len(some) > _FEW_SAMPLES:
                 x = np.array([features(*asked(sample)) for sample in some])
                 missed = np.log(seconds / self._laws.seconds(known, points))
                 self._residuals[key] = Gaussian.fit(x, missed)
@@ -141,6 +141,7 @@ class CostModel:
         return _strength(held)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the samples and the stated error: a fit of the same samples gives the same model."""
         sheets = list({sample.sheet.name: sample.sheet for sample in self.samples}.values())
         places = {sheet.name: i for i, sheet in enumerate(sheets)}
         rows = [
@@ -153,7 +154,7 @@ class CostModel:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> CostModel:
-        """Read a model, and fit it again from its samples: the same samples give the same model."""
+        """Fit the model again from its samples. Raises FormatError for a file that cannot be read."""
         check_header(value, "cost model", VERSION)
         sheets = [DataSheet.from_json(entry) for entry in field(value, "sheets", list, "cost model")]
         try:
@@ -167,15 +168,17 @@ class CostModel:
         return cls(samples, error)
 
     def save(self, path: str | Path) -> Path:
+        """Write the samples and the stated error to a file."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> CostModel:
+        """Read what `save` wrote."""
         return cls.from_json(read_json(path))
 
 
 class _Laws:
-    """The laws of all kinds of some samples, and of the families of those kinds."""
+    """The laws of all kinds of some samples, and those of their families."""
 
     def __init__(self, samples: Sequence[Sample]) -> None:
         self._points, self._seconds = _points(samples)
@@ -185,7 +188,7 @@ class _Laws:
         self._kinds = {key: self._fit(rows, self._start(key)) for key, rows in self._of_kind.items()}
 
     def without(self, left_out: npt.NDArray[np.bool_]) -> _Laws:
-        """The laws of the other samples. Only what had samples that are left out (N,) is fitted again."""
+        """Return the laws of the other samples; only laws with samples left out (N,) are fitted again."""
         found = copy.copy(self)
         found._families, found._kinds = dict(self._families), dict(self._kinds)
         for laws, all_rows in ((found._families, self._of_family), (found._kinds, self._of_kind)):
@@ -204,16 +207,21 @@ class _Laws:
         return self._families[family(key[0]), key[1], key[2]]
 
     def seconds(self, known: Sequence[tuple[Call, str, Direction]], points: Array) -> Array:
-        """Seconds (N,) by law of calls whose parts at full speed take `points` (N, 3) seconds."""
+        """Return the seconds (N,) by law of calls whose parts take `points` (N, 3) seconds at full speed."""
         laws = np.array([self._of(*each).parts for each in known]).reshape(-1, 3)
-        found: Array = np.maximum((points * laws).sum(1), LEAST_S)
+        found: Array = np.maximum((points * laws).sum(1), MIN_SAMPLE_S)
         return found
 
     def mode(self, call: Call, mode: str, direction: Direction) -> str:
-        """The mode whose law is used: this one, or the one most like it that was measured."""
+        """Return the mode whose law is used: this one, or the measured one most like it."""
         name = family(call.kind)
         source, _, target = mode.partition(" ")
-        for candidate in (mode, _ALIKE.get(mode, mode), f"{source} {_ALIKE.get(target, target)}", "fp32"):
+        for candidate in (
+            mode,
+            _SUBSTITUTE.get(mode, mode),
+            f"{source} {_SUBSTITUTE.get(target, target)}",
+            "fp32",
+        ):
             if (name, candidate, direction) in self._families:
                 return candidate
         same = [key[1] for key in self._families if key[0] == name and key[2] == direction]
@@ -226,8 +234,9 @@ class _Laws:
 
 @dataclass(frozen=True, slots=True)
 class _HeldOut:
-    """Samples of one group, precision and direction (`step`), as a model without that group has them: seconds
-    by law, logarithm of what the law misses; and seconds measured. All (N,).
+    """Samples of one group, precision and direction (`step`), predicted without that group.
+
+    Seconds by law, log residual predicted, and seconds measured; all (N,).
     """
 
     step: tuple[str, str, Direction]
@@ -237,13 +246,11 @@ class _HeldOut:
 
 
 def _strength(held: Sequence[_HeldOut]) -> float:
-    """How far to believe residuals: the least strength whose |error| of the sums of groups held out is not
-    discernibly worse than the best one's, group by group.
+    """Return the least strength whose error on held-out sums is within one standard error of the best one's.
 
-    Sums are of a group, a precision and a direction: what steps are made of. There are few of them, and the
-    best strength is often best by chance, so that the law gets the benefit of one standard error (the rule of
-    Breiman et al. 1984, section 3.4.3; that errors are compared group by group is ours). 0 if fewer than two
-    sums were held out.
+    A sum is that of a group, a precision and a direction: a part of a step. There are few of them, and the
+    best strength is often best by chance; hence the rule of one standard error (Breiman et al. 1984, section
+    3.4.3), here of paired differences of |error|. Returns 0 if fewer than two sums were held out.
     """
     steps: dict[tuple[str, str, Direction], list[_HeldOut]] = defaultdict(list)
     for part in held:
@@ -257,42 +264,45 @@ def _strength(held: Sequence[_HeldOut]) -> float:
 
 
 def _sum_error(members: Sequence[_HeldOut], strength: float) -> float:
+    """Return |predicted / measured - 1| of one sum."""
     guess = sum(float((p.by_law * np.exp(strength * _clipped(p.residual))).sum()) for p in members)
     return abs(guess / sum(float(p.seconds.sum()) for p in members) - 1)
 
 
-def _apart(samples: Sequence[Sample]) -> Callable[[Sample], str]:
-    """The group that a sample is held out with: its profile, or of few profiles a part of their calls."""
-    if len({sample.source for sample in samples}) >= _FEWEST_SOURCES:
+def _grouping(samples: Sequence[Sample]) -> Callable[[Sample], str]:
+    """Return the function from a sample to its held-out group: its profile, or a random part of the calls."""
+    if len({sample.source for sample in samples}) >= _MIN_SOURCES:
         return lambda sample: sample.source
     fold = _folds(samples, 0)
     return lambda sample: str(fold[sample.call])
 
 
 def _folds(samples: Sequence[Sample], seed: int) -> dict[Call, int]:
-    """Calls dealt to folds at random, the same way every time."""
+    """Assign calls to folds at random, the same way every time."""
     distinct = list(dict.fromkeys(sample.call for sample in samples))
     random.Random(seed).shuffle(distinct)
     return {call: i % FOLDS for i, call in enumerate(distinct)}
 
 
 def _precision(mode: str) -> str:
-    """The precision that a mode belongs to; a cast's is that of its target."""
+    """Return the precision of a mode; of a cast it is that of its target."""
     return mode.split()[-1].split("_")[0]
 
 
 def _clipped(residual: Array) -> Array:
-    return np.clip(residual, -_MOST_RESIDUAL, _MOST_RESIDUAL)
+    return np.clip(residual, -_MAX_LOG_RESIDUAL, _MAX_LOG_RESIDUAL)
 
 
 class Priced(Protocol):
     """Anything that prices calls: a cost model, or a baseline."""
 
-    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array: ...
+    def seconds(self, asked: Sequence[tuple[Call, str, Direction, DataSheet]]) -> Array:
+        """Return the seconds (N,) of calls in a mode and direction on a device."""
+        ...
 
 
 def costs_of(model: Priced, asked: Sequence[tuple[Call, str]], sheet: DataSheet) -> list[Cost]:
-    """Forward and backward seconds of calls in a mode on one device; 0 where there is nothing to do.
+    """Price calls in a mode on one device, forward and backward; 0 where there is no work.
 
     >>> costs_of(model, [(call, "int8")], datasheet("T4"))
     """
@@ -310,9 +320,9 @@ Fit = Callable[[Sequence[Sample]], Priced]
 
 
 def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> StatedError | None:
-    """The error of models that had not seen what they predict: shapes held out in turn, then whole profiles.
+    """Measure the errors of held-out predictions: of shapes held out in turn, then of whole profiles.
 
-    None if there are fewer than two shapes.
+    Returns None if there are fewer than two shapes.
     """
     predicted = held_out_shapes(samples, fit, seed)
     if predicted is None:
@@ -331,7 +341,7 @@ def held_out_error(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Stated
 
 
 def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array | None:
-    """Seconds (N,) of every sample, by a model learned without any sample of its call; None for one call."""
+    """Predict every sample (N,) by a model without any sample of its call; None for a single call."""
     fold = _folds(samples, seed)
     if len(fold) < 2:
         return None
@@ -344,25 +354,25 @@ def held_out_shapes(samples: Sequence[Sample], fit: Fit, seed: int = 0) -> Array
 
 
 def step_error(samples: Sequence[Sample], source: str, fit: Fit) -> float:
-    """The error of the time of all samples of a source together, by a model learned from the others."""
+    """Return the error of the summed time of a source's samples, by a model of all other sources."""
     model = fit([sample for sample in samples if sample.source != source])
     mine = [sample for sample in samples if sample.source == source]
     return abs(float(model.seconds([asked(s) for s in mine]).sum()) / sum(s.seconds for s in mine) - 1)
 
 
 def asked(sample: Sample) -> tuple[Call, str, Direction, DataSheet]:
-    """What a sample answers."""
+    """Return the arguments under which a model predicts a sample."""
     return sample.call, sample.mode, sample.direction, sample.sheet
 
 
 def spread(errors: Iterable[float]) -> tuple[float, float]:
-    """Median and 95th percentile."""
+    """Return the median and the 95th percentile."""
     found = np.array(list(errors))
     return float(np.median(found)), float(np.quantile(found, 0.95))
 
 
 def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key, npt.NDArray[np.intp]]:
-    """The places of each kind's or family's samples, by mode and direction."""
+    """Return the indices of each kind's or family's samples, by mode and direction."""
     groups: dict[Key, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         groups[name(sample), sample.mode, sample.direction].append(i)
@@ -370,13 +380,16 @@ def _rows(samples: Sequence[Sample], name: Callable[[Sample], str]) -> dict[Key,
 
 
 def _some(places: list[int]) -> list[int]:
-    """As many samples as an exact fit has time for, the same ones every time."""
-    return places if len(places) <= _MOST else random.Random(0).sample(places, _MOST)
+    """Return at most `_MAX_FITTED_SAMPLES` of the indices, the same ones every time."""
+    return (
+        places if len(places) <= _MAX_FITTED_SAMPLES else random.Random(0).sample(places, _MAX_FITTED_SAMPLES)
+    )
 
 
 def _points(samples: Sequence[Sample]) -> tuple[Array, Array]:
-    """What laws are fitted to: seconds at full speed of each part (N, 3), and seconds measured (N,), both
-    without the sums of gradients.
+    """Return the seconds of each part at full speed (N, 3) and the seconds measured (N,).
+
+    Both are without the sums of gradients: laws are fitted to them.
     """
     at_best = np.array([parts(*asked(sample)) for sample in samples])
     return at_best, np.array([without_sums(sample) for sample in samples])

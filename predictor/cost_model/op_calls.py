@@ -1,7 +1,6 @@
-"""What an operator is asked to do, apart from which model asks: its kind, shapes, and what its roofline
-bounds.
+"""An operator as a call: its kind and shapes, whatever the model; its operations, bytes and roofline.
 
-The roofline of one direction of a call on a device is (Williams et al., CACM 2009; the launch is ours)
+The roofline of one direction of a call on a device is (Williams et al., CACM 2009; with a launch added)
 
     least_s = launch_s + max(operations / peak rate of their type, bytes / bandwidth)
 
@@ -28,19 +27,19 @@ from qsync.records.precision import (
 Direction = Literal["forward", "backward"]
 Shape = tuple[int, ...]
 
-# Kinds that only look at their input in another way: no bytes move.
+# Kinds that return a view of their input: no bytes move.
 _MOVE_NOTHING = ("view", "input", "output")
 _PRECISIONS = frozenset(map(str, Precision))
-# Six products against two: attention computes its probabilities once more in backward (Dao et al. 2022).
+# Backward over forward: five products against two, as probabilities are recomputed (Dao et al. 2022).
 _ATTENTION_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """What a call computes on. `parameter`: it lies in memory since the step before, not fresh in a cache.
+    """An operand of a call; a `parameter` lies in memory since the step before, not in a cache.
 
-    `gradient` says whether backward makes a gradient for it, `summed` whether that gradient is added to one
-    that a later operator made already.
+    `gradient` says whether backward makes a gradient for it, and `summed` whether that gradient is added to
+    one that a later operator made.
     """
 
     shape: Shape
@@ -50,13 +49,15 @@ class Argument:
 
     @property
     def num_elements(self) -> int:
+        """The number of elements."""
         return num_elements(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One operator or cast. `kept` are the shapes of what it reads as it is; `flops` counts a multiply-add as
-    two, forward only.
+    """One operator or cast.
+
+    `kept` has the shapes of operands that are never cast. `flops` counts a multiply-add as two, forward only.
     """
 
     kind: str
@@ -67,20 +68,22 @@ class Call:
 
     @property
     def is_product(self) -> bool:
+        """Whether its kind multiplies matrices."""
         return self.kind in PRECISIONS_BY_KIND
 
     @property
     def num_gradients(self) -> int:
+        """The number of operands that get a gradient."""
         return sum(argument.gradient for argument in self.inputs)
 
 
 def cast_call(shape: Shape, gradient: bool, parameter: bool) -> Call:
-    """The call that a cast is."""
+    """Return a cast as a call."""
     return Call("cast", (Argument(shape, gradient, parameter),), shape)
 
 
 def calls(graph: OpGraph) -> Iterator[tuple[Op, Call]]:
-    """Every operator of a graph with the call that it is, in execution order."""
+    """Yield every operator of a graph with its call, in execution order."""
     values: dict[str, Input | Op] = {value.name: value for value in graph.inputs}
     values |= {op.name: op for op in graph.ops}
     last = {name: i for i, op in enumerate(graph.ops) for name in op.inputs}
@@ -96,7 +99,7 @@ def calls(graph: OpGraph) -> Iterator[tuple[Op, Call]]:
 
 
 def value_call(graph: OpGraph) -> dict[str, Call]:
-    """The call that a cast of each value of a graph is."""
+    """Map each value of a graph to the call of its cast."""
     found: dict[str, Call] = {}
     for value in graph.inputs:
         found[value.name] = cast_call(value.shape, value.requires_grad, value.kind == "parameter")
@@ -106,7 +109,7 @@ def value_call(graph: OpGraph) -> dict[str, Call]:
 
 
 def modes(op: Op, precisions: tuple[Precision, ...]) -> tuple[str, ...]:
-    """The modes in which an operator may run on a class that has these precisions."""
+    """List the modes in which an operator may run on a class with these precisions."""
     if op.role is Role.ADJUSTABLE:
         return tuple(str(p) for p in PRECISIONS_BY_KIND[op.kind] if p in precisions)
     if op.role is Role.FIXED:
@@ -114,8 +117,8 @@ def modes(op: Op, precisions: tuple[Precision, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((op.dtype, "fp32", *(("bf16",) if Precision.BF16 in precisions else ()))))
 
 
-def operations(call: Call, mode: str, direction: Direction, narrow: str) -> dict[str, float]:
-    """Operations by the type that multiplies them. Only products count: the rest is bound by bytes."""
+def operations(call: Call, mode: str, direction: Direction, float_16bit: str) -> dict[str, float]:
+    """Count the operations by the type that multiplies them. Only products count: other kinds move bytes."""
     if not call.is_product or not call.flops:
         return {}
     total = float(call.flops)
@@ -126,14 +129,15 @@ def operations(call: Call, mode: str, direction: Direction, narrow: str) -> dict
     if mode != Precision.INT8:
         return {mode: total}
     if direction == "backward":
-        return {narrow: total}
-    # Of attention's two products the scores alone are in INT8.
-    return {"int8": total / 2, narrow: total / 2} if call.kind == "attention" else {"int8": total}
+        return {float_16bit: total}
+    # Of attention's two products only the scores are in INT8.
+    return {"int8": total / 2, float_16bit: total / 2} if call.kind == "attention" else {"int8": total}
 
 
 def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
-    """Bytes of every operand and every result, once each. Backward reads gradient and operands, and writes
-    gradients; what adding them to others takes stands by itself (`sum_s`).
+    """Count the bytes of every operand and every result, once each.
+
+    Backward reads the gradient and the operands and writes gradients. Adding those up counts in `sum_s`.
     """
     if call.kind in _MOVE_NOTHING:
         return 0.0
@@ -151,10 +155,9 @@ def moved_bytes(call: Call, mode: str, direction: Direction) -> float:
 
 
 def sum_s(call: Call, direction: Direction, sheet: DataSheet) -> float:
-    """Seconds at the device's bandwidth of adding gradients that a call makes to those that others made.
+    """Return the seconds of adding the gradients of a call to those of other calls, at full bandwidth.
 
-    Two are read and one is written (ours). Autograd adds them, whatever made them: no kind does it worse than
-    another.
+    Two are read and one is written. Autograd adds them, at the same speed for every kind.
     """
     if direction == "forward":
         return 0.0
@@ -162,15 +165,16 @@ def sum_s(call: Call, direction: Direction, sheet: DataSheet) -> float:
 
 
 def has_direction(call: Call, mode: str, direction: Direction) -> bool:
-    """Whether there is anything to do: an encoding has no gradient, nor has what needs none."""
+    """Return whether the direction has any work: encodings and calls without gradients have no backward."""
     if direction == "forward":
         return True
     return call.num_gradients > 0 and not (call.kind == "cast" and is_encoded(mode.partition(" ")[2]))
 
 
 def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tuple[float, float, float]:
-    """Seconds at full speed of the launch, of the products at their peaks, and of the bytes, all without
-    `sum_s`. KeyError for a product in a type that the device does not multiply.
+    """Return the seconds of the launch, the products and the bytes at full speed, all without `sum_s`.
+
+    Raises KeyError for a product in a type that the device does not multiply.
     """
     done = operations(call, mode, direction, sheet.backward_type)
     products = sum(count / sheet.flops_per_s[name] for name, count in done.items())
@@ -178,7 +182,7 @@ def parts(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> tupl
 
 
 def least_s(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> float:
-    """The roofline: seconds that one direction of a call takes at least on a device.
+    """Return the roofline: the least seconds of one direction of a call on a device.
 
     >>> least_s(call, "bf16", "forward", datasheet("A100"))
     """
@@ -187,6 +191,6 @@ def least_s(call: Call, mode: str, direction: Direction, sheet: DataSheet) -> fl
 
 
 def _operand(call: Call, index: int, mode: str) -> str:
-    """The type of an input: what a product takes in this precision, else the type it runs in."""
+    """Return the type of an input: of a product by its precision, else the type it runs in."""
     known = call.is_product and mode in _PRECISIONS  # a product that is fixed may run in another type
     return operand_type(call.kind, index, Precision(mode)) if known else mode

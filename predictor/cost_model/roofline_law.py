@@ -1,8 +1,6 @@
-"""The law of a kind of operator: its time as a launch, products at a share of their peak, and bytes at a
-share of the bandwidth.
+"""The law of a kind of operator: time as a launch, products and bytes at shares of the device's peaks.
 
     t = a launch_s + b operations / peak rate + c bytes / bandwidth
-    (ours)
 
 1/b and 1/c are the shares of the roofline that the kind reaches. a, b and c have no unit: on another device
 the same law gives other seconds.
@@ -17,15 +15,15 @@ from scipy.optimize import least_squares, nnls
 
 from qsync.predictor.cost_model.gaussian import Array
 
-# How firmly a law holds to the one it started from, in samples that it misses by 100 %: a kind of which one
-# was measured keeps its family's shares of launch, products and bytes, one of which a few were has its own.
+# Weight of the starting law, in samples that it misses by 100 %. A kind with one sample keeps its family's
+# shares of launch, products and bytes; a kind with a few samples gets its own.
 _PRIOR_SAMPLES = 0.1
 _START = (1.0, 2.0, 2.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """a, b and c.
+    """The coefficients a, b and c.
 
     >>> Law.fit(parts, seconds).at(parts)
     """
@@ -33,26 +31,26 @@ class Law:
     parts: tuple[float, float, float] = _START
 
     def at(self, parts: Array) -> Array:
-        """Seconds of calls whose (launch, products, bytes) at full speed take `parts` (N, 3) seconds."""
+        """Return the seconds of calls whose (launch, products, bytes) take `parts` (N, 3) at full speed."""
         seconds: Array = parts @ np.array(self.parts)
         return seconds
 
     @classmethod
     def fit(cls, parts: Array, seconds: Array, start: Law | None = None) -> Law:
-        """The law with the least sum of squared relative misses: a linear fit, and no part of it negative.
+        """Fit the law of least squared relative errors, with no negative coefficient.
 
-        `parts` (N, 3), `seconds` (N,). Held to the logarithm of `start` where the samples say little.
+        `parts` (N, 3), `seconds` (N,). The fit is regularized towards the logarithm of `start`.
         """
         origin = np.log((start or cls()).parts)
-        shares, held = parts / seconds[:, None], _PRIOR_SAMPLES**0.5 / 3
+        shares, weight = parts / seconds[:, None], _PRIOR_SAMPLES**0.5 / 3
 
-        def misses(x: Array) -> Array:
-            return np.concatenate([shares @ np.exp(x) - 1, held * (x - origin)])
+        def residuals(x: Array) -> Array:
+            return np.concatenate([shares @ np.exp(x) - 1, weight * (x - origin)])
 
-        def slopes(x: Array) -> Array:
-            return np.concatenate([shares * np.exp(x), held * np.eye(3)])
+        def jacobian(x: Array) -> Array:
+            return np.concatenate([shares * np.exp(x), weight * np.eye(3)])
 
-        # From afar the misses are flat, so that it starts from the fit without an origin.
+        # Far from the solution the residuals are flat: begin at the fit without regularization.
         alone = np.maximum(nnls(shares, np.ones(len(seconds)))[0], 0.05 * np.exp(origin))
-        found = least_squares(misses, np.log(alone), slopes, method="lm").x
+        found = least_squares(residuals, np.log(alone), jacobian, method="lm").x
         return cls(tuple(float(value) for value in np.exp(found)))  # type: ignore[arg-type]

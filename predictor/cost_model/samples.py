@@ -1,8 +1,8 @@
-"""Samples: calls with the seconds they took on a device; which of many calls are worth measuring.
+"""Samples: calls with their measured seconds on a device; the choice of calls to measure.
 
-A few samples teach most when they lie where the calls to be predicted lie, each for many others: the centers
-of clusters of their features (KMeans; CDMPP, arXiv:2311.09690, section 5.4, chooses the tasks to profile on a
-new device so).
+A few samples should represent the calls to be predicted. So the calls nearest to the centers of clusters of
+their features are measured (KMeans; as CDMPP, arXiv:2311.09690, section 5.4, chooses the tasks to profile on
+a new device).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from qsync.records.save_less import FORMS
 
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 _FORMS = {form for forms in FORMS.values() for form in forms} - {"plain"}
-# Shorter than this is the clock's own: no sample is worth less.
-LEAST_S = 1e-6
+# The resolution of clocks: no sample is shorter.
+MIN_SAMPLE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,11 @@ class Sample:
 
 
 def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None) -> list[Sample]:
-    """What a measured profile says of the operators and casts of its graph. Equal calls are one sample, their
-    median.
+    """List the measured operators and casts of a profile. Equal calls are one sample, their median.
 
-    Without a `sheet` the device is taken to be as fast as its fastest operators were (`sheet_of`). What was
-    filled in, and what runs so that it saves less or in another's epilogue, is left out; an 8-bit product
-    stands with the activation in its own. Raises MismatchError for a profile of another
-    graph.
+    Without a `sheet` the device is taken to be as fast as its fastest operators (`sheet_of`). Left out are
+    costs that were filled in, and those of operators that save less or run in another's epilogue. An 8-bit
+    product includes the activation in its epilogue. Raises MismatchError for a profile of another graph.
 
     >>> samples_of(graph, profile)
     """
@@ -68,34 +66,35 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
     seconds: dict[tuple[Call, str, Direction], list[float]] = defaultdict(list)
     for op, call in calls(graph):
         if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
-            continue  # products of parameters alone are the company of measured calls, not of models
+            continue  # products of parameters alone stand beside measured calls, not in models
         for mode, cost in profile.ops.get(op.name, {}).items():
             if saves_plainly(mode) and FUSED not in mode.split():
-                _note(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
+                _record(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
     values = value_call(graph)
     for (value, source, target), cost in profile.casts.items():
         if value in values:
             taken = source.partition(" ")[0]
-            _note(seconds, values[value], f"{taken} {target}", cost.forward_s, cost.backward_s)
+            _record(seconds, values[value], f"{taken} {target}", cost.forward_s, cost.backward_s)
     return [
-        Sample(call, mode, direction, max(statistics.median(times), LEAST_S), sheet, graph.hash)
+        Sample(call, mode, direction, max(statistics.median(times), MIN_SAMPLE_S), sheet, graph.hash)
         for (call, mode, direction), times in seconds.items()
     ]
 
 
 def without_sums(sample: Sample) -> float:
-    """The seconds of a sample less what adding its gradients to others takes (`sum_s`); half of them at the
-    least, as these bytes may still lie in a cache.
+    """Return the seconds of a sample less those of adding its gradients to others (`sum_s`).
+
+    At least half of its seconds remain, as these bytes may still lie in a cache.
     """
     return max(sample.seconds - sum_s(sample.call, sample.direction, sample.sheet), sample.seconds / 2)
 
 
 def saves_plainly(timed_as: str) -> bool:
-    """Whether what a profile calls a way of running keeps for backward what torch keeps."""
+    """Return whether a mode of a profile saves for backward the same as torch."""
     return not set(timed_as.split()[1:]) & _FORMS
 
 
-def _note(
+def _record(
     seconds: dict[tuple[Call, str, Direction], list[float]], call: Call, mode: str, *times: float
 ) -> None:
     for direction, time in zip(DIRECTIONS, times, strict=True):
@@ -104,16 +103,16 @@ def _note(
 
 
 def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
-    """A device as fast as the fastest operators of a profile were: the peaks that were reached (ours).
+    """Return a device as fast as the fastest operators of a profile: the peaks that were reached.
 
-    `launch_s` is the median of what moves no bytes. Measured peaks are better
+    `launch_s` is the median of operators that move no bytes. Measured peaks are better
     (`qsync.cost_learning.measure_sheet`).
     """
     rates: dict[str, float] = {}
     bandwidth, idle = 0.0, []
     for op, call in calls(graph):
         for mode, cost in profile.ops.get(op.name, {}).items():
-            if not cost.forward_s > LEAST_S or FUSED in mode.split():
+            if not cost.forward_s > MIN_SAMPLE_S or FUSED in mode.split():
                 continue
             mode = mode.partition(" ")[0]
             done = operations(call, mode, "forward", "bf16")
@@ -131,8 +130,9 @@ def sheet_of(graph: OpGraph, profile: Profile) -> DataSheet:
 
 
 def choose(wanted: Iterable[Call], num: int, sheet: DataSheet, seed: int = 0) -> list[Call]:
-    """At most `num` of some calls, from every family as many as its share of them, at least one: those
-    nearest to the centers of KMeans clusters of their features.
+    """Choose at most `num` calls: those nearest to the centers of KMeans clusters of their features.
+
+    Every family gets its share of them, and at least one.
 
     >>> choose(pool(2000), 120, sheet)
     """
@@ -148,6 +148,7 @@ def choose(wanted: Iterable[Call], num: int, sheet: DataSheet, seed: int = 0) ->
 
 
 def _centers(members: Sequence[Call], num: int, sheet: DataSheet, seed: int) -> list[Call]:
+    """Return the calls nearest to the centers of `num` clusters."""
     if num >= len(members):
         return list(members)
     from sklearn.cluster import KMeans

@@ -1,4 +1,4 @@
-"""Shapes that operators have in models, drawn at random: what a few samples are chosen from."""
+"""Random calls with the shapes that operators have in models, from which samples are chosen."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _FOLLOWING = (
 )  # fmt: skip
 
 
-def pool(num: int, seed: int = 0, most: int = 2**22) -> list[Call]:
-    """`num` calls of the kinds that models are made of; no tensor has more than `most` elements.
+def pool(num: int, seed: int = 0, max_elements: int = 2**22) -> list[Call]:
+    """Draw `num` calls of the kinds in models; no tensor has more than `max_elements` elements.
 
     A third each are matrix products, convolutions with attention, and following operators. Sizes are drawn
     evenly on a logarithmic scale; widths are mostly multiples of 16, as in models.
@@ -25,7 +25,10 @@ def pool(num: int, seed: int = 0, most: int = 2**22) -> list[Call]:
     found: list[Call] = []
     while len(found) < num:
         call = _draw(draw)
-        if max(num_elements(call.output), *(argument.num_elements for argument in call.inputs)) <= most:
+        if (
+            max(num_elements(call.output), *(argument.num_elements for argument in call.inputs))
+            <= max_elements
+        ):
             found.append(call)
     return found
 
@@ -84,6 +87,6 @@ def _size(draw: random.Random, least: int, most: int) -> int:
 
 
 def _width(draw: random.Random, least: int, most: int) -> int:
-    """Mostly a multiple of 16; one in eight is odd."""
+    """Draw a width, mostly a multiple of 16; one in eight is arbitrary."""
     size = _size(draw, least, most)
     return size if draw.random() < 0.125 else max(16 * round(size / 16), least)
