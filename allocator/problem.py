@@ -11,7 +11,7 @@ from qsync.allocator.op_groups import alike, check_pins, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
-from qsync.records.kernel_support import unserved
+from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plans import check_saving
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
@@ -119,7 +119,7 @@ def pose(
         name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
         choices, variance = {}, {}
         at = profiles[name].graph_of(graph)
-        without = unserved(at, device_class.device)
+        without = unsupported_by_shape(at, device_class.device)
         for op in graph.adjustable:
             refused = {**profiles[name].refused.get(op.name, {}), **without.get(op.name, {})}
             options = _choices(op, device_class, profiles[name], pinned.get(op.name), refused)

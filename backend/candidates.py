@@ -1,4 +1,8 @@
-"""Which kernels exist for each product, precision and device, and why the others do not."""
+"""The kernels to choose from for each product, precision and device.
+
+What no device computes, and what hardware lacks, stands in `qsync.records.kernel_support`; here is added
+what this build of torch and this machine's compilers lack.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.matmul import matmul_int8
+from qsync.records.kernel_support import why_not_multiplied
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Kernel = Callable[..., Tensor]
@@ -25,7 +30,7 @@ Kernel = Callable[..., Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to compute a product: its name, and the kernel, or why this device has none."""
+    """A way to compute a product: its name, and the kernel, or why this device has none."""
 
     name: str
     kernel: Kernel | None
@@ -33,7 +38,7 @@ class Candidate:
 
 
 def direct(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The original call on operands already in their type: FP32, and BF16 (oneDNN, cuBLAS)."""
+    """Run the original call on operands already in their type: FP32, and BF16 (oneDNN, cuBLAS)."""
     return target(*args, **kwargs).to(DTYPES[out_type])
 
 
@@ -51,7 +56,7 @@ _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
 def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[Candidate, ...]:
-    """The kernels of qsync for this product and precision, usable on the device or not, in a fixed order.
+    """Return the kernels of this product and precision, usable on the device or not, in a fixed order.
 
     >>> candidates("linear", Precision.INT8, torch.device("cpu"))[0].name
     'int_mm'
@@ -59,45 +64,47 @@ def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[C
     if precision not in PRECISIONS_BY_KIND.get(kind, ()):
         return ()
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    lacking = _lacking(precision, capability)
-    found = _torch_candidates(kind, precision, device, lacking)
+    reason = why_not_multiplied(precision, capability)
+    found = _torch_candidates(kind, precision, device, reason)
     if device.type == "cuda" and cutlass.serves(kind, precision):
-        found += (_cutlass_candidate(kind, precision, device, lacking),)
+        found += (_cutlass_candidate(kind, precision, device, reason),)
     return found
 
 
 def _torch_candidates(
-    kind: str, precision: Precision, device: torch.device, lacking: str | None
+    kind: str, precision: Precision, device: torch.device, reason: str | None
 ) -> tuple[Candidate, ...]:
     if kind == "embedding" and precision is not Precision.FP32:
-        return (_candidate("rows rounded", _EMBEDDINGS[precision], lacking),)
+        return (_candidate("rows rounded", _EMBEDDINGS[precision], reason),)
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
         pieces = _candidate("products in pieces", attention_bf16, None)
         return (pieces, _candidate("torch, unless it drops", attention_of_torch, None))
     if precision in (Precision.FP32, Precision.BF16):
-        return (_candidate("torch", direct, lacking),)
+        return (_candidate("torch", direct, reason),)
     if precision is Precision.FP16:
-        return (_candidate("torch, scaled", product_fp16, lacking),)
+        return (_candidate("torch, scaled", product_fp16, reason),)
     if precision is Precision.TF32:
-        return (_candidate("torch, TF32 allowed", product_tf32, lacking),)
+        return (_candidate("torch, TF32 allowed", product_tf32, reason),)
     if precision is Precision.FP8:
-        return (_candidate("scaled_mm", _FP8_KERNELS[kind], lacking),)
+        return (_candidate("scaled_mm", _FP8_KERNELS[kind], reason),)
     if kind in _CONVOLUTIONS:
-        return (_candidate("windows or oneDNN", _CONVOLUTIONS[kind], lacking or _no_convolution(device)),)
-    # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are exact all
-    # the same.
+        return (
+            _candidate("windows or oneDNN", _CONVOLUTIONS[kind], reason or _why_no_int8_convolution(device)),
+        )
+    # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are still
+    # exact.
     batched = device.type == "cuda" and kind in ("matmul", "attention")
     name = "int_mm, batches in 16 bits" if batched else "int_mm"
-    return (_candidate(name, _INTEGER_KERNELS[kind, precision], lacking),)
+    return (_candidate(name, _INTEGER_KERNELS[kind, precision], reason),)
 
 
 def _cutlass_candidate(
-    kind: str, precision: Precision, device: torch.device, lacking: str | None
+    kind: str, precision: Precision, device: torch.device, reason: str | None
 ) -> Candidate:
-    if lacking is not None:
-        return Candidate("cutlass", None, lacking)
+    if reason is not None:
+        return Candidate("cutlass", None, reason)
     kernel, reason = cutlass.kernel(kind, precision, device)
     return Candidate("cutlass", kernel, reason)
 
@@ -106,38 +113,20 @@ def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
     return Candidate(name, None if reason else kernel, reason)
 
 
-# The least compute capability at which tensor cores multiply the type. TF32 and BF16 came with Ampere, INT8
-# with Turing (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
-_LEAST_CAPABILITY = {
-    Precision.TF32: (8, 0),
-    Precision.BF16: (8, 0),
-    Precision.INT8: (7, 5),
-    Precision.INT8_ALL: (7, 5),
-    Precision.FP8: (8, 9),
-}
+def has_onednn() -> bool:
+    """Return whether this build of torch has oneDNN."""
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
-def _lacking(precision: Precision, capability: tuple[int, int] | None) -> str | None:
-    """Why the device's hardware has no such multiplication; None if it has."""
-    if capability is None:
-        if precision is Precision.TF32:
-            return "TF32 needs NVIDIA tensor cores"
-        return "no CPU multiplies FP8" if precision is Precision.FP8 else None
-    least = _LEAST_CAPABILITY.get(precision, (0, 0))
-    if capability >= least:
-        return None
-    return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
-
-
-def _no_convolution(device: torch.device) -> str | None:
+def _why_no_int8_convolution(device: torch.device) -> str | None:
     if device.type != "cpu":
         return "torch has no INT8 convolution on GPUs"
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.onednn, "qconv_pointwise"):
+    if not has_onednn() or not hasattr(torch.ops.onednn, "qconv_pointwise"):
         return "this torch was built without oneDNN"
     return None
 
 
 def device_precisions(device: torch.device) -> tuple[Precision, ...]:
-    """The precisions that the device multiplies, by capability alone."""
+    """Return the precisions that the device multiplies, by capability alone."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return tuple(p for p in Precision if _lacking(p, capability) is None)
+    return tuple(p for p in Precision if why_not_multiplied(p, capability) is None)

@@ -1,7 +1,7 @@
-"""Compiling the products: finds nvcc and CUTLASS's headers, and builds one library per GPU architecture.
+"""Compile CUDA code: find nvcc and CUTLASS's headers, and build one library per GPU architecture.
 
 Each family of products is a library of its own, so that a model without convolutions does not wait for their
-compilation: 25 to 60 s a family with all tiles, once per machine (qsync.backend.kernel_cache).
+compilation: 25 to 60 s a family with all tiles, once per machine (`qsync.backend.kernel_cache`).
 """
 
 from __future__ import annotations
@@ -19,21 +19,24 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from qsync.backend.kernel_cache import built
 from qsync.errors import BuildError
 
+if TYPE_CHECKING:
+    import torch
+
 SOURCES = Path(__file__).with_name("cutlass")
 FAMILIES = ("int8_gemm", "fp16_gemm", "int8_conv", "fp16_conv")
-# nvcc dropped Volta in CUDA 13. Turing's PTX of these sources is Volta's too, but for a hint to the cache;
-# an assembler of CUDA 12 (PyPI: nvidia-cuda-nvcc-cu12, 40 MB) makes Volta's machine code of it.
-_VOLTA, _STAND_IN = "70", "75"
-_SECONDS_TO_COMPILE = 1800
+# nvcc dropped Volta in CUDA 13. Turing's PTX of these sources is valid for Volta too, except for a cache
+# hint; an assembler of CUDA 12 (PyPI: nvidia-cuda-nvcc-cu12, 40 MB) makes Volta's machine code of it.
+_VOLTA, _VOLTA_SUBSTITUTE = "70", "75"
+_COMPILE_TIMEOUT_S = 1800
 
 
 class Toolchain(NamedTuple):
-    """What compiles for one architecture; `assembler` is a ptxas of CUDA 12 where nvcc itself lacks Volta."""
+    """The compilers for one architecture; `assembler` is a ptxas of CUDA 12 if nvcc itself lacks Volta."""
 
     nvcc: str
     version: str
@@ -41,8 +44,18 @@ class Toolchain(NamedTuple):
     assembler: str | None = None
 
 
+def architecture(device: torch.device) -> str:
+    """Return the compute capability of a GPU as nvcc names it: "75", "90"."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}"
+
+
 def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bool = True) -> Path:
-    """The shared library with these families of products for one architecture ("75", "90"), built if need be.
+    """Return the shared library with these families of products for one architecture ("75", "90").
+
+    Builds it if it is not in the cache.
 
     Raises BuildError, in one sentence, if this machine cannot build it.
 
@@ -57,7 +70,7 @@ def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bo
         "compiler": tools.version,
         "assembler": "" if tools.assembler is None else _version(tools.assembler),
         "host compiler": _version("g++") if shutil.which("g++") else "",
-        "headers": _file_hash(tools.headers / "cutlass" / "version.h"),
+        "headers": _file_hash(_headers() / "cutlass" / "version.h"),
         "machine": platform.machine(),
         "flags": " ".join(flags),
     }
@@ -81,7 +94,7 @@ def compile_to(
     all_tiles: bool = True,
     keep: Path | None = None,
 ) -> None:
-    """Compiles the library into `path`, past the cache; what leads to it (PTX) stays in the folder `keep`.
+    """Compile the library into `path`, past the cache; the folder `keep` keeps intermediate files (PTX).
 
     Raises BuildError, in one sentence.
     """
@@ -95,7 +108,7 @@ def compile_to(
 
 
 def compile_file(path: Path, source: Path, architecture: str, flags: Sequence[str]) -> None:
-    """Compiles one file of CUDA C++ into the library `path`; `flags`: what the source needs beside our own.
+    """Compile one file of CUDA C++ into the library `path`, with `flags` beside the usual ones.
 
     Needs nvcc, and none of CUTLASS's headers. Raises BuildError, in one sentence.
     """
@@ -117,7 +130,7 @@ def _compile(
 
 @cache
 def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
-    """What this machine has to compile for the architecture, with or without CUTLASS's headers.
+    """Return this machine's compilers for the architecture, with or without CUTLASS's headers.
 
     Raises BuildError that names what is missing.
     """
@@ -132,7 +145,7 @@ def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
         if f"compute_{architecture}" in _architectures(nvcc):
             return Toolchain(nvcc, _version(nvcc), headers)
     nvcc = compilers[0]
-    if architecture == _VOLTA and f"compute_{_STAND_IN}" in _architectures(nvcc):
+    if architecture == _VOLTA and f"compute_{_VOLTA_SUBSTITUTE}" in _architectures(nvcc):
         for assembler in _assemblers():
             return Toolchain(nvcc, _version(nvcc), headers, assembler)
         raise BuildError(
@@ -146,9 +159,9 @@ def toolchain(architecture: str, with_headers: bool = True) -> Toolchain:
 
 
 def _compilers() -> list[str]:
-    """Every nvcc to be found, the one that was asked for first."""
-    places = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
-    found = [str(Path(place) / "bin" / "nvcc") for place in places if place]
+    """List every nvcc of this machine, beginning with the one that the environment names."""
+    folders = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    found = [str(Path(place) / "bin" / "nvcc") for place in folders if place]
     on_path = shutil.which("nvcc")
     if on_path:
         found.append(str(Path(on_path).resolve()))
@@ -157,7 +170,7 @@ def _compilers() -> list[str]:
 
 
 def _headers() -> Path:
-    """CUTLASS's include folder: $CUTLASS_PATH's, or the nvidia-cutlass package's."""
+    """Return CUTLASS's include folder: $CUTLASS_PATH's, or the nvidia-cutlass package's."""
     places = []
     if os.environ.get("CUTLASS_PATH"):
         places.append(Path(os.environ["CUTLASS_PATH"]) / "include")
@@ -174,7 +187,7 @@ def _headers() -> Path:
 
 
 def _assemblers() -> list[str]:
-    """Every ptxas that still assembles for Volta: that of the PyPI package, or of a CUDA 12 toolkit."""
+    """List every ptxas that still assembles for Volta: of the PyPI package, or of a CUDA 12 toolkit."""
     package = find_spec("nvidia")
     places = (
         [Path(folder) / "cuda_nvcc" / "bin" for folder in (package.submodule_search_locations or [])]
@@ -203,18 +216,18 @@ def _flags(architecture: str, families: Sequence[str], all_tiles: bool) -> list[
 
 def _machine_flags(architecture: str) -> list[str]:
     tools = toolchain(architecture, with_headers=False)
-    compiled = _STAND_IN if tools.assembler is not None else architecture
+    compiled = _VOLTA_SUBSTITUTE if tools.assembler is not None else architecture
     flags = ["-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     flags += ["--expt-relaxed-constexpr", "-DNDEBUG"]
     return [*flags, f"-gencode=arch=compute_{compiled},code=sm_{compiled}"]
 
 
 def _compile_for_volta(command: list[str], assembler: str, folder: str) -> None:
-    """The steps that nvcc would take for Turing, with the assembler's step done for Volta.
+    """Take nvcc's steps for Turing, except the assembler's, which is taken for Volta.
 
-    nvcc prints them (--dryrun) as lines of shell. PTX is forward compatible, not backward: the assembler
-    refuses whatever Volta lacks, so what it accepts means on Volta what it means on Turing. The one thing it
-    refuses in these sources is a prefetch hint on loads, which changes no result.
+    nvcc prints the steps (--dryrun) as lines of shell. PTX is forward compatible, not backward: the
+    assembler rejects whatever Volta lacks, so accepted code means on Volta what it means on Turing. The
+    one rejected thing in these sources is a prefetch hint on loads, which changes no result.
     """
     listing = _run([*command, "--dryrun"]).stderr
     script = "set -e\n" + "\n".join(_volta_step(line, assembler) for line in listing.splitlines())
@@ -235,20 +248,20 @@ def _volta_step(line: str, assembler: str) -> str:
             )
         rewrite = "s/^\\.version .*/.version 8.4/; s/^\\.target .*/.target sm_70/; s/\\.L2::128B//"
         step = step.replace("ptxas ", shlex.quote(assembler) + " ", 1).replace(
-            f"sm_{_STAND_IN}", f"sm_{_VOLTA}"
+            f"sm_{_VOLTA_SUBSTITUTE}", f"sm_{_VOLTA}"
         )
         return f"sed -i '{rewrite}' '{ptx.group(1)}'\n{step}"
     if step.startswith("rm "):
         return ""
     if step.startswith("fatbinary ") and " -link " not in step:
-        return step.replace(f"sm={_STAND_IN}", f"sm={_VOLTA}")
+        return step.replace(f"sm={_VOLTA_SUBSTITUTE}", f"sm={_VOLTA}")
     return step
 
 
 def _run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProcess[str]:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS_TO_COMPILE, cwd=cwd, errors="replace"
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, cwd=cwd, errors="replace"
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{command[0]} cannot run here ({error}): reinstall the CUDA toolkit") from error
@@ -258,7 +271,7 @@ def _run(command: list[str], cwd: str | None = None) -> subprocess.CompletedProc
 
 
 def _first_error(output: str) -> str:
-    """The line that says what went wrong, among thousands about templates."""
+    """Return the line that tells the error, among thousands about templates."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     for line in lines:
         if re.search(r"\berror\b|fatal|No space|not found|cannot|killed", line, re.IGNORECASE):
@@ -268,7 +281,7 @@ def _first_error(output: str) -> str:
 
 @cache
 def _version(program: str) -> str:
-    """The last line of what a program says of itself: of a compiler, its build."""
+    """Return the lines of `--version` that name a compiler's release and build."""
     try:
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,4 +1,4 @@
-"""Which device class this rank is, and the cluster that all ranks of a running job form."""
+"""Detect a rank's device class, and describe the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qsync.records.profiles import processor_with
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Where the model's parameters are; the CPU if it has none."""
+    """Return the device of the model's parameters; the CPU if it has none."""
     parameter = next(model.parameters(), None)
     return parameter.device if parameter is not None else torch.device("cpu")
 
@@ -26,9 +26,9 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def detect_class(
     device: torch.device, emulated_share: float | None = None, ranks_on_host: int = 1
 ) -> DeviceClass:
-    """The device class of this rank: its name says what it is, so that equal devices find each other.
+    """Return the device class of this rank, named for the hardware, so that equal devices share a class.
 
-    On a CPU the number of threads belongs to the class; memory is the host's, divided by its ranks.
+    On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks.
     `emulated_share` is the share of its core that an emulated rank gets.
     """
     kernels = backend.select(device)
@@ -46,25 +46,28 @@ def detect_class(
 
 
 def hardware_of(device: torch.device) -> str:
-    """The name of a GPU, or of the processor with the threads of a rank."""
+    """Return the name of a GPU, or of the processor with the threads of a rank."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).name
+        return str(torch.cuda.get_device_properties(device).name)
     return processor_with(_processor(), torch.get_num_threads())
 
 
 def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
-    """The precisions worth profiling on a class: those it multiplies in hardware.
+    """Return the precisions worth profiling on a class: those it multiplies in hardware.
 
-    INT8 in all three products rounds gradients stochastically, which changes training more than one would
-    want without having asked; it is profiled on request only. FP16 on a CPU is emulated: a tenth of FP32's
-    speed.
+    INT8 in all three products rounds gradients stochastically. That changes training more than a user
+    expects who has not asked for it, so it is profiled on request only. FP16 on a CPU is emulated, at a
+    tenth of FP32's speed.
     """
     unwanted = {Precision.INT8_ALL} | ({Precision.FP16} if device_class.device == "cpu" else set())
     return tuple(p for p in device_class.precisions if p not in unwanted)
 
 
 def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """What results are measured on: processor, GPUs, threads, versions; of a device its kind and name too."""
+    """Describe the machine that results are measured on: processor, GPUs, threads, versions.
+
+    A `device` adds its kind and name.
+    """
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         **({"device": device.type, "hardware": hardware_of(device)} if device is not None else {}),
@@ -81,7 +84,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name; family and model tell apart processors that a hypervisor gives one name."""
+    """Return the processor's name, with family and model: a hypervisor may give several the same name."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

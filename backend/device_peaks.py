@@ -1,4 +1,4 @@
-"""The fastest that a device multiplies, measured: large products of each type, with nothing around them.
+"""Measure the fastest that a device multiplies: large products of each type, with nothing around them.
 
 A type's peak is its best product: which of MKL, oneDNN, matrices and convolutions is fastest depends on the
 processor. Rates count 2 operations per multiply-add; FP32's unit is FLOP/s, INT8's is operations/s.
@@ -12,20 +12,22 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from qsync.backend.candidates import device_precisions
+from qsync.backend.candidates import device_precisions, has_onednn
 from qsync.backend.kernels.fp16_tf32 import product_tf32
+from qsync.backend.timing import synchronize
 from qsync.records.precision import Precision
 
-# Large enough that the product of any type is far longer than its call, small enough for FP16 that a CPU
-# emulates (0.1 s).
+# Side of the matrices: large enough that every product takes far longer than its call, small enough for
+# FP16, which a CPU emulates (0.1 s).
 _SQUARE = {"cpu": 1024, "cuda": 4096}
-_TIMED_S, _MOST_CALLS = 0.05, 50
+_TIMED_S, _MAX_CALLS = 0.05, 50
 
 
 def measured_peaks(device: torch.device) -> dict[str, float]:
-    """Operations per second by type (fp32, tf32, bf16, fp16, fp8, int8): those that the device multiplies.
+    """Measure the operations per second of each type that the device multiplies.
 
-    The fastest call of each product, as many as fit into 50 ms; with the threads that torch now has.
+    Types are fp32, tf32, bf16, fp16, fp8 and int8. The fastest of the calls that fit into 50 ms counts,
+    with as many threads as torch now has.
 
     >>> measured_peaks(torch.device("cpu"))["int8"]
     3.1e11
@@ -36,7 +38,7 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
 
 
 def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
-    """The best rate of each type, from the rates of products named as `products` names them.
+    """Return the best rate of each type, from the rates of products named as `products` names them.
 
     >>> best_by_type({"fp32 mm": 1.0, "fp32 conv": 2.0})
     {'fp32': 2.0}
@@ -48,14 +50,17 @@ def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
     return best
 
 
-def peak_of(kind: str, precision: Precision | str, narrow: str, peaks: Mapping[str, float]) -> float | None:
-    """The peak for a forward and backward pass in a precision; None if a type of it was not measured.
+def peak_of(
+    kind: str, precision: Precision | str, sixteen_bit: str, peaks: Mapping[str, float]
+) -> float | None:
+    """Return the peak of a forward and backward pass in a precision; None if a type was not measured.
 
-    `int8` multiplies once in INT8 and twice in the device's 16-bit float `narrow`:
+    `int8` multiplies once in INT8 and twice in the device's 16-bit float, `sixteen_bit`:
 
-        peak = 3 / (1 / peak(int8) + 2 / peak(narrow))                                           (ours)
+        peak = 3 / (1 / peak(int8) + 2 / peak(sixteen_bit))
 
-    Of attention's two products forward and four backward the scores alone are in INT8: 6 / (1 / .. + 5 / ..).
+    Attention has two products forward and four backward, of which only the scores are in INT8:
+    6 / (1 / .. + 5 / ..).
 
     >>> peak_of("linear", "int8", "bf16", {"int8": 4e11, "bf16": 2e11})
     2.4e11
@@ -65,7 +70,7 @@ def peak_of(kind: str, precision: Precision | str, narrow: str, peaks: Mapping[s
     if precision is Precision.INT8_ALL:
         types = ["int8"]
     elif precision is Precision.INT8:
-        types = ["int8"] + [narrow] * (5 if kind == "attention" else 2)
+        types = ["int8"] + [sixteen_bit] * (5 if kind == "attention" else 2)
     if not set(types) <= set(peaks):
         return None
     return len(types) / sum(1 / peaks[type_name] for type_name in types)
@@ -74,7 +79,7 @@ def peak_of(kind: str, precision: Precision | str, narrow: str, peaks: Mapping[s
 def products(
     device: torch.device, square: int, types: Iterable[str]
 ) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Type and call, as in "bf16 mm" -> (operations, the call): large squares, a convolution beside them."""
+    """Map type and call, as in "bf16 mm", to (operations, the call): large squares and convolutions."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(square, square, generator=generator).to(device) for _ in range(2))
     flops = 2.0 * square**3
@@ -83,8 +88,8 @@ def products(
         found[f"{type_name} mm"] = (flops, _matrix_product(type_name, a, b))
         if type_name in ("fp32", "bf16"):
             found[f"{type_name} conv"] = _convolution(device, max(square // 8, 8), type_name)
-    if device.type == "cpu" and "fp32 mm" in found and torch.backends.mkldnn.is_available():
-        # On AMD processors MKL, which torch calls, leaves AVX-512 alone: 91 against 175 GFLOP/s (Zen 5).
+    if device.type == "cpu" and "fp32 mm" in found and has_onednn():
+        # torch calls MKL, which does not use AVX-512 on AMD processors: 91 against 175 GFLOP/s (Zen 5).
         one_dnn = torch.ops.mkldnn._linear_pointwise
         found["fp32 onednn"] = (flops, lambda: one_dnn(a, b, None, "none", [], ""))
     return found
@@ -101,7 +106,8 @@ def _matrix_product(type_name: str, a: Tensor, b: Tensor) -> Callable[[], object
     if type_name == "tf32":
         return lambda: product_tf32(torch.matmul, "fp32", a, b)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[type_name]
-    # The second as a weight lies: else CPUs emulate FP16 ten times slower (2.4 against 23 GFLOP/s, Zen 5).
+    # The second is transposed as a weight is: else CPUs emulate FP16 ten times slower (2.4, not 23
+    # GFLOP/s, Zen 5).
     left, right = a.to(dtype), b.to(dtype).t()
     return lambda: left @ right
 
@@ -118,15 +124,10 @@ def _convolution(device: torch.device, channels: int, type_name: str) -> tuple[f
 def _least_s(run: Callable[[], object]) -> float:
     run()
     times: list[float] = []
-    while not times or (sum(times) < _TIMED_S and len(times) < _MOST_CALLS):
-        _synchronize()
+    while not times or (sum(times) < _TIMED_S and len(times) < _MAX_CALLS):
+        synchronize()
         start = time.perf_counter()
         run()
-        _synchronize()
+        synchronize()
         times.append(time.perf_counter() - start)
     return min(times)
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

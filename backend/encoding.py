@@ -1,4 +1,4 @@
-"""What a low-precision operand is: 8-bit data with scales, or FP16 data; how tensors get there and back.
+"""Operands in low precision: 8-bit data with scales, or FP16 data; encode and decode tensors.
 
 Encoding is not differentiable. A product receives each operand as the pair `Operand(value, encoded)`: the
 kernel computes with `encoded`, and returns the gradient to `value`, which it does not save.
@@ -24,12 +24,12 @@ from qsync.errors import UnsupportedError
 
 
 class Encoded:
-    """Data of an operand in low precision: `data * scale` is what it stands for.
+    """Data of an operand in low precision, which represents `data * scale`.
 
     `data` is INT8, FP8 or FP16; `scale` is FP32 and broadcasts against `data` (None for FP16). In layout
-    "col" the data is that of the transposed operand; in layout "image" it is UINT8 with 128 in the place of
-    0. `packed` belongs to kernels: what they make of the data once and reuse as long as the encoding lives (a
-    weight is encoded once per optimizer step).
+    "col" the data is that of the transposed operand; in layout "image" it is UINT8 with zero point 128.
+    `packed` belongs to kernels: forms of the data that they make once and reuse as long as the encoding
+    lives (a weight is encoded once per optimizer step).
     """
 
     __slots__ = ("data", "layout", "packed", "scale")
@@ -39,8 +39,14 @@ class Encoded:
         self.packed: dict[Any, Any] = {}
 
     @property
+    def code_scale(self) -> Tensor:
+        """The scale of 8-bit data, which always has one."""
+        assert self.scale is not None, "FP16 data has no scale"
+        return self.scale
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of data and scales, packed forms not counted."""
+        """Bytes of data and scales, without packed forms."""
         return self.data.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
     def __repr__(self) -> str:
@@ -48,23 +54,22 @@ class Encoded:
 
 
 class Operand(NamedTuple):
-    """A product's operand: the value it is the gradient of, and the data to compute with."""
+    """A product's operand: the value that receives the gradient, and the data to compute with."""
 
     value: Tensor
     encoded: Encoded
 
 
 def encode(tensor: Tensor, type_name: str) -> Encoded:
-    """The tensor in an encoded type; every code is the nearest one.
+    """Encode a tensor in a low-precision type, each code the nearest.
 
-        scale = max |x| / c,  code = round(x / scale),  c = 127 (INT8), 448 (E4M3)          (ours; symmetric
-        absmax)
+        scale = max |x| / c,  code = round(x / scale),  c = 127 (INT8), 448 (E4M3)
 
     One scale per row of the last dimension ("row": x of shape (..., K) gets (..., 1)), per column of matrices
     ("inner": (..., K, N) gets (..., 1, N)) or of a stored weight ("col": data (N, K), scale (N, 1)), or per
     first index: of a convolution's weight ("channel": (c, 1, 1, 1)) or of its input ("image": (n, 1, 1, 1);
     the codes are unsigned with zero point 128); both lie in channels-last order. A row that holds NaN or Inf
-    gets the scale NaN, so whatever is computed from it is NaN. Raises UnsupportedError for a type that is no
+    gets the scale NaN, so everything computed from it is NaN. Raises UnsupportedError for a type that is no
     encoding.
 
     >>> decode(encode(torch.tensor([[-127.0, 3.2]]), "int8_row"))
@@ -101,39 +106,42 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
 
 
 def memory_order(x: Tensor) -> list[int] | None:
-    """The dimensions of a tensor from the outermost in memory to the innermost; None if it is not dense."""
-    order = sorted(range(x.ndim), key=lambda d: -x.stride(d))
+    """Return the dimensions of a tensor from outermost to innermost in memory; None if it is not dense."""
+    strides = x.stride()
+    order = sorted(range(x.ndim), key=lambda d: -strides[d])
     return order if x.permute(order).is_contiguous() else None
 
 
 def _encode_along(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Codes with one scale for all of one dimension, in the order of elements in which x lies.
+    """Encode with one scale for all of one dimension, in the memory order of x.
 
-    Attention's heads are views of a product's result, and so are transposed matrices: bringing their codes in
-    order, where a product wants that, moves a quarter of the bytes.
+    Attention's heads are views of a product's result, and so are transposed matrices. Reordering their
+    codes, where a product needs it, moves a quarter of the bytes.
     """
     order = memory_order(x)
     if order is None:
         x, order = x.contiguous(), list(range(x.ndim))
     ordered = x.permute(order)
-    place = order.index(dim)
+    axis = order.index(dim)
     outer, length, inner = (
-        math.prod(ordered.shape[:place]), ordered.shape[place], math.prod(ordered.shape[place + 1 :])
-    )  # fmt: skip
+        math.prod(ordered.shape[:axis]),
+        ordered.shape[axis],
+        math.prod(ordered.shape[axis + 1 :]),
+    )
     if inner == 1 or not x.numel():
         codes, scale = quantize_rows(ordered.reshape(outer * inner, length))
     else:
         pairs = [quantize_columns(matrix) for matrix in ordered.reshape(outer, length, inner).unbind()]
         codes, scale = (torch.stack(parts) for parts in zip(*pairs, strict=True))
     back = [order.index(d) for d in range(x.ndim)]
-    scales = [1 if d == place else size for d, size in enumerate(ordered.shape)]
+    scales = [1 if d == axis else size for d, size in enumerate(ordered.shape)]
     return codes.view(ordered.shape).permute(back), scale.view(scales).permute(back)
 
 
 def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
-    """A convolution's weight (c, C, ...) as codes in channels-last order, whatever the weight's own order.
+    """Encode a convolution's weight (c, C, ...) as codes in channels-last order, whatever its own order.
 
-    Quantized first and put in order then: a quarter of the bytes to move across.
+    Quantizing before reordering moves a quarter of the bytes.
     """
     shape = (len(w), w.shape[1], math.prod(w.shape[2:]))
     if not w.is_contiguous() and w.movedim(1, -1).is_contiguous():
@@ -147,14 +155,14 @@ def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _encode_images(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Images (n, C, ...) as unsigned codes in channels-last order, as oneDNN takes them."""
+    """Encode images (n, C, ...) as unsigned codes in channels-last order, as oneDNN takes them."""
     last = x.movedim(1, -1).contiguous()
     codes, scale = quantize_rows_unsigned(last.view(len(x), math.prod(x.shape[1:])))
     return codes.view(last.shape).movedim(-1, 1), scale.view(-1, *[1] * (x.ndim - 1))
 
 
 def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What the encoded operand stands for, in its original orientation: FP32, or rounded to `dtype`."""
+    """Decode an operand, in its original orientation, to FP32 or rounded to `dtype`."""
     values = encoded.data.float()
     if encoded.data.dtype is torch.uint8:
         values.sub_(128)

@@ -1,8 +1,8 @@
-"""Compiled kernels on disk: built once per machine, however many ranks start at once, and never used wrong.
+"""Keep compiled kernels on disk: build each once per machine, however many ranks start at once.
 
-A file's name carries the hash of everything that decides its content, and a second file beside it the hash of
-the content itself: a file that was cut short, altered, or made for another processor or by another compiler
-is not found, and is built anew.
+A file's name carries the hash of everything that determines its content. A second file beside it carries
+the hash of the content itself. A file that was cut short, altered, or made for another processor or by
+another compiler is therefore not found, and is built anew.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from qsync.errors import BuildError
 from qsync.records.json_files import write_text
 
-_refused: str | None = None
+_why_unusable: str | None = None
 
 
 def folder() -> Path:
-    """Where compiled kernels and tuning results are kept: `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`."""
+    """Return the folder of compiled kernels and tuning results: `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`."""
     chosen = os.environ.get("QSYNC_CACHE_DIR")
     if chosen:
         return Path(chosen) / "kernels"
@@ -31,21 +31,22 @@ def folder() -> Path:
 
 
 def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], suffix: str = ".so") -> Path:
-    """The file that `build(path)` writes for these facts: from the cache, or built now.
+    """Return the file that `build(path)` writes for these facts: from the cache, or built now.
 
-    `facts` is all that decides the content: source, compiler and its version, processor, flags. Ranks that
-    ask at once wait for the one that builds. Where the cache folder cannot be written, the file is built in a
-    folder of this process alone. Raises BuildError, in one sentence, if it cannot be built anywhere.
+    `facts` are all that determines the content: source, compiler and its version, processor, flags. Of
+    ranks that ask at the same time one builds and the others wait. If the cache folder cannot be written,
+    the file is built in a folder of this process alone. Raises BuildError, in one sentence, if it cannot
+    be built anywhere.
 
     >>> built("casts", {"source": source, "processor": "znver5"}, executable.export_library)
     """
     digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
-    global _refused
+    global _why_unusable
     try:
         return _in(folder(), f"{name}-{digest}{suffix}", build)
     except OSError as error:
-        refused = error
-        _refused = (
+        first_error = error
+        _why_unusable = (
             f"{folder()} cannot be used ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can"
         )
     # A folder that cannot be written or a full disk costs every process its own build, and nothing more.
@@ -53,14 +54,15 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
         return _in(Path(tempfile.mkdtemp(prefix="qsync-kernels-")), f"{name}-{digest}{suffix}", build)
     except OSError as error:
         raise BuildError(
-            f"cannot store compiled kernels in {folder()} ({refused.strerror or refused}) nor in a temporary "
-            f"folder ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can be written"
+            f"cannot store compiled kernels in {folder()} ({first_error.strerror or first_error}) nor in "
+            f"a temporary folder ({error.strerror or error}); set QSYNC_CACHE_DIR to a folder that can be "
+            "written"
         ) from error
 
 
-def refusal() -> str | None:
-    """Why this process could not use the cache folder, in one sentence; None if it could, or did not try."""
-    return _refused
+def why_unusable() -> str | None:
+    """Return why this process could not use the cache folder; None if it could, or did not try."""
+    return _why_unusable
 
 
 def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
@@ -73,12 +75,12 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
             return path
         for left in place.glob(f".building-*-{file_name}"):  # by a process that was killed
             left.unlink(missing_ok=True)
-        # The suffix stays last: compilers look at it.
+        # The suffix stays last: compilers read it.
         handle, temporary = tempfile.mkstemp(dir=place, prefix=".building-", suffix=f"-{file_name}")
         os.close(handle)
         try:
             build(Path(temporary))
-            # Its hash first: a file without its hash is never used, a hash without its file neither.
+            # The hash comes first: neither a file without its hash nor a hash without its file is ever used.
             write_text(_hash_path(path), _content_hash(Path(temporary)))
             os.replace(temporary, path)
         finally:
@@ -88,7 +90,7 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one process of this machine at a time; the kernel lets go of it when its holder dies."""
+    """Hold a lock that one process of this machine holds at a time; the kernel frees it if that one dies."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -10,12 +10,11 @@ LONGEST_INT32_SUM = (2**31 - 1) // 127**2
 
 
 def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """The exact integer product of INT8 matrices a (M, K) and b (K, N), as INT32 (M, N).
+    """Multiply INT8 matrices a (M, K) and b (K, N) exactly, as INT32 (M, N).
 
-    On CPUs the result may be given a place, dense rows in INT32: it is there unless what is returned is FP32.
-
-    Any strides. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA
-    the operands are padded to what cuBLASLt takes (M > 16, K and N multiples of 8).
+    Strides are free. On CPUs `out`, dense rows in INT32, receives the result unless the returned tensor
+    is FP32. An inner dimension so long that INT32 might overflow is summed in pieces, in FP32. On CUDA
+    the operands are padded to the sizes that cuBLASLt takes (M > 16, K and N multiples of 8).
     """
     inner = a.shape[1]
     if inner > LONGEST_INT32_SUM:
@@ -28,9 +27,9 @@ def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _with_plain_strides(matrix: Tensor) -> Tensor:
-    """The matrix with strides that oneDNN accepts.
+    """Return the matrix with strides that oneDNN accepts.
 
-    `torch._int_mm` hands a stride to oneDNN as the leading dimension, whatever it is. If that is too small
+    `torch._int_mm` passes a stride to oneDNN as the leading dimension, unchecked. If it is too small
     (expanded matrices; the arbitrary stride of a dimension of size 1), the sums are never written, and no
     error is raised (pytorch#195066, seen in torch 2.13).
     """
@@ -40,7 +39,7 @@ def _with_plain_strides(matrix: Tensor) -> Tensor:
 
 
 def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:
-    """`torch._int_mm` within cuBLASLt's limits: row-major times column-major, sizes padded with zeros."""
+    """Call `torch._int_mm` within cuBLASLt's limits: row-major times column-major, padded with zeros."""
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
     pad_rows = max(0, 24 - rows) if rows <= 16 else 0
     pad_inner, pad_columns = -inner % 8, -columns % 8
@@ -52,21 +51,21 @@ def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a.contiguous(), b.contiguous().t())[:rows, :columns].contiguous()
 
 
-def narrow_dtype(device: torch.device) -> torch.dtype:
-    """The 16-bit float that the device multiplies and whose range is FP32's; FP16 where it has no BF16."""
+def sixteen_bit_dtype(device: torch.device) -> torch.dtype:
+    """Return the 16-bit float that the device multiplies: BF16, or FP16 where it has no BF16."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return torch.float16
     return torch.bfloat16
 
 
-def to_narrow(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
-    """FP32 values as a 16-bit operand, and the factor that the product must be multiplied by (None: it is 1).
+def to_sixteen_bit(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
+    """Convert FP32 values to a 16-bit operand, and return the factor to multiply the product by (None for 1).
 
-    BF16 has the range of FP32. FP16 has not: the values are scaled by a power of two so that sums of values
-    times codes, at most `sum_bound` times the largest value, stay below 65504. The factor never visits the
-    host.
+    BF16 has the range of FP32, FP16 has not. For FP16 the values are scaled by a power of two so that
+    sums of values times codes, at most `sum_bound` times the largest value, stay below 65504. The factor
+    stays on the device.
     """
-    dtype = narrow_dtype(values.device)
+    dtype = sixteen_bit_dtype(values.device)
     if dtype is torch.bfloat16 or values.numel() == 0:
         return values.to(dtype), None
     factor, back = power_of_two(values, 65504.0 / sum_bound)
@@ -74,9 +73,9 @@ def to_narrow(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
 
 
 def power_of_two(values: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """The power of two that brings max |values| below `target` and above half of it, and its inverse (0-dim).
+    """Return the power of two that brings max |values| into [target / 2, target), and its inverse (0-dim).
 
-    Values of zero, NaN or Inf alone are left as they are in kind: no factor makes them finite or infinite.
+    Values that are all zero, NaN or Inf get a finite factor too, and stay zero, NaN or Inf.
     """
     exponent = torch.frexp(values.abs().amax().float() / target).exponent.clamp_(-126, 126)
     one = torch.ones((), device=values.device)

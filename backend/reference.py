@@ -1,4 +1,4 @@
-"""Every precision in plain torch, as the equation reads. Slow, and what the fast kernels are tested against.
+"""Every precision in plain torch, as the equation reads: slow, and the standard for tests of fast kernels.
 
     y = target(x~, w~, ...) + b        x~, w~: the operands as decoded, in FP32
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import LARGEST_CODE, scales
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode
@@ -24,9 +25,8 @@ from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_
 
 Kernel = Callable[..., Tensor]
 
-# How the gradient is rounded before it is multiplied.
-_GRADIENT_BITS = {
-    Precision.FP32: None,
+# Mantissa bits of the gradient when it is multiplied; FP32 is not rounded.
+_GRADIENT_MANTISSA_BITS = {
     Precision.TF32: MANTISSA_BITS["tf32"],
     Precision.BF16: MANTISSA_BITS["bf16"],
     Precision.FP16: MANTISSA_BITS["fp16"],
@@ -35,10 +35,11 @@ _GRADIENT_BITS = {
 
 
 def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
-    """The plain kernel of this kind of product in this precision; None if the combination does not exist.
+    """Return the plain kernel of this kind of product in this precision; None if there is none.
 
-    It is called like every kernel: kernel(target, out_type, *args, **kwargs) with `Operand`s for encoded
-    operands, and for linear layers an `activation` if wanted: what is done to the result, in its type.
+    It is called like every kernel: kernel(target, out_type, *args, **kwargs), with `Operand`s for encoded
+    operands. A linear layer takes an optional `activation`, which is applied to the result in the
+    result's type.
 
     >>> reference_kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -56,19 +57,16 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
             is_leaf=lambda leaf: isinstance(leaf, Operand),
         )
         y = target(*args, **kwargs)
-        if (kind, precision) == (
-            "embedding",
-            Precision.INT8,
-        ):  # of a table the rows are encoded, once looked up
-            y = _StraightThrough.apply(y, decode(encode(y, "int8_row")))
-        y = _RoundGradient.apply(y, _GRADIENT_BITS[precision]).to(DTYPES[out_type])
+        if kind == "embedding" and precision is Precision.INT8:  # the rows are encoded, after the lookup
+            y = differentiable(_StraightThrough, y, decode(encode(y, "int8_row")))
+        y = differentiable(_RoundGradient, y, _GRADIENT_MANTISSA_BITS.get(precision)).to(DTYPES[out_type])
         return y if activation is None else activation(y)
 
     return kernel
 
 
 def round_mantissa(values: Tensor, bits: int) -> Tensor:
-    """FP32 values with `bits` explicit mantissa bits, ties to even: step 2^(floor(log2 |x|) - bits).
+    """Round FP32 values to `bits` explicit mantissa bits, ties to even: step 2^(floor(log2 |x|) - bits).
 
     >>> round_mantissa(torch.tensor([1.01, 1.49]), 1)
     tensor([1.0000, 1.5000])
@@ -81,20 +79,22 @@ def round_mantissa(values: Tensor, bits: int) -> Tensor:
 
 
 def _differentiable(leaf: Any, precision: Precision) -> Any:
-    """An argument as the target gets it: FP32, rounded, with the gradient going to the value behind it."""
+    """Return an argument in FP32, rounded, whose gradient goes to the original value."""
     if isinstance(leaf, Operand):
-        return _StraightThrough.apply(leaf.value, decode(leaf.encoded))
+        return differentiable(_StraightThrough, leaf.value, decode(leaf.encoded))
     if isinstance(leaf, Tensor) and leaf.is_floating_point():
         if precision in (Precision.TF32, Precision.BF16):
-            return _StraightThrough.apply(
-                leaf, round_mantissa(leaf.detach().float(), _GRADIENT_BITS[precision])
+            return differentiable(
+                _StraightThrough,
+                leaf,
+                round_mantissa(leaf.detach().float(), _GRADIENT_MANTISSA_BITS[precision]),
             )
         return leaf.float()
     return leaf
 
 
 class _StraightThrough(torch.autograd.Function):
-    """value -> decoded; the gradient goes back to value as if nothing had been rounded."""
+    """value -> decoded; the gradient goes back to value as without rounding."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, decoded: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class _RoundGradient(torch.autograd.Function):
 
 
 def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
-    """A linear layer whose gradient products take 8-bit gradients, with one scale per row of the product."""
+    """Return a linear layer whose gradient products take 8-bit gradients, with one scale per row."""
     first = ENCODED_OPERANDS[kind].index("row")
 
     def kernel(
@@ -131,10 +131,11 @@ def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
         bias = rest[0] if rest else kwargs.get("bias")
         stored = decode(weight.encoded)
         matrix = stored.t() if weight.encoded.layout == "col" else stored
-        product = _EightBitProduct.apply(
-            _StraightThrough.apply(x.value, decode(x.encoded)),
-            _StraightThrough.apply(
-                weight.value.t() if weight.encoded.layout == "col" else weight.value, matrix
+        product = differentiable(
+            _EightBitProduct,
+            differentiable(_StraightThrough, x.value, decode(x.encoded)),
+            differentiable(
+                _StraightThrough, weight.value.t() if weight.encoded.layout == "col" else weight.value, matrix
             ),
             x.encoded.scale,
             weight.encoded.scale,

@@ -1,4 +1,4 @@
-"""Choosing kernels: by what the device can do, by whether the result is right, and by measured time."""
+"""Choose kernels: by what the device can do, by whether the result is right, and by measured time."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.backend.candidates import DTYPES, Candidate, Kernel, candidates, device_precisions
-from qsync.backend.casts.cast_ops import narrow
+from qsync.backend.candidates import Kernel, candidates, device_precisions
+from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.encoding import Encoded, Operand, encode
-from qsync.backend.kernels.convolution import channels_last
+from qsync.backend.kernels.convolution import weight_to_bf16_channels_last
+from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference import reference_kernel
+from qsync.backend.timing import synchronize
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
-# A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise. Both
-# round the operands alike, so they differ by the rounding of the gradient and of the sums only; a wrong scale
-# leaves 0 dB. The trap this guards: 8-bit products that saturate in 16 bits, on CPUs without VNNI.
+# A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise.
+# Both round the operands alike, so they differ by the rounding of the gradient and of the sums only; a
+# wrong scale leaves 0 dB. The trap: 8-bit products saturate in 16 bits on CPUs without VNNI.
 LEAST_AGREEMENT_DB = 25.0
 _MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
-# Of the representative calls: (side of matrices, images, channels, side of images).
+# Sizes of the representative calls: (side of matrices, images, channels, side of images).
 _SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was chosen for one kind of product in one precision, and why.
+    """The kernel chosen for one kind of product in one precision, and why.
 
-    `measured_s` is a forward and backward pass on one representative shape, encoding included; `flops` its
-    operations, those of products alone: 2 per multiply-add, 3 times the forward pass. `speedup` is against
-    FP32 there: below 1 the precision costs time on this device. `rejected` names the other candidates with
-    the reason.
+    `measured_s` is the time of a forward and backward pass on one representative shape, encoding
+    included. `flops` counts the operations of its products: 2 per multiply-add, 3 times the forward pass.
+    `speedup` is relative to FP32 on that shape; below 1 the precision costs time on this device.
+    `rejected` names the other candidates, each with the reason.
     """
 
     kind: str
@@ -49,7 +51,7 @@ class Choice:
     rejected: tuple[tuple[str, str], ...]
 
     def why(self) -> str:
-        """The choice in one sentence."""
+        """Describe the choice in one sentence."""
         verdict = (
             f"{self.speedup:.1f}x FP32" if self.speedup >= 1 else f"slower than FP32 ({self.speedup:.2f}x)"
         )
@@ -57,7 +59,7 @@ class Choice:
 
 
 class Kernels:
-    """The kernels of one device. Nothing is timed before it is asked for.
+    """The kernels of one device. Each is timed when it is first requested.
 
     >>> kernels = select("cpu")
     >>> y = kernels.kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
@@ -66,24 +68,24 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._chosen: dict[tuple[str, Precision], tuple[Kernel, Choice]] = {}
-        self._refused: dict[tuple[str, Precision], str] = {}
+        self._unsupported: dict[tuple[str, Precision], str] = {}
 
     @property
-    def narrow(self) -> str | None:
+    def sixteen_bit(self) -> str | None:
         """The 16-bit float that this device carries along edges; None if it multiplies no BF16."""
         return "bf16" if Precision.BF16 in self.precisions() else None
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """What has been chosen so far."""
+        """The choices made so far."""
         return tuple(choice for _, choice in self._chosen.values())
 
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that this device multiplies, as in `Precision`; some may be slower than FP32."""
+        """Return the precisions that this device multiplies; some may be slower than FP32."""
         return device_precisions(self.device)
 
     def cast(self, tensor: Tensor, target_type: str) -> Tensor | Encoded:
-        """The tensor in another type: converted differentiably ("fp32", "bf16"), or encoded (no gradient)."""
+        """Cast a tensor: differentiably to "fp32" or "bf16", or to an encoded type without a gradient."""
         if is_encoded(target_type):
             return encode(tensor, target_type)
         if target_type not in DTYPES:
@@ -91,27 +93,28 @@ class Kernels:
                 f"there is no cast to {target_type!r}: choose fp32, bf16 or an encoded type"
             )
         if target_type == "bf16" and tensor.dtype is torch.float32:
-            return narrow(tensor)
+            return to_bf16(tensor)
         return tensor.to(DTYPES[target_type])
 
     def cast_weight(self, weight: Tensor, target_type: str) -> Tensor | Encoded:
-        """`cast` of a parameter, in the order of elements that products are fastest with. No gradient.
+        """Cast a parameter, without a gradient, into the memory order in which products are fastest.
 
-        A convolution's BF16 weight gets channels-last order: the parameter's own oneDNN would reorder at
-        every call (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3; Zen 5).
+        A convolution's BF16 weight gets channels-last order. oneDNN would reorder any other at every call
+        (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3; Zen 5).
         """
         if target_type == "bf16" and weight.ndim == 4 and weight.device.type == "cpu":
-            return channels_last(weight.detach())
+            return weight_to_bf16_channels_last(weight.detach())
         return self.cast(weight, target_type)
 
     def kernel(self, kind: str, precision: Precision | str, reference: bool = False) -> Kernel:
-        """The fastest kernel that this device has: kernel(target, out_type, *args, **kwargs) -> Tensor.
+        """Return the fastest kernel that this device has.
 
-        `target` and the arguments are those of the original call, except that encoded operands come as
-        `Operand`s; `out_type` is "fp32" or "bf16". Linear layers in INT8 take an `activation` as well, which
-        is computed in the epilogue (`qsync.backend.casts.epilogues`). With `reference` the plain kernel of
+        It is called as kernel(target, out_type, *args, **kwargs) -> Tensor. `target` and the arguments
+        are those of the original call, except that encoded operands come as `Operand`s. `out_type` is
+        "fp32" or "bf16". Linear layers in INT8 also take an `activation`, which is computed in the
+        epilogue (`qsync.backend.casts.epilogues`). `reference` asks for the plain kernel of
         `reference_kernel`, which is never chosen otherwise. Raises UnsupportedError, with the reason, if
-        there is none.
+        there is no kernel.
 
         >>> select("cpu").kernel("conv2d", "int8")
         """
@@ -123,8 +126,8 @@ class Kernels:
             return plain
         return self._choose(kind, precision)[0]
 
-    def refusal(self, kind: str, precision: Precision | str) -> str | None:
-        """Why `kernel` has none, in the words of who was tried; None if it has one."""
+    def why_unsupported(self, kind: str, precision: Precision | str) -> str | None:
+        """Return why `kernel` has no kernel, candidate by candidate; None if it has one."""
         try:
             self._choose(kind, Precision(precision))
         except UnsupportedError as error:
@@ -132,11 +135,11 @@ class Kernels:
         return None
 
     def choice(self, kind: str, precision: Precision | str) -> Choice:
-        """Which kernel `kernel` returns, and why. Raises UnsupportedError if there is none."""
+        """Return which kernel `kernel` returns, and why. Raises UnsupportedError if there is none."""
         return self._choose(kind, Precision(precision))[1]
 
     def describe(self) -> list[dict[str, Any]]:
-        """One entry per kind of product and precision: what was chosen, its speed, or why there is none."""
+        """List every kind of product and precision: the chosen kernel and its speed, or why there is none."""
         rows: list[dict[str, Any]] = []
         for kind, precisions in PRECISIONS_BY_KIND.items():
             for precision in precisions:
@@ -158,47 +161,51 @@ class Kernels:
 
     def _choose(self, kind: str, precision: Precision) -> tuple[Kernel, Choice]:
         key = (kind, precision)
-        if key in self._refused:
-            raise UnsupportedError(self._refused[key])
+        if key in self._unsupported:
+            raise UnsupportedError(self._unsupported[key])
         if key not in self._chosen:
             try:
-                # Asked for in the middle of someone's run: random numbers and gradient mode stay as they
-                # were.
+                # This may happen in the middle of a run: random numbers and gradient mode stay as they were.
                 gpus = [self.device] if torch.cuda.is_available() and self.device.type == "cuda" else []
                 with torch.random.fork_rng(devices=gpus), torch.enable_grad():
                     torch.manual_seed(0)
                     self._chosen[key] = self._measure(kind, precision)
             except UnsupportedError as error:
-                self._refused[key] = str(error)
+                self._unsupported[key] = str(error)
                 raise
         return self._chosen[key]
 
     def _measure(self, kind: str, precision: Precision) -> tuple[Kernel, Choice]:
-        tried, rejected = [], []
+        tried: list[tuple[float, str, Kernel]] = []
+        rejected: list[tuple[str, str]] = []
         for candidate in candidates(kind, precision, self.device):
-            reason = candidate.reason or self._disagreement(kind, precision, candidate)
-            if reason:
-                rejected.append((candidate.name, reason))
+            kernel, reason = candidate.kernel, candidate.reason
+            if kernel is not None:
+                reason = self._disagreement(kind, precision, kernel)
+            if kernel is None or reason:
+                rejected.append((candidate.name, reason or "it has no kernel"))
             else:
-                tried.append((_seconds(_trial(kind, precision, candidate.kernel, self.device)), candidate))
+                seconds = _median_s(_trial(kind, precision, kernel, self.device))
+                tried.append((seconds, candidate.name, kernel))
         if not tried:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected) or "qsync has none"
             raise UnsupportedError(f"no kernel for {kind} in {precision} on {self.device} ({reasons})")
         tried.sort(key=lambda entry: entry[0])
-        (seconds, best), others = tried[0], tried[1:]
-        rejected += [(c.name, f"takes {s * 1e3:.2f} ms against {seconds * 1e3:.2f}") for s, c in others]
+        (seconds, name, best), others = tried[0], tried[1:]
+        rejected += [(other, f"takes {s * 1e3:.2f} ms against {seconds * 1e3:.2f}") for s, other, _ in others]
         rejected.append(("reference", "decodes to FP32: saves neither time nor memory"))
         baseline = seconds if precision is Precision.FP32 else self.choice(kind, Precision.FP32).measured_s
         speedup, flops = baseline / seconds, _flops(kind, self.device)
-        return best.kernel, Choice(kind, precision, best.name, seconds, flops, speedup, tuple(rejected))
+        return best, Choice(kind, precision, name, seconds, flops, speedup, tuple(rejected))
 
-    def _disagreement(self, kind: str, precision: Precision, candidate: Candidate) -> str | None:
-        """Why this kernel's result and gradients cannot be trusted; None if they are the reference's."""
-        if precision is Precision.FP32:
+    def _disagreement(self, kind: str, precision: Precision, kernel: Kernel) -> str | None:
+        """Return why this kernel's result and gradients are not the reference's; None if they are."""
+        reference = reference_kernel(kind, precision)
+        if precision is Precision.FP32 or reference is None:
             return None
         try:
-            got = _trial(kind, precision, candidate.kernel, self.device, small=True)()
-            expected = _trial(kind, precision, reference_kernel(kind, precision), self.device, small=True)()
+            got = _trial(kind, precision, kernel, self.device, small=True)()
+            expected = _trial(kind, precision, reference, self.device, small=True)()
         except (RuntimeError, NotImplementedError, ValueError, QSyncError) as error:
             return f"fails here: {str(error).strip().splitlines()[0]}"
         # Two stochastic roundings agree no better than the rounding itself: 8 bits leave about 35 dB.
@@ -207,7 +214,7 @@ class Kernels:
 
 
 def select(device: str | torch.device = "cpu") -> Kernels:
-    """The kernels of a device, one `Kernels` per device and process.
+    """Return the kernels of a device: one `Kernels` per device and process.
 
     Raises UnsupportedError if the device is neither a CPU nor a GPU that torch can use here.
 
@@ -234,7 +241,10 @@ def _kernels_of(device: torch.device) -> Kernels:
 def _trial(
     kind: str, precision: Precision, kernel: Kernel, device: torch.device, small: bool = False
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """A forward and backward pass on a representative shape, casts included: returns result and gradients."""
+    """Return a forward and backward pass on a representative shape that yields result and gradients.
+
+    Casts are part of it.
+    """
     generator = torch.Generator().manual_seed(0)
     target, shapes, options = _representative(kind, device, small)
     values = [torch.randn(*shape, generator=generator).to(device).requires_grad_() for shape in shapes]
@@ -258,26 +268,26 @@ def _cast(kind: str, index: int, precision: Precision, value: Tensor) -> Any:
 
 
 def _flops(kind: str, device: torch.device) -> float:
-    """Operations of the products of a forward and backward pass on the representative shape.
+    """Return the operations of the products of a forward and backward pass on the representative shape.
 
-    Backward multiplies twice as much as forward; what attention computes again in backward does not count.
+    Backward multiplies twice as much as forward. Products that attention repeats in backward do not count.
     """
     target, shapes, options = _representative(kind, device)
     with FlopCounterMode(display=False) as counter:
         target(*(torch.empty(shape, device="meta") for shape in shapes), **options)
-    return 3.0 * counter.get_total_flops()
+    return 3.0 * float(counter.get_total_flops())
 
 
 def _representative(
     kind: str, device: torch.device, small: bool = False
 ) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
-    """The call that stands for a kind of product: a few milliseconds in FP32, or much less for a check.
+    """Return the call that represents a kind of product: a few milliseconds in FP32, or a small one to check.
 
-    GPUs get the larger one: 512 squared is over before the next call is launched.
+    GPUs get larger matrices: 512 squared is done before the next call is launched.
     """
     n, images, channels, side = (48, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
-    return {
+    calls: dict[str, tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]] = {
         "linear": (torch.nn.functional.linear, [(n, n), (n, n), (n,)], {}),
         "addmm": (torch.addmm, [(n,), (n, n), (n, n)], {}),
         "conv2d": (
@@ -293,42 +303,38 @@ def _representative(
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
-    }[kind]
+    }
+    return calls[kind]
 
 
 def _look_up(table: Tensor) -> Tensor:
-    """As many rows as the table has, some of them twice."""
-    places = torch.arange(len(table), device=table.device) // 2
-    return torch.nn.functional.embedding(places, table)
+    """Look up as many rows as the table has, some of them twice."""
+    indices = torch.arange(len(table), device=table.device) // 2
+    return torch.nn.functional.embedding(indices, table)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """Median time of a run after one to warm up: at most five runs, two once 20 ms have gone by.
+def _median_s(run: Callable[[], Any]) -> float:
+    """Return the median time of a run after one to warm up: at most five runs, two once 20 ms have passed.
 
-    What took 20 ms to warm up is run once more and no oftener: FP16 on CPUs, where a tenth of the speed is no
-    close call. Once it must be: the first product of a process also starts oneDNN up.
+    A run whose warm-up took 20 ms is timed once: FP16 on CPUs, whose tenth of the speed is no close call.
+    It cannot be timed by its warm-up, because the first product of a process also initializes oneDNN.
     """
     start = time.perf_counter()
     run()
-    _synchronize()
+    synchronize()
     least = 1 if time.perf_counter() - start > _MIN_TIMED_S else 2
     times: list[float] = []
     while len(times) < _MAX_REPEATS and (len(times) < least or sum(times) < _MIN_TIMED_S):
-        _synchronize()
+        synchronize()
         start = time.perf_counter()
         run()
-        _synchronize()
+        synchronize()
         times.append(time.perf_counter() - start)
     return sorted(times)[(len(times) - 1) // 2]
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _agreement_db(got: Tensor, expected: Tensor) -> float:
-    """Signal to noise of `got` against `expected`, in decibels."""
+    """Return the signal to noise ratio of `got` against `expected`, in decibels."""
     noise = (got.double() - expected.double()).square().sum().item()
     signal = expected.double().square().sum().item()
     if math.isnan(noise) or not signal:

@@ -11,7 +11,7 @@ from qsync.allocator.problem import check_sensitivity, gradient_weight
 from qsync.errors import QSyncError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
-from qsync.records.kernel_support import unserved
+from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
@@ -95,7 +95,7 @@ def _illegal(
         if name not in profiles:
             found.append(f"there is no profile of device class {name!r}; measure it with qsync.profile")
             continue
-        without = unserved(profiles[name].graph_of(graph), device_class.device)
+        without = unsupported_by_shape(profiles[name].graph_of(graph), device_class.device)
         for op, precision in plan[name].assignment.items():
             if reason := without.get(op, {}).get(precision):
                 found.append(f"{op} runs in {precision} on {name}, which does not serve it: {reason}")

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.backend.absent_kernels import why_absent
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
-from qsync.records.kernel_support import is_kept_from_lowering, unserved
+from qsync.records.kernel_support import is_fixed_despite_kernels, unsupported_by_shape, why_unwritten
 from qsync.records.plans import Plan
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile
@@ -44,7 +43,7 @@ def refusals(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
     found = [
         Refusal(op.name, None, None, op.dtype, op.fixed_because)
         for op in graph.ops
-        if is_kept_from_lowering(op)
+        if is_fixed_despite_kernels(op)
     ]
     for device_class in cluster.classes:
         assignment = plan[device_class.name].assignment
@@ -57,7 +56,7 @@ def _of_class(
 ) -> Iterator[Refusal]:
     measured = {op.name: set(profile.precisions_of(op.name)) for op in graph.adjustable}
     tried = set().union(*measured.values()) if measured else set()
-    without = unserved(graph, device_class.device)
+    without = unsupported_by_shape(graph, device_class.device)
     for op in graph.adjustable:
         refused = {**profile.refused.get(op.name, {}), **without.get(op.name, {})}
         for precision in device_class.precisions:
@@ -70,7 +69,7 @@ def _of_class(
 
 def _why_not_measured(op: Op, precision: Precision) -> str:
     if precision not in PRECISIONS_BY_KIND[op.kind]:
-        return f"{op.kind} in {precision}: {why_absent(op.kind, precision)}"
+        return f"{op.kind} in {precision}: {why_unwritten(op.kind, precision)}"
     if op.magnitude > LARGEST.get(precision, float("inf")):
         return f"it reads constants of up to {op.magnitude:.3g}, which {precision} does not hold"
     return "the profile has no time of it; profile this class again"

@@ -1,12 +1,11 @@
-"""Which of the fused casts a GPU takes: each is tried once against plain torch, on its own kind of data.
+"""Decide which fused casts run on a GPU: try each once against plain torch, on data of its own kind.
 
-Plain torch has kernels of its own there, and a pass that the fused ones save is worth less than on a CPU. A
-fused cast is used where it returned what the plain one does and was faster; `verdicts` says what was found.
+Plain torch has kernels of its own on GPUs, and saving a pass gains less there than on a CPU. A fused cast
+is used if it returned the plain one's result and was faster; `verdicts` lists the findings.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,15 +13,17 @@ import torch
 from torch import Tensor
 
 from qsync.backend.casts import library as compiled
+from qsync.backend.cuda_build import architecture
+from qsync.backend.timing import least_s
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-# The share of the plain result's square that the two may differ by. Two stochastic roundings of Gaussian
+# The share of the plain result's square by which the two may differ. Two stochastic roundings of Gaussian
 # values differ by 1e-4, a wrong scale or a missed row by much more.
-_MOST_DIFFERENCE = 1e-3
+_MAX_DIFFERENCE = 1e-3
 
 
 class RegisteredCast(NamedTuple):
-    """A cast that has a fused form: the function, and arguments of ordinary size to try it on, by device."""
+    """A cast that has a fused form: the function, and arguments of ordinary size for a trial, by device."""
 
     function: Callable[..., Any]
     trial: Callable[[torch.device], tuple[Any, ...]]
@@ -30,7 +31,7 @@ class RegisteredCast(NamedTuple):
 
 # Every cast by its name: the modules that define casts register them.
 REGISTERED: dict[str, RegisteredCast] = {}
-# The library where a cast pays on a device, None where it does not; and the reason, in one sentence.
+# The library if a cast is faster on a device, else None; and the reason, in one sentence.
 _found: dict[tuple[str, torch.device], compiled.Library | None] = {}
 _verdicts: dict[tuple[str, torch.device], str] = {}
 
@@ -46,7 +47,7 @@ def autotuned(trial: Callable[[torch.device], tuple[Any, ...]]) -> Callable[[_Fu
 
 
 def library(name: str, device: torch.device) -> compiled.Library | None:
-    """The compiled casts if the one of that name pays on that GPU, measured at the first call."""
+    """Return the compiled casts if the one of that name is faster on that GPU; the first call measures."""
     key = (name, device)
     if key not in _found:
         if torch.cuda.is_current_stream_capturing():  # nothing can be measured inside a CUDA graph
@@ -56,14 +57,8 @@ def library(name: str, device: torch.device) -> compiled.Library | None:
 
 
 def verdicts() -> dict[tuple[str, torch.device], str]:
-    """What was found so far: by cast and device, what runs there and why, in one sentence."""
+    """Return the findings so far: by cast and device, which form runs and why, in one sentence."""
     return dict(_verdicts)
-
-
-def architecture(device: torch.device) -> str:
-    """Of a GPU, as the compiler names it: "75", "90"."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{major}{minor}"
 
 
 def _tried(name: str, device: torch.device) -> compiled.Library | None:
@@ -71,7 +66,7 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
     if fused is None:
         _verdicts[key] = compiled.note(architecture(device)) or "there is no fused cast"
         return None
-    # Asked for in the middle of someone's run: random numbers and gradient mode stay as they were.
+    # This may happen in the middle of a run: random numbers and gradient mode stay as they were.
     with torch.random.fork_rng(devices=[device]), torch.no_grad(), torch.cuda.device(device):
         try:
             difference, fused_s, plain_s = _compared(name, device, fused)
@@ -79,42 +74,34 @@ def _tried(name: str, device: torch.device) -> compiled.Library | None:
             _verdicts[key] = f"plain torch runs: the fused cast failed ({error})"
             return None
     measured = f"{1e3 * fused_s:.3f} ms fused, {1e3 * plain_s:.3f} in plain torch"
-    if difference > _MOST_DIFFERENCE:
+    if difference > _MAX_DIFFERENCE:
         _verdicts[key] = f"plain torch runs: the fused cast is wrong by {difference:.1e} of the square"
     else:
         _verdicts[key] = measured
-    return fused if difference <= _MOST_DIFFERENCE and fused_s <= plain_s else None
+    return fused if difference <= _MAX_DIFFERENCE and fused_s <= plain_s else None
 
 
 def _compared(name: str, device: torch.device, fused: compiled.Library) -> tuple[float, float, float]:
-    """How far the fused cast is from the plain one, and the seconds that each takes."""
+    """Return how far the fused cast is from the plain one, and the seconds that each takes."""
     function, trial = REGISTERED[name]
     results, times = [], []
     try:
         for choice in (fused, None):
             _found[name, device] = choice
             results.append(function(*trial(device)))
-            times.append(_least_s(function, trial(device)))
+            times.append(_seconds(function, trial(device)))
     finally:
         del _found[name, device]
     return _difference(*results), times[0], times[1]
 
 
-def _least_s(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
-    """The least time of a call among several, of ten calls each: what the GPU takes, or the queueing."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(10):
-            function(*arguments)
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) / 10)
-    return min(times)
+def _seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> float:
+    """Return the time of a call, by ten in a row: of the GPU's work, or of queueing it."""
+    return least_s(lambda: function(*arguments), calls=10, wait=torch.cuda.synchronize)
 
 
 def _difference(a: Any, b: Any) -> float:
-    """The largest share of the square of b's parts that a's differ by."""
+    """Return the largest share of the square of a part of b by which a's part differs."""
     if isinstance(a, Tensor):
         wanted = b.float()
         return float((a.float() - wanted).square().sum() / wanted.square().sum().clamp_min(1e-30))
@@ -122,16 +109,20 @@ def _difference(a: Any, b: Any) -> float:
 
 
 def random_values(device: torch.device, *shape: int) -> Tensor:
+    """Return Gaussian values, the same at every call."""
     return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(0))
 
 
 def random_codes(device: torch.device, *shape: int) -> Tensor:
+    """Return INT8 codes of Gaussian values."""
     return (random_values(device, *shape) * 30).clamp(-127, 127).to(torch.int8)
 
 
 def random_positive(device: torch.device, size: int) -> Tensor:
+    """Return values of at least 0.5: scales."""
     return random_values(device, size).abs() + 0.5
 
 
 def random_images(device: torch.device) -> Tensor:
+    """Return Gaussian images in channels-last order."""
     return random_values(device, 32, 64, 28, 28).contiguous(memory_format=torch.channels_last)

@@ -1,4 +1,4 @@
-"""The fused casts for this machine's processor, compiled by TVM through LLVM."""
+"""Compile the fused casts for this machine's processor, by TVM through LLVM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qsync.errors import BuildError
 
 
 def processor() -> str:
-    """What this processor can execute: architecture, model and, where Linux tells, its instruction sets."""
+    """Describe the processor: architecture, model and, where Linux lists them, its instruction sets."""
     facts = [platform.machine(), platform.system()]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -24,7 +24,7 @@ def processor() -> str:
 
 
 def executable() -> Any:
-    """The programs, compiled in memory; a second or two with TVM's import. Raises BuildError."""
+    """Compile the programs in memory; a second or two with TVM's import. Raises BuildError."""
     try:
         import tvm
         from tvm.target import codegen
@@ -38,6 +38,7 @@ def executable() -> Any:
 
 
 def export_once(path: Path) -> None:
+    """Compile the programs into a library at `path`, in a process of its own, and announce it."""
     print(f"qsync: compiling casts for this processor, once, into {path.parent}", file=sys.stderr)
     run_apart("from qsync.backend.casts.build_cpu import export; export(path)", path)
 

@@ -1,7 +1,7 @@
-"""The fused casts for NVIDIA GPUs: CUDA C of TVM's, compiled by nvcc for one architecture, loaded by tvm_ffi.
+"""Compile the fused casts for NVIDIA GPUs: TVM writes CUDA C, nvcc compiles it, tvm_ffi loads it.
 
-Two libraries make one module: TVM's host code, which checks the tensors, and the kernels with what launches
-them (launching.h). The kernels are written for compute capability 7.0, so that one source serves every GPU.
+Two libraries make one module: TVM's host code, which checks the tensors, and the kernels with their launcher
+(launching.h). The kernels are written for compute capability 7.0, so that one source serves every GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from qsync.backend import cuda_build, kernel_cache
 from qsync.backend.casts.build_process import run_apart
 
 OLDEST = "70"  # the compute capability that the CUDA C is written for
-ROWS_PER_PART = 64  # as in fused_loops.py, which cannot be imported without TVM
 
 
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
-    """The module of one architecture ("75", "90"), compiled if need be. Raises BuildError.
+    """Load the module of one architecture ("75", "90"), compiled if necessary. Raises BuildError.
 
-    `facts` is what decides what TVM generates: see `qsync.backend.casts.library`.
+    `facts` determine what TVM generates: see `qsync.backend.casts.library`.
     """
     import tvm_ffi
 
@@ -36,12 +35,12 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
     def kernels_to(path: Path) -> None:
         print(f"qsync: compiling casts for sm_{architecture}, once, into {path.parent}", file=sys.stderr)
         run_apart(
-            f"from qsync.backend import compiled_cuda; compiled_cuda.export_kernels(path, {architecture!r})",
+            f"from qsync.backend.casts import build_cuda; build_cuda.export_kernels(path, {architecture!r})",
             path,
         )
 
     def host_to(path: Path) -> None:
-        run_apart("from qsync.backend import compiled_cuda; compiled_cuda.export_host(path)", path)
+        run_apart("from qsync.backend.casts import build_cuda; build_cuda.export_host(path)", path)
 
     kernels = kernel_cache.built(f"casts-sm{architecture}", {**facts, **compiler}, kernels_to)
     host = kernel_cache.built("casts-host", facts, host_to)
@@ -52,7 +51,7 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
 @cache
 def generated(architecture: str = OLDEST) -> tuple[Any, str]:
-    """TVM's host code, without the kernels, and the kernels in CUDA C."""
+    """Return TVM's host code, without the kernels, and the kernels in CUDA C."""
     import tvm
 
     from qsync.backend.casts.tvm import rows
@@ -70,7 +69,7 @@ def export_host(path: str) -> None:
 
 
 def export_kernels(path: str, architecture: str) -> None:
-    """Compile the kernels, with what launches them, into a library. Raises BuildError."""
+    """Compile the kernels and their launcher into a library. Raises BuildError."""
     with tempfile.TemporaryDirectory(prefix="qsync-casts-") as folder:
         source = Path(folder) / "casts.cu"
         source.write_text(complete(generated()[1]))
@@ -79,7 +78,7 @@ def export_kernels(path: str, architecture: str) -> None:
 
 
 def complete(source: str) -> str:
-    """TVM's CUDA C with a function that launches each of its kernels."""
+    """Return TVM's CUDA C with a function that launches each of its kernels."""
     kernels = re.findall(r"__global__ void (?:__launch_bounds__\(\d+\) )?(\w+)\([^;]*?\) \{", source)
     # First: TVM defines the word `uint`, which system headers declare.
     lines = ['#include "launching.h"', source, *(f"EXPORT({kernel})" for kernel in kernels)]
@@ -87,7 +86,7 @@ def complete(source: str) -> str:
 
 
 def include_folders() -> list[Path]:
-    """Where launching.h is, and the headers of tvm_ffi that it needs."""
+    """Return the folders of launching.h and of the headers of tvm_ffi that it needs."""
     import tvm_ffi.libinfo
 
     return [_launching().parent, *(Path(place) for place in tvm_ffi.libinfo.include_paths())]

@@ -1,4 +1,4 @@
-"""Build a library of casts in a process of its own: LLVM ends the process that cannot write."""
+"""Build a library of casts in a process of its own: LLVM kills a process that cannot write."""
 
 from __future__ import annotations
 

@@ -1,21 +1,22 @@
-"""Passes over a matrix between products: quantize, dequantize, narrow. In plain torch, and compiled.
+"""Passes over a matrix between products, in plain torch and compiled: quantize, dequantize, convert to BF16.
 
-Every function has a plain body, which reads like its equation and runs on every device, and a compiled one
-(`qsync.backend.casts.tvm.rows`) of the same result, which runs on CPUs and NVIDIA GPUs, where the matrix is in FP32
-or BF16 and dense, and where it was measured to be faster than the plain one.
+Every function has a plain body, which reads like its equation and runs on every device. It also has a
+compiled body (`qsync.backend.casts.tvm.rows`) with the same result. The compiled body runs on CPUs and
+NVIDIA GPUs, on dense FP32 and BF16 matrices, where it was measured to be faster than the plain one.
+
+Codes are symmetric: the largest magnitude of a row or column becomes the largest code.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts import autotune
 from qsync.backend.casts import library as compiled
 from qsync.backend.casts.autotune import (
@@ -25,50 +26,42 @@ from qsync.backend.casts.autotune import (
     random_positive,
     random_values,
 )
+from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
+from qsync.backend.timing import least_s
 
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}
 CODE_DTYPE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp8_gradient": torch.float8_e5m2}
-# A row of zeros gets this magnitude: its codes are zero, and its scale and the inverse of it are normal FP32
-# numbers.
-_SMALLEST_AMAX = 1e-35
-# A conversion to BF16 of fewer elements is torch's.
-_LEAST_NARROWED = 2**19
-_WINDOWS: tuple[Any, ...] = (
-    [1, 1],
-    [1, 1],
-    [1, 1],
-)  # stride, padding, dilation of trials
+# torch converts fewer elements than these to BF16 as fast.
+_MIN_COMPILED_TO_BF16 = 2**19
+_TRIAL_GEOMETRY: tuple[Any, ...] = ([1, 1], [1, 1], [1, 1])  # stride, padding, dilation
 COMPILED_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 @autotuned(lambda d: (random_values(d, 4096, 1024),))
 def quantize_rows(values: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8 codes (m, n) of a matrix (m, n), each the nearest, and one scale per row (m).
+    """Quantize a matrix (m, n) to the nearest INT8 codes (m, n), with one scale per row (m).
 
-        scale = max |x| / 127,  code = round(x / scale)                           (ours; symmetric absmax)
+        scale = max |x| / 127,  code = round(x / scale)
 
     A row that holds NaN or Inf gets the scale NaN.
     """
     library = compiled_for("quantize_rows", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (1,), "int8"))
-    codes, scale = (
-        torch.empty_like(values, dtype=torch.int8),
-        _bits(len(values), values.device),
-    )
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _empty_scales(len(values), values.device)
     library[f"quantize_rows_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
 
 
 @autotuned(lambda d: (random_values(d, 1024, 1024),))
 def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
-    """INT8 codes (m, n) of a matrix, and one scale per column (n)."""
+    """Quantize a matrix (m, n) to the nearest INT8 codes (m, n), with one scale per column (n)."""
     library = compiled_for("quantize_columns", values)
     if library is None:
         return _flat(nearest_codes(values.float(), (0,), "int8"))
     columns = values.shape[1]
-    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(columns, values.device)
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _empty_scales(columns, values.device)
     inverse = scale.new_empty(library.partial_shape(len(values), columns))
     library[f"quantize_columns_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale, inverse)
     return codes, scale.view(torch.float32)
@@ -76,55 +69,57 @@ def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_values(d, 32, 64 * 28 * 28),))
 def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_rows` with 128 added to every code: what oneDNN's convolutions take as activations."""
+    """Quantize as `quantize_rows` and add 128 to every code, as oneDNN's convolutions take activations."""
     library = compiled_for("quantize_rows_unsigned", values)
     if library is None:
         codes, scale = nearest_codes(values.float(), (1,), "int8")
         return codes.view(torch.uint8).bitwise_xor(128), scale.reshape(-1)
     codes = torch.empty_like(values, dtype=torch.uint8)
-    scale = _bits(len(values), values.device)
+    scale = _empty_scales(len(values), values.device)
     library[f"quantize_rows_unsigned_{COMPILED_DTYPES[values.dtype]}"](values, codes, scale)
     return codes, scale.view(torch.float32)
 
 
 @autotuned(lambda d: (random_values(d, 4096, 1024),))
-def narrow(x: Tensor) -> Tensor:
-    """BF16 of an FP32 tensor of any shape, differentiable.
+def to_bf16(x: Tensor) -> Tensor:
+    """Convert an FP32 tensor of any shape to BF16, differentiably.
 
     torch's own conversion is as fast while the matrix is small: 0.037 against 0.032 ms for 1024x384, 0.16
     against 0.11 for 1024x1536, 0.36 against 0.23 for 1024x3072 (Zen 5, one thread).
     """
-    library = compiled_for("narrow", x, (torch.float32,)) if x.numel() >= _LEAST_NARROWED else None
+    library = compiled_for("to_bf16", x, (torch.float32,)) if x.numel() >= _MIN_COMPILED_TO_BF16 else None
     if library is None:
         return x.to(torch.bfloat16)
-    return _Narrow.apply(x) if x.requires_grad and torch.is_grad_enabled() else _narrowed(x, library)
+    if x.requires_grad and torch.is_grad_enabled():
+        return differentiable(_ToBf16, x)
+    return _converted(x, library)
 
 
-class _Narrow(torch.autograd.Function):
+class _ToBf16(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        library = compiled_for("narrow", x, (torch.float32,))
-        return x.to(torch.bfloat16) if library is None else _narrowed(x, library)
+        library = compiled_for("to_bf16", x, (torch.float32,))
+        return x.to(torch.bfloat16) if library is None else _converted(x, library)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.float()
 
 
-def _narrowed(x: Tensor, library: compiled.Library) -> Tensor:
+def _converted(x: Tensor, library: compiled.Library) -> Tensor:
     x = x.detach()
     out = torch.empty_like(x, dtype=torch.bfloat16)
     size = (math.prod(x.shape[:-1]), x.shape[-1])
-    library["narrow"](x.view(size), out.view(size))
+    library["to_bf16"](x.view(size), out.view(size))
     return out
 
 
 @autotuned(lambda d: (random_values(d, 32, 64, 28 * 28), torch.bfloat16))
 def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Matrices (m, c, p) as (m, p, c), copied, in `dtype` if given."""
+    """Copy matrices (m, c, p) as (m, p, c), in `dtype` if given."""
     names = {
-        (torch.float32, torch.bfloat16): "transpose_narrow",
-        (torch.bfloat16, torch.float32): "transpose_widen",
+        (torch.float32, torch.bfloat16): "transpose_to_bf16",
+        (torch.bfloat16, torch.float32): "transpose_to_fp32",
         (torch.int8, torch.int8): "transpose_int8",
     }
     wanted = dtype or x.dtype
@@ -140,13 +135,13 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return out
 
 
-@autotuned(lambda d: (random_values(d, 32, 28, 28, 64).bfloat16(), (3, 3), *_WINDOWS))
+@autotuned(lambda d: (random_values(d, 32, 28, 28, 64).bfloat16(), (3, 3), *_TRIAL_GEOMETRY))
 def unfold(
     images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """The windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel (p, q).
+    """Return the windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel (p, q).
 
-    Images are BF16, or unsigned codes whose windows are signed. What lies outside an image is 0.
+    Images are BF16, or unsigned codes whose windows are signed. Pixels outside an image are 0.
     """
     n, h, w, channels = images.shape
     codes = images.dtype is torch.uint8
@@ -167,17 +162,17 @@ def unfold(
     return out
 
 
-@autotuned(lambda d: (random_values(d, 32, 28, 28, 3, 3, 64).bfloat16(), (28, 28), *_WINDOWS))
+@autotuned(lambda d: (random_values(d, 32, 28, 28, 3, 3, 64).bfloat16(), (28, 28), *_TRIAL_GEOMETRY))
 def fold(
     windows: Tensor, size: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """The adjoint of `unfold`: BF16 windows (n, p, q, kh, kw, C) added up into FP32 images (n, h, w, C)."""
+    """Add BF16 windows (n, p, q, kh, kw, C) up into FP32 images (n, h, w, C): the adjoint of `unfold`."""
     n, p, q, kh, kw, channels = windows.shape
     library = compiled_for("fold", windows, (torch.bfloat16,))
     if library is None:
         columns = windows.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
         images = torch.nn.functional.fold(
-            columns, size, (kh, kw), dilation=dilation, padding=padding, stride=stride
+            columns, size, (kh, kw), dilation=tuple(dilation), padding=tuple(padding), stride=tuple(stride)
         )
         return images.permute(0, 2, 3, 1)
     out = windows.new_empty((n, *size, channels), dtype=torch.float32)
@@ -187,7 +182,7 @@ def fold(
 
 @autotuned(lambda d: (random_values(d, 4096, 1024).bfloat16(),))
 def sum_columns(g: Tensor) -> Tensor:
-    """The FP32 sums of the columns of g (m, n): what the gradient of a bias is."""
+    """Return the FP32 sums of the columns of g (m, n): the gradient of a bias."""
     library = compiled_for("sum_columns", g)
     if library is None:
         return g.float().sum(0)
@@ -199,26 +194,26 @@ def sum_columns(g: Tensor) -> Tensor:
 
 @autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 1024)))
 def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Stochastic INT8 codes (m, n) of g * factors, with one scale per row (m); factors (n).
+    """Round g * factors to stochastic INT8 codes (m, n), with one scale per row (m); factors (n).
 
-    E[code * scale] = g * factors, and E[(code * scale - g * factors)^2] is scale^2 / 6 on average over the
-    place between two codes, twice that of the nearest code. Draws from torch's default generator.
+    E[code * scale] = g * factors. E[(code * scale - g * factors)^2] is scale^2 / 6, averaged over the
+    positions between two codes: twice that of the nearest code. Draws from torch's default generator.
     """
     library = compiled_for("round_rows", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors, (1,)))
-    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(len(g), g.device)
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _empty_scales(len(g), g.device)
     library[f"round_rows_{COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale)
     return codes, scale.view(torch.float32)
 
 
 @autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 4096)))
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Stochastic INT8 codes (m, n) of g * factors, with one scale per column (n); factors (m)."""
+    """Round g * factors to stochastic INT8 codes (m, n), with one scale per column (n); factors (m)."""
     library = compiled_for("round_columns", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
-    codes, scale = torch.empty_like(g, dtype=torch.int8), _bits(g.shape[1], g.device)
+    codes, scale = torch.empty_like(g, dtype=torch.int8), _empty_scales(g.shape[1], g.device)
     inverse = scale.new_empty(library.partial_shape(len(g), g.shape[1]))
     library[f"round_columns_{COMPILED_DTYPES[g.dtype]}"](g, factors, _seed(), codes, scale, inverse)
     return codes, scale.view(torch.float32)
@@ -234,13 +229,13 @@ def dequantize_trial(device: torch.device) -> tuple[Any, ...]:
 def dequantize(
     sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
+    """Return rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
 
     INT32 sums are overwritten.
     """
     library = compiled_for("dequantize", sums, (torch.int32,)) if dtype in COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
-        # Converted where it lies: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
+        # Converted in place: 0.07 ms for 1024x1536, against 0.24 ms into fresh memory (page faults; Zen
         # 5, one thread).
         out = sums if sums.dtype is torch.float32 else sums.view(torch.float32).copy_(sums)
         out.mul_(rows.unsqueeze(1)).mul_(columns)
@@ -257,7 +252,7 @@ def dequantize(
 
 @autotuned(lambda d: (random_codes(d, 4096, 1024), random_positive(d, 4096)))
 def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    """BF16 of codes * scale (m, n), one scale per row (m). Unsigned codes have the zero point 128."""
+    """Return BF16 of codes * scale (m, n), one scale per row (m). Unsigned codes have zero point 128."""
     unsigned = codes.dtype is torch.uint8
     transposed = not codes.is_contiguous() and codes.t().is_contiguous() and not unsigned
     stored = codes.t() if transposed else codes
@@ -272,21 +267,21 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 @autotuned(lambda d: (random_values(d, 4096, 1024),))
-def narrow_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
-    """BF16 of g (m, n), and the FP32 sums of its columns (n): what a layer's products and its bias need."""
-    library = compiled_for("narrow_and_sum", g)
+def to_bf16_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return BF16 of g (m, n) for a layer's products, and the FP32 sums of its columns (n) for the bias."""
+    library = compiled_for("to_bf16_and_sum", g)
     if library is None:
         return g.bfloat16(), g.float().sum(0)
-    narrow = torch.empty_like(g, dtype=torch.bfloat16)
+    out = torch.empty_like(g, dtype=torch.bfloat16)
     sums = g.new_empty(g.shape[1], dtype=torch.float32)
     partial = sums.new_empty(library.partial_shape(len(g), g.shape[1]))
-    library[f"narrow_and_sum_{COMPILED_DTYPES[g.dtype]}"](g, narrow, sums, partial)
-    return narrow, sums
+    library[f"to_bf16_and_sum_{COMPILED_DTYPES[g.dtype]}"](g, out, sums, partial)
+    return out, sums
 
 
 @autotuned(lambda d: (random_images(d), random_positive(d, 32), random_positive(d, 64), torch.bfloat16))
 def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
+    """Return y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
 
     `y` is FP32 in channels-last order, and is overwritten.
     """
@@ -306,7 +301,7 @@ def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Tensor, Tensor]:
-    """Codes and scales of FP32 values in plain torch, each code the nearest, one scale for all of `dims`."""
+    """Quantize FP32 values in plain torch to the nearest codes, with one scale for all of `dims`."""
     scale, inverse = scales(values, dims, LARGEST_CODE[form])
     codes = values * inverse
     # In place: a fresh 4 MB result costs more in page faults than the rounding itself.
@@ -314,23 +309,23 @@ def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Ten
 
 
 def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tensor, Tensor]:
-    """FP32 scales max|x| / largest over `dims` (kept as 1), NaN where x is not finite; and 1 / scale."""
+    """Return FP32 scales max|x| / largest over `dims` (of size 1), and 1 / scale; NaN for x not finite."""
     if values.numel() == 0:
         shape = [1 if d in dims or d - values.ndim in dims else n for d, n in enumerate(values.shape)]
         return values.new_ones(shape), values.new_ones(shape)
-    # Two reductions that write nothing: 0.24 ms for 1024x1536, abs().amax() 0.54 (its temporary costs page
-    # faults), and vector_norm(inf) and aminmax, which do not vectorize, 4 to 8 ms (Zen 5, one thread, torch
-    # 2.13).
+    # Two reductions without a temporary: 0.24 ms for 1024x1536. abs().amax() takes 0.54 (its temporary
+    # costs page faults); vector_norm(inf) and aminmax, which do not vectorize, take 4 to 8 (Zen 5, one
+    # thread, torch 2.13).
     amax = torch.maximum(values.amax(dims, keepdim=True), values.amin(dims, keepdim=True).neg_())
-    amax.clamp_(min=_SMALLEST_AMAX)
+    amax.clamp_(min=SMALLEST_AMAX)
     inverse = largest / amax
-    # amax - amax is 0 for finite rows and NaN for the others; without it a row with Inf could decode to
+    # amax - amax is 0 for finite rows and NaN for the others: without it a row with Inf could decode to
     # zeros.
     return amax.mul(1 / largest).add_(amax - amax), inverse
 
 
-def _bits(size: int, device: torch.device) -> Tensor:
-    """Room for FP32 scales, as the compiled casts take it: the integers with their bits."""
+def _empty_scales(size: int, device: torch.device) -> Tensor:
+    """Allocate FP32 scales as the compiled casts take them: as the integers with the same bits."""
     return torch.empty(size, dtype=torch.int32, device=device)
 
 
@@ -339,7 +334,7 @@ def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Rounded up with the probability of how far the lower code is. Overwrites `values`."""
+    """Round up with a probability equal to the distance from the lower code. Overwrites `values`."""
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
     # 127 + u may round up to 128, which in eight bits is -128.
     codes = values.mul_(inverse).add_(torch.rand_like(values)).floor_().clamp_(-127, 127)
@@ -353,39 +348,30 @@ def _seed() -> int:
 def compiled_for(
     name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(COMPILED_DTYPES)
 ) -> compiled.Library | None:
-    """The compiled casts, if they can take this matrix and the one of that name pays here."""
+    """Return the compiled casts, if they can take this matrix and the one of that name is faster here."""
     if not (matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()):
         return None
     if matrix.device.type == "cpu":
         return _library(torch.get_num_threads())
     if matrix.device.type == "cuda" and torch.version.cuda:
-        # What a GPU's blocks can count: 65,535 images, as many times 256 columns.
-        counted = matrix.shape[-1] <= 2**23 and (matrix.ndim == 2 or len(matrix) < 2**16)
-        return autotune.library(name, matrix.device) if counted else None
+        # A GPU's blocks can number 65,535 images, and as many times 256 columns.
+        numbered = matrix.shape[-1] <= 2**23 and (matrix.ndim == 2 or len(matrix) < 2**16)
+        return autotune.library(name, matrix.device) if numbered else None
     return None
 
 
 @cache
 def _library(num_threads: int) -> compiled.Library | None:
-    """The compiled casts, None where there are none or torch's own threads make the plain ones faster.
+    """Return the compiled casts; None if there are none or torch's threads make the plain ones faster.
 
-    The compiled ones run on one thread, as ranks under torchrun do; plain torch takes about five passes over
-    memory with as many threads as it has.
+    The compiled ones run on one thread, as ranks under torchrun do. Plain torch takes about five passes
+    over memory, with all of its threads.
     """
     library = compiled.library()
     if library is None or num_threads == 1:
         return library
     values = torch.linspace(-1, 1, 2**20).view(1024, 1024)
-    codes, scale = torch.empty_like(values, dtype=torch.int8), _bits(1024, values.device)
-    fused = _least_s(lambda: library["quantize_rows_float32"](values, codes, scale))
-    plain = _least_s(lambda: nearest_codes(values, (1,), "int8"))
+    codes, scale = torch.empty_like(values, dtype=torch.int8), _empty_scales(1024, values.device)
+    fused = least_s(lambda: library["quantize_rows_float32"](values, codes, scale))
+    plain = least_s(lambda: nearest_codes(values, (1,), "int8"))
     return library if fused <= plain else None
-
-
-def _least_s(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - start)
-    return min(times)

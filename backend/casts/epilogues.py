@@ -1,7 +1,7 @@
-"""GELU and ReLU in the epilogue of a product: in the pass that dequantizes, and in its gradient's.
+"""GELU and ReLU in the epilogue of a product: in the pass that dequantizes, and in that of the gradient.
 
-As in `qsync.backend.casts.cast_ops`, every function has a plain body, which is the product's pass and then torch's
-function, and a compiled one (`qsync.backend.casts.tvm.activations`).
+As in `qsync.backend.casts.cast_ops`, every function has a plain body, which is the product's pass and
+then torch's function, and a compiled one (`qsync.backend.casts.tvm.activations`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from qsync.backend.casts.cast_ops import (
     compiled_for,
     dequantize,
     dequantize_trial,
-    narrow_and_sum,
     sum_columns,
+    to_bf16_and_sum,
 )
 from qsync.errors import UnsupportedError
 
@@ -35,24 +35,28 @@ class Activation(NamedTuple):
     approximate: str = "none"
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the function of x."""
         if self.kind == "relu":
             return torch.relu(x)
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
-    def changed(self, gradient: Tensor, kept: Tensor) -> Tensor:
-        """The gradient before the function, from the one after it and what was kept: gelu's x, relu's y."""
+    def gradient(self, gradient: Tensor, saved: Tensor) -> Tensor:
+        """Return the gradient of x from that of the result and the saved tensor: gelu's x, relu's result."""
+        found: Tensor
         if self.kind == "relu":
-            return _aten.threshold_backward(gradient, kept, 0)
-        return _aten.gelu_backward(gradient, kept, approximate=self.approximate)
+            found = _aten.threshold_backward(gradient, saved, 0)
+        else:
+            found = _aten.gelu_backward(gradient, saved, approximate=self.approximate)
+        return found
 
     @property
     def program(self) -> str:
-        """What the compiled casts call it."""
+        """The name that the compiled casts use."""
         return "gelu_tanh" if self.approximate == "tanh" else self.kind
 
 
 def activation(kind: str, **arguments: Any) -> Activation:
-    """The activation that a call of this kind computes, from its arguments beside the value.
+    """Return the activation of a call of this kind, from its arguments beside the value.
 
     Raises UnsupportedError for one that has no epilogue.
 
@@ -75,7 +79,7 @@ def dequantize_activated(
     dtype: torch.dtype,
     function: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """What backward needs of x = rows * columns * sums + bias, and f(x), both (m, n) in `dtype`.
+    """Return the tensor to save of x = rows * columns * sums + bias, and f(x), both (m, n) in `dtype`.
 
     Backward needs x itself for gelu, the result for relu. INT32 sums are overwritten. Arguments as in
     `qsync.backend.casts.cast_ops.dequantize`.
@@ -89,37 +93,38 @@ def dequantize_activated(
     offsets = columns.new_zeros(len(columns)) if bias is None else bias.detach().contiguous()
     run = library[f"dequantize_{function.program}_{COMPILED_DTYPES[dtype]}"]
     in_place = dtype is torch.float32
-    kept = sums.view(torch.float32) if in_place else torch.empty_like(sums, dtype=dtype)
-    made = () if in_place else (kept,)
+    saved = sums.view(torch.float32) if in_place else torch.empty_like(sums, dtype=dtype)
+    outputs = () if in_place else (saved,)
     if function.kind == "relu":
-        run(sums, rows, columns, offsets, *made)
-        return kept, kept
-    y = torch.empty_like(kept)
-    run(sums, rows, columns, offsets, *made, y)
-    return kept, y
+        run(sums, rows, columns, offsets, *outputs)
+        return saved, saved
+    y = torch.empty_like(saved)
+    run(sums, rows, columns, offsets, *outputs, y)
+    return saved, y
 
 
 @autotuned(
     lambda d: (random_values(d, 4096, 1024), random_values(d, 4096, 1024), Activation("gelu"), torch.bfloat16)
 )
-def changed_and_summed(
-    gradient: Tensor, kept: Tensor, function: Activation, dtype: torch.dtype
+def activation_gradient_and_sum(
+    gradient: Tensor, saved: Tensor, function: Activation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The gradient before the function, (m, n) in `dtype`, and the FP32 sums of its columns (n).
+    """Return the gradient before the function, (m, n) in `dtype`, and the FP32 sums of its columns (n).
 
-    `kept` is what `dequantize_activated` returned first, of the gradient's type; `dtype` that type, or BF16.
+    `saved` is the first result of `dequantize_activated`, of the gradient's type; `dtype` is that type or
+    BF16.
     """
     library = None
-    if kept.dtype is gradient.dtype and kept.is_contiguous() and dtype in (gradient.dtype, torch.bfloat16):
-        library = compiled_for("changed_and_summed", gradient)
+    if saved.dtype is gradient.dtype and saved.is_contiguous() and dtype in (gradient.dtype, torch.bfloat16):
+        library = compiled_for("activation_gradient_and_sum", gradient)
     if library is None:
-        changed = function.changed(gradient, kept)
-        if dtype is torch.bfloat16 and changed.dtype is torch.float32:
-            return narrow_and_sum(changed)
-        return changed.to(dtype), sum_columns(changed)
+        before = function.gradient(gradient, saved)
+        if dtype is torch.bfloat16 and before.dtype is torch.float32:
+            return to_bf16_and_sum(before)
+        return before.to(dtype), sum_columns(before)
     out = torch.empty_like(gradient, dtype=dtype)
     sums = gradient.new_empty(gradient.shape[1], dtype=torch.float32)
     partial = sums.new_empty(library.partial_shape(*gradient.shape))
     names = COMPILED_DTYPES[gradient.dtype], COMPILED_DTYPES[dtype]
-    library[f"{function.program}_gradient_{'_'.join(names)}"](gradient, kept, out, sums, partial)
+    library[f"{function.program}_gradient_{'_'.join(names)}"](gradient, saved, out, sums, partial)
     return out, sums

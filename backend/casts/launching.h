@@ -2,7 +2,7 @@
 //
 // TVM's host code checks the tensors and then calls, by name, a function with the arguments of a kernel and
 // behind them its blocks (of planes, then of rows) and threads. Each EXPORT below is such a function. TVM has a
-// runtime library that does the same, but it is bound to one release of CUDA; this file, compiled with the
+// runtime library that does the same, but it is bound to one release of CUDA. This file, compiled with the
 // kernels, works with whatever CUDA torch was built for, and on GPUs that the newest CUDA no longer knows.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace qsync {
 
-// Which GPU the tensors of this call are on: TVM's host code says so before it launches.
+// The GPU of this call's tensors: TVM's host code sets it before it launches.
 inline int32_t& device() {
   static thread_local int32_t number = 0;
   return number;
@@ -26,7 +26,7 @@ inline int failed(const char* reason) {
   return -1;
 }
 
-// Queued on the stream that is torch's current one (tvm_ffi hands it on with every tensor); waits for nothing.
+// Queues the kernel on torch's current stream, which tvm_ffi passes on; does not wait.
 template <typename... P>
 int launch(void (*kernel)(P...), const TVMFFIAny* args, int32_t num_args) {
   constexpr int32_t count = sizeof...(P);

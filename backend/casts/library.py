@@ -1,7 +1,7 @@
-"""The fused casts of `qsync.backend.casts.tvm.rows`, compiled by TVM for this machine once and loaded from then on.
+"""Load the fused casts of `qsync.backend.casts.tvm.rows`; TVM compiles them once per machine.
 
-Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. What cannot be is said by
-`note`: without a linker every process compiles for itself, without TVM the plain casts run.
+Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. `note` tells what is
+missing: without a linker every process compiles for itself, and without TVM the plain casts run.
 """
 
 from __future__ import annotations
@@ -16,33 +16,35 @@ from typing import Any
 from qsync.backend import kernel_cache
 from qsync.backend.casts import build_cpu, build_cuda
 from qsync.backend.casts.build_process import first_line
+from qsync.backend.casts.tvm.constants import ROWS_PER_PART
 from qsync.errors import BuildError
 
 
 class Library(dict[str, Any]):
     """Compiled functions by name, called on torch tensors without a copy.
 
-    `part` is how many rows are reduced at once where columns are: a GPU's programs want room for the result
-    of every part, a CPU's keep one. On a GPU the work is queued on torch's current stream.
+    `rows_per_part` is the number of rows that a GPU's programs reduce at once where they reduce columns.
+    They need memory for the result of every part; a CPU's programs (None) need it for one. On a GPU the
+    work is queued on torch's current stream.
     """
 
-    def __init__(self, module: Any, part: int | None = None) -> None:
+    def __init__(self, module: Any, rows_per_part: int | None = None) -> None:
         self._module = module
-        self.part = part
+        self.rows_per_part = rows_per_part
 
     def __missing__(self, name: str) -> Any:
         self[name] = self._module[name]
         return self[name]
 
     def partial_shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The room that a reduction of columns wants beside its results."""
-        return (columns,) if self.part is None else (-(-rows // self.part), columns)
+        """Return the shape of the workspace of a reduction of columns."""
+        return (columns,) if self.rows_per_part is None else (-(-rows // self.rows_per_part), columns)
 
 
 def library(architecture: str | None = None) -> Library | None:
-    """The compiled functions for this processor, or for a GPU's architecture; None where there are none.
+    """Return the compiled functions for this processor or a GPU's architecture; None if there are none.
 
-    Compiled at the first call on a machine.
+    The first call on a machine compiles them.
 
     >>> library()["quantize_rows_float32"](x, codes, scales)
     >>> library("80")["quantize_rows_float32"](x.cuda(), codes.cuda(), scales.cuda())
@@ -51,7 +53,7 @@ def library(architecture: str | None = None) -> Library | None:
 
 
 def note(architecture: str | None = None) -> str | None:
-    """What is not as it should be, in one sentence: why there is no library, or why it is compiled anew."""
+    """Return in one sentence why there is no library, or why it is compiled anew; None if all is well."""
     return _loaded(architecture)[1]
 
 
@@ -69,12 +71,12 @@ def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
         path = kernel_cache.built(
             "casts", facts | {"processor": build_cpu.processor()}, build_cpu.export_once
         )
-        anew = kernel_cache.refusal()
-        note = f"every process compiles its casts anew: {anew}" if anew else None
+        reason = kernel_cache.why_unusable()
+        note = f"every process compiles its casts anew: {reason}" if reason else None
         return Library(tvm_ffi.load_module(str(path))), note
     except BuildError as error:
         reason = str(error)
-    except Exception as error:  # the loader raises what it likes; nothing that it refused is used
+    except Exception as error:  # the loader raises errors of many types
         reason = f"{kernel_cache.folder()} holds casts that cannot be loaded ({first_line(error)}); delete it"
     try:
         return Library(build_cpu.executable().mod), f"every process compiles its casts anew: {reason}"
@@ -84,13 +86,13 @@ def _loaded(architecture: str | None) -> tuple[Library | None, str | None]:
 
 def _loaded_for_gpu(architecture: str, facts: dict[str, str]) -> tuple[Library | None, str | None]:
     try:
-        return Library(build_cuda.load(architecture, facts), build_cuda.ROWS_PER_PART), None
+        return Library(build_cuda.load(architecture, facts), ROWS_PER_PART), None
     except Exception as error:  # a BuildError, or the loader's
         return None, f"casts run in plain torch on sm_{architecture}: {first_line(error)}"
 
 
 def _facts() -> dict[str, str]:
-    """All that decides what is compiled, read without TVM: a rank that finds it compiled starts at once."""
+    """Return all that determines the compiled code, without importing TVM, which takes seconds."""
     sources = sorted(Path(__file__).parent.glob("tvm/*.py"))
     return {
         "source": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest(),

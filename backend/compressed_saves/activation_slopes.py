@@ -1,4 +1,7 @@
-"""Derivatives of gelu and silu without their input: from eight bits, or from the result and a bit."""
+"""Derivatives of gelu and silu without their input: from eight bits, or from the result and a bit.
+
+The derivative from the result is Tempo's (arXiv 2210.10246).
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
-# gelu' lies in (-0.1290, 1.1290), silu' in (-0.0998, 1.0998): 256 codes 0.00494 apart, so that a code is
-# within 0.0025 of it.
+from qsync.backend.block_sizes import SLOPES_PER_BLOCK
+
+# gelu' lies in (-0.1290, 1.1290), silu' in (-0.0998, 1.0998): 256 codes 0.00494 apart are within 0.0025
+# of it.
 _LOWEST, _STEP = -0.13, 1.26 / 255
-# Where gelu (erf, tanh) is least, and how little it is.
+# The x where gelu (erf, tanh) is least, and gelu there.
 _MINIMUM = {
     "none": (-0.751791524694493, -0.16997120747990369),
     "tanh": (-0.752461430907263, -0.17004075057125406),
 }
-# Elements per step through memory: five passes over a block stay in the cache. 4.6 ms for 1024x3072 against
-# 10.3 in one piece (Zen 5, one thread).
-_BLOCK = 1 << 17
-_TABLE = 1 << 15
+_TABLE_ENTRIES = 1 << 15
 
 
 def minimum(approximate: str) -> tuple[float, float]:
-    """The x where gelu is least, and gelu there."""
+    """Return the x where gelu is least, and gelu there."""
     return _MINIMUM[approximate]
 
 
@@ -36,7 +38,7 @@ _TIMES_SLOPE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def derivative_codes(x: Tensor, curve: str) -> Tensor:
-    """f'(x) in eight bits (ours): code = round((f'(x) + 0.13) / 0.00494), within 0.0025, whatever x.
+    """Encode f'(x) in eight bits, within 0.0025: code = round((f'(x) + 0.13) / 0.00494).
 
     f is gelu in the form that torch calls `curve` ("none", "tanh"), or "silu".
 
@@ -44,7 +46,7 @@ def derivative_codes(x: Tensor, curve: str) -> Tensor:
     tensor([ 26, 128, 229], dtype=torch.uint8)
     """
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    ones = torch.ones(x.numel() if x.is_cuda else min(x.numel(), _BLOCK), device=x.device)
+    ones = torch.ones(x.numel() if x.is_cuda else min(x.numel(), SLOPES_PER_BLOCK), device=x.device)
 
     def encode(out: Tensor, values: Tensor) -> None:
         # In FP32: rounded to BF16, the largest derivative, 1.129, is beyond the last code.
@@ -56,20 +58,20 @@ def derivative_codes(x: Tensor, curve: str) -> Tensor:
 
 
 def decode_derivative(codes: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient times the derivative that these codes stand for."""
+    """Multiply the gradient by the derivative that these codes represent."""
     result = torch.empty(codes.shape, dtype=gradient.dtype, device=codes.device)
 
-    def decode(out: Tensor, kept: Tensor, g: Tensor) -> None:
-        out.copy_(kept.float().mul_(_STEP).add_(_LOWEST).mul_(g.float()))
+    def decode(out: Tensor, values: Tensor, g: Tensor) -> None:
+        out.copy_(values.float().mul_(_STEP).add_(_LOWEST).mul_(g.float()))
 
     _blockwise(decode, result, codes, gradient)
     return result
 
 
 def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor:
-    """gelu'(x) from y = gelu(x), and 1 where x lies right of the minimum, else 0 (Tempo, arXiv 2210.10246).
+    """Return gelu'(x) from y = gelu(x) and `right`, which is 1 where x lies right of the minimum, else 0.
 
-        t = +-sqrt(y - min gelu),   gelu'(x) = table[t]          (the table is ours)
+        t = +-sqrt(y - min gelu),   gelu'(x) = table[t]
 
     gelu' is smooth in t, unlike in y, whose slope vanishes at the minimum. A table of 2^15 entries is within
     5e-4 for an FP32 y (the rounding of y next to the minimum), 0.03 for a BF16 one. FP32, or FP64 for an FP64
@@ -85,7 +87,7 @@ def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor
 
     def look_up(out: Tensor, values: Tensor, is_right: Tensor) -> None:
         t = values.to(exact).sub(least).clamp_(0).sqrt_().mul_(is_right.mul_(2).sub_(1))
-        place = t.sub_(first).mul_(per_step).nan_to_num_().clamp_(0, _TABLE - 1)
+        place = t.sub_(first).mul_(per_step).nan_to_num_().clamp_(0, _TABLE_ENTRIES - 1)
         out.copy_(table.index_select(0, place.int()))
 
     _blockwise(look_up, slope, y, right)
@@ -94,22 +96,22 @@ def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor
 
 @cache
 def _derivatives(approximate: str, device: torch.device) -> tuple[Tensor, float, float]:
-    """Gelu' at the middle of every step of t, the first t, and steps per unit of t."""
+    """Return gelu' at the middle of every step of t, the first t, and steps per unit of t."""
     x = torch.linspace(-14, 9, 1 << 21, dtype=torch.float64)
     y = torch.nn.functional.gelu(x, approximate=approximate)
     slope = _TIMES_SLOPE[approximate](torch.ones_like(x), x)
     at, least = _MINIMUM[approximate]
     t = (y - least).clamp_(0).sqrt_() * torch.where(x >= at, 1.0, -1.0)
     first, last = float(t[0]), float(t[-1])
-    per_step = _TABLE / (last - first)
-    middles = first + (torch.arange(_TABLE, dtype=torch.float64) + 0.5) / per_step
+    per_step = _TABLE_ENTRIES / (last - first)
+    middles = first + (torch.arange(_TABLE_ENTRIES, dtype=torch.float64) + 0.5) / per_step
     nearest = torch.searchsorted(t, middles).clamp_(max=len(t) - 1)
     return slope[nearest].float().to(device), first, per_step
 
 
 def _blockwise(function: Callable[..., None], out: Tensor, *inputs: Tensor) -> None:
-    """Call `function(out, *inputs)` on one block of all of them after the other; whole on a GPU."""
+    """Call `function(out, *inputs)` block by block on a CPU, and at once on a GPU."""
     flat = [tensor.contiguous().view(-1) for tensor in (out, *inputs)]
-    length = max(out.numel(), 1) if out.is_cuda else _BLOCK
+    length = max(out.numel(), 1) if out.is_cuda else SLOPES_PER_BLOCK
     for start in range(0, out.numel(), length):
         function(*(tensor[start : start + length] for tensor in flat))

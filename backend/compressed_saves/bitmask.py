@@ -1,4 +1,4 @@
-"""Masks at one bit per element: torch keeps a byte (a bool), or a number of the input's type."""
+"""Masks at one bit per element; torch saves a byte (a bool), or a number of the input's type."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PICK = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
 
 def pack_bits(mask: Tensor) -> Tensor:
-    """A bool mask as ceil(n / 8) bytes, in the order in which it lies in memory.
+    """Pack a bool mask into ceil(n / 8) bytes, in its memory order.
 
-    Eight bools are multiplied together as one 64-bit word: 0.4 ms for 1024x3072, where making the mask itself
-    takes 1.8 (Zen 5, one thread, torch 2.13).
+    One multiplication packs eight bools as a 64-bit word: 0.4 ms for 1024x3072, where making the mask
+    itself takes 1.8 (Zen 5, one thread, torch 2.13).
 
     >>> pack_bits(torch.tensor([True, False, True]))
     tensor([5], dtype=torch.uint8)
@@ -27,10 +27,10 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask, as zeros and ones of this type, that was packed from a tensor laid out like `like`.
+    """Unpack a mask to zeros and ones of this type, for a mask packed from a tensor laid out like `like`.
 
-    Numbers, not bools: 0.2 ms for 2^20 elements, where making bools takes 0.7 and `torch.where` with them
-    4.5, six times what the whole gradient of a relu does (Zen 5, one thread, torch 2.13).
+    Numbers, not bools: 0.2 ms for 2^20 elements. Making bools takes 0.7, and `torch.where` with them 4.5,
+    six times as long as the whole gradient of a relu (Zen 5, one thread, torch 2.13).
 
     >>> unpack_bits(torch.tensor([5], dtype=torch.uint8), torch.empty(3), torch.float32)
     tensor([1., 0., 1.])
@@ -40,12 +40,12 @@ def unpack_bits(bits: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """The tensor with its dimensions in the order in which it lies in memory, without gaps."""
+    """Return the tensor with its dimensions in memory order, without gaps."""
     return tensor.permute(0, 2, 3, 1) if _is_channels_last(tensor) else tensor.contiguous()
 
 
 def as_laid_out(flat: Tensor, like: Tensor) -> Tensor:
-    """What `in_memory_order` took from a tensor laid out like `like`, back in its shape."""
+    """Undo `in_memory_order` for a tensor laid out like `like`."""
     if _is_channels_last(like):
         n, channels, height, width = like.shape
         return flat.view(n, height, width, channels).permute(0, 3, 1, 2)

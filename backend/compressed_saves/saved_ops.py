@@ -1,14 +1,14 @@
-"""Operators that keep less for backward than torch's do: the result, one bit or eight bits per element.
+"""Operators that save less for backward than torch's: the result, one bit or eight bits per element.
 
-Forward is torch's own, bit for bit. What is kept (Tempo, arXiv 2210.10246, and ours):
+Forward is torch's own, bit for bit. The form "output" of gelu is Tempo's (arXiv 2210.10246).
 
-| form   | what is kept beside parameters and a number per row                   | gradient         |
+| form   | saved beside parameters and a number per row                          | gradient         |
 |--------|-----------------------------------------------------------------------|------------------|
-| output | the result, which the next product keeps as well (gelu: and a bit)    | exact; gelu 5e-4 |
+| output | the result, which the next product saves as well (gelu: and a bit)    | exact; gelu 5e-4 |
 | bits   | one bit per element (relu, dropout)                                   | exact            |
 | codes  | eight bits per element: gelu', silu', a norm's input, sqrt of softmax | see each         |
 
-Which form an operator takes is lowering's to say (`qsync.records.save_less.FORMS`); this module only runs it.
+Lowering chooses an operator's form (`qsync.lowering.rules.FORMS`); this module runs it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.compressed_saves.activation_slopes import (
     decode_derivative,
     derivative_codes,
@@ -34,11 +35,11 @@ _aten = torch.ops.aten
 
 
 def saving(kind: str, form: str) -> Callable[..., Tensor]:
-    """How an operator of this kind runs in this form: run(target, *args, **kwargs) -> Tensor.
+    """Return the operator of this kind that saves in this form.
 
-    `target` and the arguments are those of the original call, which is what runs where nothing is kept for
-    backward (no gradient wanted, dropout in evaluation). Raises UnsupportedError for a form that the kind
-    does not have.
+    It is called as run(target, *args, **kwargs) -> Tensor. `target` and the arguments are those of the
+    original call. The original call itself runs where nothing is saved for backward (no gradient wanted,
+    dropout in evaluation). Raises UnsupportedError for a form that the kind does not have.
 
     >>> saving("gelu", "codes")(F.gelu, x)
     """
@@ -55,11 +56,11 @@ def saving(kind: str, form: str) -> Callable[..., Tensor]:
 
 
 def _gelu_output(target: Callable[..., Tensor], input: Tensor, approximate: str = "none") -> Tensor:
-    return _GeluOfOutput.apply(input, approximate)
+    return differentiable(_GeluOfOutput, input, approximate)
 
 
 class _GeluOfOutput(torch.autograd.Function):
-    """dx = g gelu'(x), with gelu'(x) found from y and the side of the minimum on which x lies."""
+    """dx = g gelu'(x), with gelu'(x) from y and the side of the minimum on which x lies."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, approximate: str) -> Tensor:
@@ -77,11 +78,11 @@ class _GeluOfOutput(torch.autograd.Function):
 
 
 def _gelu_codes(target: Callable[..., Tensor], input: Tensor, approximate: str = "none") -> Tensor:
-    return _OfSlope.apply(input, approximate)
+    return differentiable(_OfSlope, input, approximate)
 
 
 def _silu(target: Callable[..., Tensor], input: Tensor, inplace: bool = False) -> Tensor:
-    return _OfSlope.apply(input, "silu")
+    return differentiable(_OfSlope, input, "silu")
 
 
 class _OfSlope(torch.autograd.Function):
@@ -100,7 +101,7 @@ class _OfSlope(torch.autograd.Function):
 
 
 def _relu(target: Callable[..., Tensor], input: Tensor, inplace: bool = False) -> Tensor:
-    return _Relu.apply(input)
+    return differentiable(_Relu, input)
 
 
 class _Relu(torch.autograd.Function):
@@ -117,7 +118,8 @@ class _Relu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         mask = unpack_bits(ctx.saved_tensors[0], ctx.like, gradient.dtype)
-        return _aten.threshold_backward(gradient, mask, 0)
+        dx: Tensor = _aten.threshold_backward(gradient, mask, 0)
+        return dx
 
 
 def _dropout(
@@ -130,7 +132,7 @@ def _dropout(
 ) -> Tensor:
     if not (training if train is None else train) or p == 0:
         return input
-    return _Dropout.apply(input, p)
+    return differentiable(_Dropout, input, p)
 
 
 class _Dropout(torch.autograd.Function):
@@ -140,7 +142,7 @@ class _Dropout(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
         if x.is_cuda:
             y, mask = torch.native_dropout(x, p, True)
-        else:  # as F.dropout does there: native_dropout rounds 1 / (1 - p) differently
+        else:  # as F.dropout on a CPU: native_dropout rounds 1 / (1 - p) differently
             noise = torch.empty_like(x).bernoulli_(1 - p)
             mask = noise.bool()
             y = x * _divided(noise, p)
@@ -165,14 +167,14 @@ def _divided(mask: Tensor, p: float) -> Tensor:
 
 def _softmax(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     dim = kwargs["dim"] if "dim" in kwargs else next(iter(args), None)
-    return target(input, *args, **kwargs) if dim is None else _Softmax.apply(input, dim)
+    return target(input, *args, **kwargs) if dim is None else differentiable(_Softmax, input, dim)
 
 
 class _Softmax(torch.autograd.Function):
     """dx = y (g - sum g y), with sqrt(y) in eight bits and a scale per row: within max(y) / 250 of y.
 
-    The square root spares small probabilities: the error is sqrt(y max(y)) / 255, so that an attention row
-    with a peak keeps the rest of itself.
+    The square root keeps small probabilities accurate: the error is sqrt(y max(y)) / 255, so that a peak
+    in an attention row does not erase the rest of the row.
     """
 
     @staticmethod
@@ -203,7 +205,7 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Tensor:
-        return _LayerNorm.apply(input, tuple(normalized_shape), weight, bias, eps, form)
+        return differentiable(_LayerNorm, input, tuple(normalized_shape), weight, bias, eps, form)
 
     return run
 
@@ -211,8 +213,9 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
 class _LayerNorm(torch.autograd.Function):
     """torch's backward on x - mean, with mean 0: (y - b) / (w rstd), or INT8 with a scale per row.
 
-    The gradients of x and w see x only through x - mean. In INT8 its error is at most max |x - mean| / 254,
-    and dx only sees that times the two means over the row that LayerNorm takes out of the gradient.
+    The gradients of x and w depend on x only through x - mean. In INT8 its error is at most max |x -
+    mean| / 254. It enters dx only times the two means over the row that LayerNorm subtracts from the
+    gradient.
     """
 
     @staticmethod
@@ -239,11 +242,11 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, rstd, *kept = ctx.saved_tensors
+        weight, bias, rstd, *saved = ctx.saved_tensors
         if ctx.from_output:
-            centred = _normalized(kept[0], weight, bias).div(rstd)
+            centred = _normalized(saved[0], weight, bias).div(rstd)
         else:
-            centred = _decoded(*kept).view(gradient.shape)
+            centred = _decoded(*saved).view(gradient.shape)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
         dx, dw, db = _aten.native_layer_norm_backward(
             gradient.contiguous(),
@@ -259,14 +262,17 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def _normalized(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x - mean) rstd from the result of a norm."""
+    """Return (x - mean) rstd from the result of a norm."""
     if weight is None:
         return y
     return (y - bias if bias is not None else y) / weight
 
 
 def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
-    """Whether (y - b) / w is worth more than eight bits: its error is eps (|x| + |b| / |w|), x normalized."""
+    """Return whether (y - b) / w is more accurate than eight bits.
+
+    Its error is eps (|x| + |b| / |w|), with x normalized.
+    """
     if weight is None:
         return True
     with torch.no_grad():
@@ -288,7 +294,7 @@ def _batch_norm(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
     if not given.get("training", False):
         return target(*args, **kwargs)
     tensors = [given.get(name) for name in _BATCH_NORM[:5]]
-    return _BatchNorm.apply(*tensors, given.get("momentum", 0.1), given.get("eps", 1e-5))
+    return differentiable(_BatchNorm, *tensors, given.get("momentum", 0.1), given.get("eps", 1e-5))
 
 
 class _BatchNorm(torch.autograd.Function):

@@ -1,7 +1,11 @@
 """INT8 and FP16 products of NVIDIA GPUs through CUTLASS, compiled where they run.
 
-build.py finds nvcc and compiles products.cu; library.py calls it; products.py works on tensors, with the tile
-that tuning.py measured; linear.py and convolution.py are differentiable. `kernel` is the face.
+`linear`, `convolution`  the differentiable kernels
+`products`               products of tensors, padded and with the fastest tile
+`tuning`                 choose tiles by measurement, and keep the choice on disk
+`library`                call the compiled library; `qsync.backend.cuda_build` compiles it
+`products.cu`            the C functions, from `gemm.h` and `conv.h` (matrix products, convolutions),
+                         `tiles.h` (tiles by architecture), `scaled_output.h` (the epilogue) and `launch.h`
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from qsync.records.precision import Precision
 
@@ -27,7 +32,7 @@ _FAMILIES = {
 
 
 def serves(kind: str, precision: Precision) -> bool:
-    """Whether there are CUTLASS kernels for a kind of product in a precision, on some GPU.
+    """Return whether there are CUTLASS kernels for a kind of product in a precision, on some GPU.
 
     >>> serves("conv2d", Precision.INT8)
     True
@@ -37,19 +42,20 @@ def serves(kind: str, precision: Precision) -> bool:
 
 def kernel(
     kind: str, precision: Precision, device: torch.device
-) -> tuple[Callable[..., object] | None, str | None]:
-    """The CUTLASS kernel for a kind of product on a GPU, or None and the reason, in one sentence.
+) -> tuple[Callable[..., Tensor] | None, str | None]:
+    """Return the CUTLASS kernel for a kind of product on a GPU, or None and the reason, in one sentence.
 
-    Compiles what it needs when it is first asked on this machine (a minute or two), and not again.
+    The first call on a machine compiles what the kernel needs (a minute or two); later calls load it.
 
     >>> kernel("linear", Precision.INT8, torch.device("cuda"))
     """
-    from qsync.backend.cutlass import convolution, library, linear, products
+    from qsync.backend import cuda_build
+    from qsync.backend.cutlass import convolution, library, linear
 
     families = _families(kind, precision)
     if families is None:
         return None, f"CUTLASS is not used for {kind} in {precision}"
-    reason = library.unavailable(products.architecture(device), families)
+    reason = library.unavailable(cuda_build.architecture(device), families)
     if reason:
         return None, reason
     make = {"linear": linear.linear, "addmm": linear.addmm, "conv2d": convolution.conv2d}[kind]
@@ -57,22 +63,22 @@ def kernel(
 
 
 def state(device: torch.device) -> str:
-    """Which families of products are built for a GPU, where they are kept, and why the others are not.
+    """Describe which families of products are built for a GPU, where they lie, and why others are not.
 
     >>> state(torch.device("cuda"))
     'int8_gemm, fp16_gemm built for sm_90, cached in /home/me/.cache/qsync/kernels; int8_conv: nvcc failed'
     """
     from qsync.backend import cuda_build
-    from qsync.backend.cutlass import library, products
+    from qsync.backend.cutlass import library
     from qsync.backend.kernel_cache import folder
 
-    architecture = products.architecture(device)
+    architecture = cuda_build.architecture(device)
     by_reason: dict[str | None, list[str]] = {}
     for family in cuda_build.FAMILIES:
         by_reason.setdefault(library.unavailable(architecture, (family,)), []).append(family)
     built = by_reason.pop(None, [])
-    said = [f"{', '.join(built)} built for sm_{architecture}, cached in {folder()}"] if built else []
-    return "; ".join(said + [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()])
+    built_text = [f"{', '.join(built)} built for sm_{architecture}, cached in {folder()}"] if built else []
+    return "; ".join(built_text + [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()])
 
 
 def _families(kind: str, precision: Precision) -> tuple[str, ...] | None:

@@ -29,7 +29,7 @@ namespace qsync {
 
 using cutlass::conv::Operator;
 
-/// Kernel types of the three products: CUTLASS's defaults, for the operator's place in the default's name.
+/// Kernel types of the three products: CUTLASS's defaults, whose names contain the operator.
 template <Operator kOperator, typename Element, typename Sum, typename Instruction, typename Tile>
 struct ConvKernel {
   using NHWC = cutlass::layout::TensorNHWC;
@@ -47,8 +47,8 @@ struct ConvKernel {
   using Of = typename Default<Element, NHWC, Element, NHWC, float, NHWC, Sum, cutlass::arch::OpClassTensorOp, Arch,
                               typename Tile::Block, typename Tile::Warp, Instruction, ToFloat<Sum>, Swizzle,
                               Tile::kStages, MathOperator, cutlass::conv::IteratorAlgorithm::kOptimized,
-                              cutlass::conv::StrideSupport::kStrided, 128 / cutlass::sizeof_bits<Element>::value,
-                              128 / cutlass::sizeof_bits<Element>::value>::Kernel;
+                              cutlass::conv::StrideSupport::kStrided, kElementsPerAccess<Element>,
+                              kElementsPerAccess<Element>>::Kernel;
 };
 
 template <Operator kOperator, typename Element, typename Sum, typename Instruction, typename Tile>
@@ -81,22 +81,22 @@ struct Conv {
   using Mma = typename Default::Kernel::Mma;
   using Swizzle = typename Default::Swizzle;
   static bool const kStrided = Default::kStrided;
-  static int const kAlignment = 128 / cutlass::sizeof_bits<Element>::value;
+  static int const kAlignment = kElementsPerAccess<Element>;
   using Epilogue = ScaledEpilogue<typename Default::Kernel::Epilogue, kStrided>;
   using Kernel = typename cutlass::platform::conditional<
       kStrided, cutlass::conv::kernel::ImplicitGemmConvolutionStridedDgrad<Mma, Epilogue, Swizzle, kOperator>,
       cutlass::conv::kernel::ImplicitGemmConvolution<Mma, Epilogue, Swizzle, kOperator>>::type;
 
   static int run(QsyncConv const &c) {
-    if (int refused = check(c)) {
-      return refused;
+    if (int result = check(c)) {
+      return result;
     }
     cutlass::conv::Conv2dProblemSize const problem(
         c.n, c.h, c.w, c.c, c.k, c.r, c.s, c.p, c.q, c.pad_h, c.pad_w, c.stride_h, c.stride_w, c.dilation_h,
         c.dilation_w, cutlass::conv::Mode::kCrossCorrelation, c.slices);
     if (Mma::IteratorA::can_implement(problem) != cutlass::Status::kSuccess ||
         Mma::IteratorB::can_implement(problem) != cutlass::Status::kSuccess) {
-      return refuse("CUTLASS has no such convolution: a filter of %d x %d over %d channels", c.r, c.s, c.c);
+      return unsupported("CUTLASS has no such convolution: a filter of %d x %d over %d channels", c.r, c.s, c.c);
     }
     using NHWC = cutlass::layout::TensorNHWC;
     auto layout = [](cutlass::Tensor4DCoord const &extent) { return NHWC::packed(extent); };
@@ -116,28 +116,28 @@ struct Conv {
  private:
   static int check(QsyncConv const &c) {
     if (c.n <= 0 || c.c <= 0 || c.k <= 0 || c.p <= 0 || c.q <= 0) {
-      return refuse("a convolution of %d images, %d to %d channels, is empty", c.n, c.c, c.k);
+      return unsupported("a convolution of %d images, %d to %d channels, is empty", c.n, c.c, c.k);
     }
     if (c.c % kAlignment || (kOperator != Operator::kFprop && c.k % kAlignment)) {
-      return refuse("%d and %d channels are no multiple of %d: pad them with zeros", c.c, c.k, kAlignment);
+      return unsupported("%d and %d channels are no multiple of %d: pad them with zeros", c.c, c.k, kAlignment);
     }
     if (kStrided && (c.dilation_h != 1 || c.dilation_w != 1)) {
-      return refuse("a dilated convolution has no input gradient here: keep it in another precision");
+      return unsupported("a dilated convolution has no input gradient here: keep it in another precision");
     }
     if (!aligned(c.a) || !aligned(c.b) || !aligned(c.out)) {
-      return refuse("operands and result must begin at a multiple of 16 bytes: clone them");
+      return unsupported("operands and result must begin at a multiple of 16 bytes: clone them");
     }
     if (c.slices < 1 || (c.slices > 1 && (kOperator != Operator::kWgrad || c.bias || c.out_type != kFloat32))) {
-      return refuse("slices are for weight gradients, FP32 and without bias");
+      return unsupported("slices are for weight gradients, FP32 and without bias");
     }
     // The iterators count bytes in 32 bits.
     int64_t const x = int64_t(c.n) * c.h * c.w * c.c, y = int64_t(c.n) * c.p * c.q * c.k;
     int64_t const filter = int64_t(c.k) * c.r * c.s * c.c;
     if (x >= 1ll << 29 || y >= 1ll << 29 || filter >= 1ll << 29) {
-      return refuse("a tensor of 2^29 elements or more: split the batch");
+      return unsupported("a tensor of 2^29 elements or more: split the batch");
     }
-    if (cutlass::platform::is_same<Sum, int32_t>::value && int64_t(c.r) * c.s * c.c > 133152) {
-      return refuse("an INT32 sum over %d products may overflow", c.r * c.s * c.c);
+    if (cutlass::platform::is_same<Sum, int32_t>::value && int64_t(c.r) * c.s * c.c > kLongestInt32Sum) {
+      return unsupported("an INT32 sum over %d products may overflow", c.r * c.s * c.c);
     }
     return kDone;
   }

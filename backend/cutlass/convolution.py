@@ -12,39 +12,41 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernels.fp16_tf32 import product_fp16
 from qsync.backend.kernels.linear import DTYPES
-from qsync.records.kernel_support import unserved_filter
+from qsync.records.kernel_support import why_not_in_cutlass
 from qsync.records.precision import Precision
 
 
 def unsupported(
     input: tuple[int, ...], weight: tuple[int, ...], dilation: Any = 1, groups: int = 1
 ) -> str | None:
-    """Why the kernels cannot compute a convolution of these shapes; None if they can.
+    """Return why the kernels cannot compute a convolution of these shapes; None if they can.
 
     >>> unsupported((8, 64, 32, 32), (64, 2, 3, 3), groups=32)
     'CUTLASS has no grouped convolutions'
     """
     if len(input) != 4:
         return "CUTLASS needs a batch dimension"
-    return unserved_filter(groups, any(d != 1 for d in _pair(dilation)), weight[2:])
+    return why_not_in_cutlass(groups, any(d != 1 for d in _pair(dilation)), weight[2:])
 
 
 def conv2d(precision: Precision) -> Callable[..., Tensor]:
-    """The kernel of conv2d in `int8` or `fp16`; the backward pass is in FP16 for both.
+    """Return the kernel of conv2d in `int8` or `fp16`; the backward pass is in FP16 for both.
 
-        y  = s_x[n] s_w[k] conv(X, W) + b                                                          (ours)
+        y  = s_x[n] s_w[k] conv(X, W) + b
         dx = conv_x(fp16(g s_w), W),   dW = conv_w(fp16(g s_x), X),   db = sum g
 
-    X, W are INT8 codes, one scale per image and output channel, or FP16 values with no scales. INT8 tensor
-    cores take operands along the inner dimension only, which for both gradients would mean transposed copies
-    of images: FP16 is used, scaled by a power of two. Saves the codes and scales only. x (n, C, h, w) and
-    W (k, C, r, s); the result has the memory format of an FP32 convolution's. What `unsupported` names runs
-    in FP16 through torch, with a warning, once, if INT8 was asked for.
+    X, W are INT8 codes, with one scale per image and output channel, or FP16 values with no scales. INT8
+    tensor cores read operands along the inner dimension only, which for both gradients would require
+    transposed copies of images. Gradients are therefore in FP16, scaled by a power of two. Saves the
+    codes and scales only. x (n, C, h, w) and W (k, C, r, s); the result has the memory format of an FP32
+    convolution's. Shapes that `unsupported` names run in FP16 through torch, with a warning, once, if
+    INT8 was asked for.
 
     >>> conv2d(Precision.INT8)(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), bias, padding=1)
     """
@@ -63,33 +65,35 @@ def conv2d(precision: Precision) -> Callable[..., Tensor]:
         reason = unsupported(tuple(input.value.shape), tuple(weight.value.shape), dilation, groups)
         if reason:
             if precision is not Precision.FP16:
-                _say_once(
+                _warn_once(
                     f"conv2d in {precision}: {reason}; it runs in FP16: plan it in fp16 to be rid of this"
                 )
             return product_fp16(
-                target, out_type, _half(input), _half(weight), bias, stride, padding, dilation, groups
+                target, out_type, _to_half(input), _to_half(weight), bias, stride, padding, dilation, groups
             )
         bias = bias.value if isinstance(bias, Operand) else bias
         around, extra = _padding(padding, (weight.value.shape[2], weight.value.shape[3]))
         plan = _Plan(Geometry(_pair(stride), around, _pair(dilation)), extra, DTYPES[out_type])
-        return _Convolution.apply(input.value, weight.value, bias, input.encoded, weight.encoded, plan)
+        return differentiable(
+            _Convolution, input.value, weight.value, bias, input.encoded, weight.encoded, plan
+        )
 
     return kernel
 
 
-def _half(operand: Operand) -> Operand:
-    """The operand in FP16, whatever it was encoded in."""
+def _to_half(operand: Operand) -> Operand:
+    """Return the operand in FP16, whatever its encoding."""
     half = operand.encoded.data.dtype is torch.float16
     return operand if half else Operand(operand.value, encode(operand.value, "fp16"))
 
 
 @cache
-def _say_once(text: str) -> None:
+def _warn_once(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
 class _Plan(NamedTuple):
-    """What a call knows before it runs; `extra`: what "same" adds below and to the right."""
+    """Properties of a call; `extra` is the padding that "same" adds below and to the right."""
 
     geometry: Geometry
     extra: tuple[int, int]
@@ -104,7 +108,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _padding(padding: Any, kernel: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Zeros on each side, and what "same" adds for an even filter (dilation is 1)."""
+    """Return the zeros on each side, and those that "same" adds for an even filter (dilation is 1)."""
     if padding == "same":
         return ((kernel[0] - 1) // 2, (kernel[1] - 1) // 2), ((kernel[0] - 1) % 2, (kernel[1] - 1) % 2)
     return _pair(0 if padding == "valid" else padding), (0, 0)
@@ -122,7 +126,7 @@ class _Convolution(torch.autograd.Function):
         plan: _Plan,
     ) -> Tensor:
         x_scale, w_scale = (None if e.scale is None else e.scale.reshape(-1) for e in (x_encoded, w_encoded))
-        images, filters = _images(x_encoded.data, plan.extra), _last(w_encoded.data)
+        images, filters = _images(x_encoded.data, plan.extra), _filters_channels_last(w_encoded.data)
         sizes = _sizes(images, filters, plan.geometry)
         rows = sizes["p"] * sizes["q"]
         scaling = Scaling(rows=x_scale, columns=w_scale, bias=bias, rows_per_scale=rows)
@@ -158,9 +162,9 @@ class _Convolution(torch.autograd.Function):
 def _input_gradient(
     g: Tensor, w_data: Tensor, w_scale: Tensor | None, shape: torch.Size, plan: _Plan
 ) -> Tensor:
-    """Dx (n, C, h, w) in FP32, from g (n, p, q, k) and W (k, C, r, s)."""
+    """Compute dx (n, C, h, w) in FP32, from g (n, p, q, k) and W (k, C, r, s)."""
     h, back = to_fp16(g, w_scale)
-    h, filters = pad_channels(h), _last(w_data.to(torch.float16))
+    h, filters = pad_channels(h), _filters_channels_last(w_data.to(torch.float16))
     filters = pad(filters, (0, 0, 0, 0, 0, 0, 0, h.shape[3] - len(filters)))
     height, width = shape[2] + plan.extra[0], shape[3] + plan.extra[1]
     sizes = _named(
@@ -173,7 +177,7 @@ def _input_gradient(
 def _weight_gradient(
     g: Tensor, x_data: Tensor, x_scale: Tensor | None, shape: torch.Size, plan: _Plan
 ) -> Tensor:
-    """DW (k, C, r, s) in FP32, from g (n, p, q, k) and x (n, C, h, w)."""
+    """Compute dW (k, C, r, s) in FP32, from g (n, p, q, k) and x (n, C, h, w)."""
     h, back = to_fp16(g, None if x_scale is None else x_scale.view(-1, 1, 1, 1))
     h, images = pad_channels(h), _images(x_data, plan.extra, torch.float16)
     filters = (h.shape[3], shape[2], shape[3], images.shape[3])
@@ -183,18 +187,18 @@ def _weight_gradient(
 
 
 def _images(data: Tensor, extra: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-    """Activations as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
+    """Return activations as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
     last = data.permute(0, 2, 3, 1).contiguous()
     if last.dtype is torch.uint8:
-        # 128 more or less in eight bits is a matter of the highest one.
+        # Subtracting 128 in eight bits flips the highest bit.
         last = last.view(torch.int8).bitwise_xor(-128) if dtype is None else last.to(dtype) - 128
     elif dtype is not None:
         last = last.to(dtype)
     return pad_channels(pad(last, (0, 0, 0, extra[1], 0, extra[0])) if any(extra) else last)
 
 
-def _last(filters: Tensor) -> Tensor:
-    """(k, C, r, s) as contiguous (k, r, s, C), channels padded."""
+def _filters_channels_last(filters: Tensor) -> Tensor:
+    """Return filters (k, C, r, s) as contiguous (k, r, s, C), channels padded."""
     return pad_channels(filters.permute(0, 2, 3, 1).contiguous())
 
 
@@ -206,7 +210,7 @@ def _sizes(images: Tensor, filters: Tensor, geometry: Geometry) -> dict[str, int
 def _named(
     images: tuple[int, ...], filters: tuple[int, ...], out: tuple[int, int], geometry: Geometry
 ) -> dict[str, int]:
-    """conv.h's sizes: images (n, h, w, c), filters (k, r, s, c), results (n, p, q, k)."""
+    """Return conv.h's sizes: images (n, h, w, c), filters (k, r, s, c), results (n, p, q, k)."""
     names = ("n", "h", "w", "c", "k", "r", "s", "p", "q")
     sizes = dict(zip(names, (*images, *filters[:3], *out), strict=True))
     for name, pair in (

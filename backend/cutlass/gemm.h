@@ -25,16 +25,13 @@ namespace qsync {
 using cutlass::layout::ColumnMajor;
 using cutlass::layout::RowMajor;
 
-// INT32 sums of more products of two codes than this may overflow: 127 * 127 * 133152 < 2^31.
-constexpr int kLongestInt32Sum = 133152;
-
 inline Scaling scaling(QsyncGemm const &g) {
   return {g.alpha, g.row_scale, g.column_scale, g.bias, g.rows_per_scale, OutType(g.out_type)};
 }
 
 template <typename Element, typename Sum, typename LayoutA, typename LayoutB, typename Instruction, typename Tile>
 struct Gemm {
-  static int const kAlignment = 128 / cutlass::sizeof_bits<Element>::value;  // elements in 16 bytes
+  static int const kAlignment = kElementsPerAccess<Element>;
   static bool const kInteger = cutlass::platform::is_same<Sum, int32_t>::value;
   // Integer tensor cores saturate; sums are kept short enough that they never do.
   using Operator = typename cutlass::platform::conditional<kInteger, cutlass::arch::OpMultiplyAddSaturate,
@@ -49,33 +46,33 @@ struct Gemm {
 
   static int run(QsyncGemm const &g) {
     if (g.m <= 0 || g.n <= 0 || g.k <= 0) {
-      return refuse("a product of %d x %d x %d is empty", g.m, g.n, g.k);
+      return unsupported("a product of %d x %d x %d is empty", g.m, g.n, g.k);
     }
     // The dimension in which each operand lies contiguously is read 16 bytes at a time.
     int const a_run = cutlass::platform::is_same<LayoutA, RowMajor>::value ? g.k : g.m;
     int const b_run = cutlass::platform::is_same<LayoutB, RowMajor>::value ? g.n : g.k;
     if (a_run % kAlignment || b_run % kAlignment || g.lda % kAlignment || g.ldb % kAlignment) {
-      return refuse("rows of %d and %d elements are no multiple of %d: pad them with zeros", a_run, b_run, kAlignment);
+      return unsupported("rows of %d and %d elements are no multiple of %d: pad them with zeros", a_run, b_run, kAlignment);
     }
     if (g.lda < a_run || g.ldb < b_run) {
-      return refuse("rows of %d and %d elements overlap", a_run, b_run);
+      return unsupported("rows of %d and %d elements overlap", a_run, b_run);
     }
     if (!aligned(g.a) || !aligned(g.b) || !aligned(g.out)) {
-      return refuse("operands and result must begin at a multiple of 16 bytes: clone them");
+      return unsupported("operands and result must begin at a multiple of 16 bytes: clone them");
     }
     if (g.slices < 1 || g.slices > (g.k + Tile::Block::kK - 1) / Tile::Block::kK) {
-      return refuse("%d slices of an inner dimension of %d are too many", g.slices, g.k);
+      return unsupported("%d slices of an inner dimension of %d are too many", g.slices, g.k);
     }
     if (g.slices > 1 && (g.bias || g.out_type != kFloat32)) {
-      return refuse("partial results are FP32 and without bias");
+      return unsupported("partial results are FP32 and without bias");
     }
     int const iterations = g.k / Tile::Block::kK, per_slice = iterations / g.slices;
     int const longest = g.slices == 1 ? g.k : g.k - (g.slices - 1) * per_slice * Tile::Block::kK;
     if (g.slices > 1 && per_slice == 0) {
-      return refuse("%d slices of an inner dimension of %d are too many", g.slices, g.k);
+      return unsupported("%d slices of an inner dimension of %d are too many", g.slices, g.k);
     }
     if (kInteger && longest > kLongestInt32Sum) {
-      return refuse("an INT32 sum over %d products may overflow: use more slices", longest);
+      return unsupported("an INT32 sum over %d products may overflow: use more slices", longest);
     }
 
     cutlass::gemm::GemmCoord const problem(g.m, g.n, g.k);

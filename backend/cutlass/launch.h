@@ -1,4 +1,4 @@
-// Status codes with a sentence for each failure, and the launch that every product ends in.
+// Status codes with a sentence for each failure, and the launch of every product.
 
 #pragma once
 
@@ -14,7 +14,18 @@
 
 namespace qsync {
 
-/// What the C functions return. Python turns kUnsupported into UnsupportedError, kFailed into RuntimeError.
+// INT32 sums of more products of two codes than this may overflow: 127 * 127 * 133152 < 2^31. Python has it as
+// matmul_primitives.LONGEST_INT32_SUM.
+constexpr int kLongestInt32Sum = 133152;
+
+// Operands and rows are read this many bytes at a time. Python has it as products._ALIGNMENT_BYTES.
+constexpr int kAlignmentBytes = 16;
+
+/// Elements in the bytes that are read at a time.
+template <typename Element>
+constexpr int kElementsPerAccess = 8 * kAlignmentBytes / cutlass::sizeof_bits<Element>::value;
+
+/// The results of the C functions. Python turns kUnsupported into UnsupportedError, kFailed into RuntimeError.
 enum Result : int { kDone = 0, kUnsupported = 1, kFailed = 2 };
 
 inline char *message() {
@@ -23,37 +34,37 @@ inline char *message() {
 }
 
 template <typename... Values>
-int refuse(char const *format, Values... values) {
+int unsupported(char const *format, Values... values) {
   std::snprintf(message(), 256, format, values...);
   return kUnsupported;
 }
 
-inline int refuse(char const *text) { return refuse("%s", text); }
+inline int unsupported(char const *text) { return unsupported("%s", text); }
 
 inline int failed(cudaError_t error) {
   std::snprintf(message(), 256, "CUDA says: %s", cudaGetErrorString(error));
   return kFailed;
 }
 
-inline bool aligned(void const *pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+inline bool aligned(void const *pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % kAlignmentBytes == 0; }
 
 template <typename Kernel>
 int launch(typename Kernel::Params const &params, dim3 grid, int device, void *stream) {
   if (grid.y > 65535 || grid.z > 65535) {
-    return refuse("a grid of %u x %u x %u blocks is too large: use a larger tile", grid.x, grid.y, grid.z);
+    return unsupported("a grid of %u x %u x %u blocks is too large: use a larger tile", grid.x, grid.y, grid.z);
   }
-  // This library has a CUDA runtime of its own, which knows nothing of the device that torch's has chosen.
+  // This library has a CUDA runtime of its own, which does not know the device that torch has chosen.
   if (cudaError_t error = cudaSetDevice(device)) {
     return failed(error);
   }
   int const bytes = int(sizeof(typename Kernel::SharedStorage));
-  if (bytes >= 48 << 10) {  // more must be asked for, once per kernel and device; it is cheap
+  if (bytes >= 48 << 10) {  // more must be requested, once per kernel and device; it is cheap
     cudaError_t error =
         cudaFuncSetAttribute(cutlass::Kernel<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (error != cudaSuccess) {
       cudaGetLastError();  // or the next launch would report it as its own
       return error == cudaErrorInvalidValue
-                 ? refuse("this tile takes %d bytes of shared memory, more than this GPU has: choose another", bytes)
+                 ? unsupported("this tile takes %d bytes of shared memory, more than this GPU has: choose another", bytes)
                  : failed(error);
     }
   }
@@ -65,7 +76,7 @@ int launch(typename Kernel::Params const &params, dim3 grid, int device, void *s
 /// Runs `Product<Tile>::run(arguments)` for the index-th tile of the list.
 template <template <typename> class Product, typename Arguments>
 int run_tile(TileList<>, int, Arguments const &) {
-  return refuse("there is no such tile: ask qsync_tiles() how many there are");
+  return unsupported("there is no such tile: ask qsync_tiles() how many there are");
 }
 
 template <template <typename> class Product, typename Arguments, typename First, typename... Rest>
@@ -78,10 +89,10 @@ int run_tile(TileList<First, Rest...>, int index, Arguments const &arguments) {
 inline void describe(TileList<>, char *, std::size_t) {}
 
 template <typename First, typename... Rest>
-void describe(TileList<First, Rest...>, char *text, std::size_t room) {
-  int const length = std::snprintf(text, room, "%dx%dx%d/%d%s", First::Block::kM, First::Block::kN, First::Block::kK,
+void describe(TileList<First, Rest...>, char *text, std::size_t size) {
+  int const length = std::snprintf(text, size, "%dx%dx%d/%d%s", First::Block::kM, First::Block::kN, First::Block::kK,
                                    First::kStages, sizeof...(Rest) ? ";" : "");
-  describe(TileList<Rest...>(), text + length, room - length);
+  describe(TileList<Rest...>(), text + length, size - length);
 }
 
 }  // namespace qsync

@@ -1,4 +1,4 @@
-"""The compiled products as Python functions on numbers and addresses: ctypes, and errors as sentences."""
+"""Call the compiled products on numbers and addresses through ctypes, with errors as sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _INTS, _POINTER = ctypes.c_int, ctypes.c_void_p
 
 
 def _structure(name: str, fields: str) -> type[ctypes.Structure]:
-    """A C structure: fields named in order, the pointers with a star."""
+    """Return a C structure from its fields in order, pointers with a star."""
     pairs = [(f.lstrip("*"), _POINTER if f.startswith("*") else _INTS) for f in fields.split()]
     return type(name, (ctypes.Structure,), {"_fields_": pairs})
 
@@ -50,9 +50,9 @@ _Conv = _structure(
 
 
 class Library:
-    """One compiled library. Calls return when the work is queued on the stream; they wait for nothing.
+    """A compiled library; its calls return as soon as the work is queued on the stream.
 
-    >>> Library(build.library("80", ["int8_gemm"])).tiles("int8_nt")
+    >>> Library(cuda_build.library("80", ["int8_gemm"])).tiles("int8_nt")
     ('128x128x64/4', '128x256x64/3', '64x64x64/5')
     """
 
@@ -70,18 +70,18 @@ class Library:
         self._tiles = {name: tuple(text.split(";")) if text else () for name, text in texts.items()}
 
     def tiles(self, product: str) -> tuple[str, ...]:
-        """The tiles of a product, as in "128x128x64/4" (block and stages); none if it was not compiled."""
+        """Return the tiles of a product, as in "128x128x64/4" (block and stages); none if not compiled."""
         return self._tiles[product]
 
     def gemm(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
-        """Out = scaled(A B): the arguments are gemm.h's, pointers as integers or None.
+        """Compute out = scaled(A B); the arguments are gemm.h's, pointers as integers or None.
 
-        Raises UnsupportedError for shapes that the kernels do not take, RuntimeError for what CUDA reports.
+        Raises UnsupportedError for shapes that the kernels do not support, RuntimeError for CUDA's errors.
         """
         self._finish(self._c.qsync_gemm(PRODUCTS[product][0], tile, ctypes.byref(_Gemm(**arguments))))
 
     def conv(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
-        """One of a convolution's three products: the arguments are conv.h's. Raises as `gemm` does."""
+        """Compute one of a convolution's three products; the arguments are conv.h's. Raises as `gemm`."""
         self._finish(self._c.qsync_conv(PRODUCTS[product][0], tile, ctypes.byref(_Conv(**arguments))))
 
     def _finish(self, result: int) -> None:
@@ -93,7 +93,7 @@ class Library:
 
 @cache
 def _attempt(architecture: str, family: str) -> Library | BuildError:
-    """Built and loaded once per process; a failure too is kept, so that it costs its time once."""
+    """Build and load a library once per process; a failure is kept too, so that it costs its time once."""
     try:
         return Library(cuda_build.library(architecture, [family]))
     except BuildError as error:
@@ -101,7 +101,7 @@ def _attempt(architecture: str, family: str) -> Library | BuildError:
 
 
 def load(architecture: str, family: str) -> Library:
-    """The library with a family of products for an architecture. Raises BuildError, each time the same."""
+    """Return the library with a family of products for an architecture. Raises BuildError."""
     found = _attempt(architecture, family)
     if isinstance(found, BuildError):
         raise found
@@ -109,7 +109,7 @@ def load(architecture: str, family: str) -> Library:
 
 
 def unavailable(architecture: str, families: tuple[str, ...]) -> str | None:
-    """Why these families cannot be had here, in one sentence; None if they can (and are now built)."""
+    """Return why these families are unavailable here, in one sentence; None if they are (now) built."""
     for family in families:
         found = _attempt(architecture, family)
         if isinstance(found, BuildError):

@@ -1,4 +1,4 @@
-"""Linear layers on NVIDIA GPUs through CUTLASS: INT8 with the dequantize in the epilogue, and FP16."""
+"""Linear layers on NVIDIA GPUs through CUTLASS: INT8, dequantized in the epilogue, and FP16."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import round_columns, round_rows
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.cutlass.products import Scaling, gemm
@@ -19,21 +20,21 @@ from qsync.backend.matmul_primitives import power_of_two
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
-# Gradients are scaled so that their largest is just below this: half of what FP16 holds, so that no rounding
-# overflows. Sums are FP32 and need no room.
+# Gradients are scaled so that their largest element is just below this: half of FP16's range, so that no
+# rounding overflows. Sums are FP32 and cannot overflow.
 LARGEST_FP16 = 32768.0
 
 
 def linear(precision: Precision) -> Callable[..., Tensor]:
-    """The kernel of linear layers in `int8`, `int8_all` or `fp16`.
+    """Return the kernel of linear layers in `int8`, `int8_all` or `fp16`.
 
-        int8      y = s_x s_w (X W') + b,   dx = fp16(g s_w) W,   dW = fp16(g s_x)' X              (ours)
+        int8      y = s_x s_w (X W') + b,   dx = fp16(g s_w) W,   dW = fp16(g s_x)' X
         int8_all  the same y,   dx = s_h (H W),   dW = s_k (K' X)    H, K: stochastic INT8 of g s_w, g s_x
         fp16      y = fp16(x) fp16(W)' + b,   dx = fp16(g) fp16(W),   dW = fp16(g)' fp16(x)
 
-    Sums are INT32 or FP32. A gradient is scaled by a power of two before it becomes FP16, and the result back
-    in the epilogue; the factor never visits the host. Saves the codes and scales only. An `activation` is
-    computed after the product, by torch.
+    Sums are INT32 or FP32. A gradient is scaled by a power of two before it becomes FP16, and the
+    epilogue scales the result back; the factor stays on the GPU. Saves the codes and scales only. An
+    `activation` is computed after the product, by torch.
 
     >>> linear(Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
@@ -54,7 +55,7 @@ def linear(precision: Precision) -> Callable[..., Tensor]:
 
 
 def addmm(precision: Precision) -> Callable[..., Tensor]:
-    """`linear` for addmm(b, x, W) with W stored (K, N).
+    """Return the kernel of addmm in one of these precisions, as `linear` with W stored (K, N).
 
     INT8 raises UnsupportedError for alpha other than 1, or beta other than 0 and 1; FP16 leaves them to
     torch.
@@ -86,17 +87,17 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
 
 
 class _Plan(NamedTuple):
-    """What a call knows before it runs; `turned`: W is stored (K, N), as addmm has it."""
+    """Properties of a call; `transposed` if W is stored (K, N), as addmm has it; `dtype` of the result."""
 
     precision: Precision
-    turned: bool
+    transposed: bool
     dtype: torch.dtype
 
 
 def _apply(x: Operand, weight: Operand, bias: Operand | Tensor | None, plan: _Plan) -> Tensor:
     # FP16 encodes the bias as well; it is added in FP32 all the same.
     bias = bias.value if isinstance(bias, Operand) else bias
-    return _Linear.apply(x.value, weight.value, bias, x.encoded, weight.encoded, plan)
+    return differentiable(_Linear, x.value, weight.value, bias, x.encoded, weight.encoded, plan)
 
 
 class _Linear(torch.autograd.Function):
@@ -114,10 +115,10 @@ class _Linear(torch.autograd.Function):
         half = plan.precision is Precision.FP16
         w_data = w_encoded.data if half else _rows(w_encoded)
         x_scale, w_scale = _flat(x_encoded.scale), _flat(w_encoded.scale)
-        num_outputs = w_data.shape[1] if half and plan.turned else len(w_data)
+        num_outputs = w_data.shape[1] if half and plan.transposed else len(w_data)
         fused = bias is not None and bias.shape == (num_outputs,)
         scaling = Scaling(rows=x_scale, columns=w_scale, bias=bias if fused else None)
-        product = "int8_nt" if not half else "fp16_nn" if plan.turned else "fp16_nt"
+        product = "int8_nt" if not half else "fp16_nn" if plan.transposed else "fp16_nt"
         out = gemm(product, x_data, w_data, scaling, plan.dtype)
         if bias is not None and not fused:  # addmm broadcasts any shape
             out = out + bias.to(out.dtype)
@@ -134,7 +135,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_data, x_scale, w_data, w_scale = ctx.saved_tensors
         g = gradient.reshape(-1, gradient.shape[-1]).contiguous()
-        integer, turned = ctx.plan.precision is Precision.INT8_ALL, ctx.plan.turned
+        integer, transposed = ctx.plan.precision is Precision.INT8_ALL, ctx.plan.transposed
         dx = dw = db = None
         if w_data is not None:
             dtype = ctx.x[1] if ctx.x[1] in DTYPES.values() else torch.float32
@@ -142,10 +143,10 @@ class _Linear(torch.autograd.Function):
                 dx = _input_gradient_int8(g, w_data, w_scale, dtype)
             else:
                 # Encoded INT8 weights are (N, K) however they were stored, FP16 ones are not.
-                dx = _input_gradient(g, w_data, w_scale, turned and w_scale is None, dtype)
+                dx = _input_gradient(g, w_data, w_scale, transposed and w_scale is None, dtype)
             dx = dx.view(ctx.x[0]).to(ctx.x[1])
         if x_data is not None:
-            dw = (_weight_gradient_int8 if integer else _weight_gradient)(g, x_data, x_scale, turned)
+            dw = (_weight_gradient_int8 if integer else _weight_gradient)(g, x_data, x_scale, transposed)
             dw = dw.to(ctx.weight_dtype)
         if ctx.needs_input_grad[2]:
             shape, dtype = ctx.bias
@@ -156,7 +157,7 @@ class _Linear(torch.autograd.Function):
 
 
 def to_fp16(g: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """FP16 of 2^k g * factors, as large as FP16 holds, and 2^-k (one element; None for an empty g)."""
+    """Return FP16 of 2^k g * factors, as large as FP16 holds, and 2^-k (one element; None for an empty g)."""
     values = g.float() if factors is None else g * factors
     if values.numel() == 0:
         return values.to(torch.float16), None
@@ -165,40 +166,45 @@ def to_fp16(g: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
 
 
 def _input_gradient(
-    g: Tensor, w_data: Tensor, w_scale: Tensor | None, turned: bool, dtype: torch.dtype
+    g: Tensor, w_data: Tensor, w_scale: Tensor | None, transposed: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Dx (M, K) = (g s_w) W, with g (M, N) and W (N, K), or (K, N) if turned."""
+    """Compute dx (M, K) = (g s_w) W, with g (M, N) and W (N, K), or (K, N) if transposed."""
     h, back = to_fp16(g, w_scale)
-    return gemm("fp16_nt" if turned else "fp16_nn", h, w_data.to(torch.float16), Scaling(alpha=back), dtype)
+    return gemm(
+        "fp16_nt" if transposed else "fp16_nn", h, w_data.to(torch.float16), Scaling(alpha=back), dtype
+    )
 
 
-def _weight_gradient(g: Tensor, x_data: Tensor, x_scale: Tensor | None, turned: bool) -> Tensor:
-    """DW = (g s_x)' x, (N, K), or its transpose."""
+def _weight_gradient(g: Tensor, x_data: Tensor, x_scale: Tensor | None, transposed: bool) -> Tensor:
+    """Compute dW = (g s_x)' x, (N, K), or its transpose."""
     h, back = to_fp16(g, None if x_scale is None else x_scale.unsqueeze(1))
     x16 = x_data.to(torch.float16)
-    return gemm("fp16_tn", *((x16, h) if turned else (h, x16)), Scaling(alpha=back))
+    return gemm("fp16_tn", *((x16, h) if transposed else (h, x16)), Scaling(alpha=back))
 
 
 def _input_gradient_int8(g: Tensor, w_codes: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dx = s_h (H W). Integer tensor cores take both operands along the inner dimension: W is transposed."""
+    """Compute dx = s_h (H W), with W transposed: integer tensor cores read along the inner dimension."""
     codes, scale = round_rows(g, w_scale)
     return gemm("int8_nt", codes, w_codes.t().contiguous(), Scaling(rows=scale), dtype)
 
 
-def _weight_gradient_int8(g: Tensor, x_codes: Tensor, x_scale: Tensor, turned: bool) -> Tensor:
-    """DW = s_k (K' X), or its transpose, from transposed copies of both."""
+def _weight_gradient_int8(g: Tensor, x_codes: Tensor, x_scale: Tensor, transposed: bool) -> Tensor:
+    """Compute dW = s_k (K' X), or its transpose, from transposed copies of both."""
     codes, scale = round_columns(g, x_scale)
     k, x = codes.t().contiguous(), x_codes.t().contiguous()
-    if turned:
+    if transposed:
         return gemm("int8_nt", x, k, Scaling(columns=scale))
     return gemm("int8_nt", k, x, Scaling(rows=scale))
 
 
 def _rows(weight: Encoded) -> Tensor:
-    """W's codes as (N, K) with contiguous rows: turned, if they lie otherwise, once per encoding."""
-    if not weight.data.is_contiguous() and "rows" not in weight.packed:
+    """Return W's codes as (N, K) with contiguous rows; a copy is made once per encoding."""
+    if weight.data.is_contiguous():
+        return weight.data
+    if "rows" not in weight.packed:
         weight.packed["rows"] = weight.data.contiguous()
-    return weight.packed.get("rows", weight.data)
+    rows: Tensor = weight.packed["rows"]
+    return rows
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:

@@ -26,10 +26,10 @@ template <typename Tile>
 using Int8Fprop = Conv<Operator::kFprop, int8_t, int32_t, InstructionInt8, Tile>;
 #endif
 
-// The numbers are known to library.py.
+// library.py has the same numbers.
 enum Product : int { kInt8NT = 0, kFp16NT, kFp16NN, kFp16TN, kInt8Fprop, kFp16Fprop, kFp16Dgrad, kFp16Wgrad };
 
-inline int not_compiled(int product) { return refuse("product %d was not compiled into this library", product); }
+inline int not_compiled(int product) { return unsupported("product %d was not compiled into this library", product); }
 
 }  // namespace qsync
 

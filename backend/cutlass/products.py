@@ -1,10 +1,10 @@
-"""The products on tensors: padded to what the kernels take, with the tile that was measured to be fastest.
+"""Products of tensors, padded to the kernels' alignment and run with the fastest measured tile.
 
     int8_nt, fp16_nt   out = alpha * row_scale * column_scale * (A B') + bias        A (M, K), B (N, K)
     fp16_nn            the same with A (M, K), B (K, N)
     fp16_tn            the same with A (K, M), B (K, N)
 
-and the three of a convolution, on channels-last tensors. Nothing here is differentiable.
+The three products of a convolution take channels-last tensors. Nothing here is differentiable.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from qsync.backend.cuda_build import architecture
 from qsync.backend.cutlass.library import OUT_TYPES, PRODUCTS, Library, load
 from qsync.backend.cutlass.tuning import Setting, Tuner
 from qsync.backend.kernel_cache import folder
+from qsync.backend.matmul_primitives import LONGEST_INT32_SUM
 
-# Elements in the 16 bytes that are read at a time.
-_ALIGNMENT = {torch.int8: 16, torch.float16: 8}
-# Inner dimensions shorter than this, per slice, leave a block too little to do.
+_ALIGNMENT_BYTES = 16  # read at a time: launch.h's kAlignmentBytes
+# Inner dimensions shorter than this, per slice, give a block too little work.
 _SHORTEST_SLICE = 512
 _SLICES = (1, 2, 4, 8, 16, 32)
-_WARM_UP, _TIMED = 2, 5
+_WARM_UP_RUNS, _TIMED_RUNS = 2, 5
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the epilogue multiplies sums with and adds; all FP32 on the GPU, None for ones and zeros.
+    """Factors and bias of the epilogue; all FP32 on the GPU, None for ones and zeros.
 
     `alpha` has one element, `rows` one for each row of the result (or for each `rows_per_scale` of them),
     `columns` and `bias` one for each column.
@@ -47,7 +48,7 @@ class Scaling:
     rows_per_scale: int = 1
 
     def arguments(self, with_bias: bool) -> dict[str, Any]:
-        """As gemm.h and conv.h name them."""
+        """Return them under the names of gemm.h and conv.h."""
         return {
             "alpha": _address(self.alpha),
             "row_scale": _address(self.rows),
@@ -66,7 +67,7 @@ class Geometry:
     dilation: tuple[int, int]
 
     def out_size(self, size: tuple[int, int], kernel: tuple[int, int]) -> tuple[int, int]:
-        """Height and width of the result."""
+        """Return height and width of the result."""
         pairs = zip(size, kernel, self.stride, self.padding, self.dilation, strict=True)
         height, width = ((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in pairs)
         return height, width
@@ -75,11 +76,11 @@ class Geometry:
 def gemm(
     product: str, a: Tensor, b: Tensor, scaling: Scaling | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """A matrix product, scaled, as a contiguous (M, N) tensor of `dtype`.
+    """Multiply matrices and scale the product, as a contiguous (M, N) tensor of `dtype`.
 
-    The operands are INT8 or FP16 matrices on one GPU; sizes and strides are free, what the kernels cannot
-    read as it lies is copied. Raises UnsupportedError for sizes beyond the kernels', BuildError if there is
-    no library.
+    The operands are INT8 or FP16 matrices on one GPU. Sizes and strides are free: operands that the
+    kernels cannot read in place are copied. Raises UnsupportedError for sizes beyond the kernels',
+    BuildError if there is no library.
 
     >>> gemm("int8_nt", x_codes, w_codes, Scaling(rows=x_scale, columns=w_scale, bias=bias))
     """
@@ -89,8 +90,9 @@ def gemm(
     columns = len(b) if layout == "nt" else b.shape[1]
     if 0 in (rows, columns, inner):
         return _without_products((rows, columns), scaling, dtype, a.device)
-    # Every stored row becomes a multiple of 16 bytes, with zeros. Where that lengthens the inner dimension of
-    # one operand, the other's follows: "nt" does so by itself, "tn" has it along the rows' number.
+    # Every stored row is padded with zeros to a multiple of 16 bytes. If that lengthens the inner
+    # dimension of one operand, the other must follow: in "nt" both rows grow alike, and in "tn" no row is
+    # the inner dimension.
     a, b = _readable(a), _readable(b)
     if layout == "nn" and a.shape[1] > len(b):
         b = pad(b, (0, 0, 0, a.shape[1] - len(b)))
@@ -110,9 +112,9 @@ def conv(
     scaling: Scaling | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """One product of a convolution, on contiguous channels-last tensors whose channels are padded already.
+    """Compute one product of a convolution, on contiguous channels-last tensors with padded channels.
 
-    `product` says which: "int8_fprop", "fp16_fprop" (a: x, b: W), "fp16_dgrad" (a: dy, b: W), "fp16_wgrad"
+    `product` is one of "int8_fprop", "fp16_fprop" (a: x, b: W), "fp16_dgrad" (a: dy, b: W), "fp16_wgrad"
     (a: dy, b: x). x (n, h, w, c), W (k, r, s, c), dy (n, p, q, k); `sizes` holds these nine and pad_h, pad_w,
     stride_h, stride_w, dilation_h, dilation_w. Returns y, dx or dW in the same layout.
 
@@ -136,13 +138,13 @@ def conv(
 def _without_products(
     shape: tuple[int, int], scaling: Scaling, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """The result of sums over nothing, or with no rows."""
+    """Return the result of sums over nothing, or with no rows."""
     out = torch.zeros(shape, device=device)
     return (out if scaling.bias is None else out + scaling.bias).to(dtype)
 
 
 def pad_channels(images: Tensor) -> Tensor:
-    """Channels-last images or filters with zeros after their channels, to a multiple of 16 bytes."""
+    """Pad channels-last images or filters with zeros after their channels, to a multiple of 16 bytes."""
     return _pad_columns(images)
 
 
@@ -163,7 +165,7 @@ def _run(
 
 @dataclass(slots=True)
 class _Call:
-    """A product about to be launched, with any setting."""
+    """A product with its operands, to be launched with any setting."""
 
     product: str
     a: Tensor
@@ -178,7 +180,7 @@ class _Call:
         self.library = load(architecture(self.a.device), PRODUCTS[self.product][1])
 
     def result(self, setting: Setting) -> Tensor:
-        """The product. Partial results of slices are FP32 and are added up in a fixed order: no atomics."""
+        """Compute the product. Partial FP32 results of slices are added in a fixed order, without atomics."""
         slices = setting.slices
         dtype = torch.float32 if slices > 1 else self.dtype
         shape = (slices, *self.shape) if slices > 1 else self.shape
@@ -190,6 +192,7 @@ class _Call:
         return (total if self.scaling.bias is None else total.add_(self.scaling.bias)).to(self.dtype)
 
     def launch(self, setting: Setting, out: Tensor) -> None:
+        """Queue the product, or its partial results, into `out`."""
         arguments = {
             **self.sizes,
             **self.scaling.arguments(with_bias=setting.slices == 1),
@@ -215,47 +218,43 @@ def _stream(device: torch.device) -> int:
 
 
 @cache
-def architecture(device: torch.device) -> str:
-    """The compute capability of a GPU as nvcc names it: "75", "90"."""
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"{major}{minor}"
-
-
-@cache
 def _tuner(device: torch.device) -> Tuner:
     name = re.sub(r"\W+", "-", torch.cuda.get_device_name(device))
     return Tuner(folder() / f"tiles-{name}.jsonl")
 
 
 def _setting(call: _Call, inner: int) -> Setting:
-    """The fastest setting for this shape; the first one, unmeasured, while a CUDA graph is captured."""
+    """Return the fastest setting for this shape; while a CUDA graph is captured the first, unmeasured."""
     tiles = call.library.tiles(call.product)
     slices = [1]
     if not call.product.endswith(("fprop", "dgrad")):
-        # An INT32 sum of more than 133152 products might overflow; the kernels refuse it.
+        # The kernels reject slices whose INT32 sums might overflow.
         slices = [s for s in _SLICES if s == 1 or inner // s >= _SHORTEST_SLICE]
     if torch.cuda.is_current_stream_capturing():
-        return Setting(tiles[0], slices[-1] if inner > 133152 else 1)
-    place = " ".join(str(size) for size in call.sizes.values())
-    key = f"{call.product} {call.dtype} {place}"
+        return Setting(tiles[0], slices[-1] if inner > LONGEST_INT32_SUM else 1)
+    sizes = " ".join(str(size) for size in call.sizes.values())
+    key = f"{call.product} {call.dtype} {sizes}"
     return _tuner(call.a.device).best(
         key, tiles, slices, lambda setting: _seconds(lambda: call.result(setting))
     )
 
 
 def _seconds(run: Callable[[], object]) -> float:
-    """Median time of a run on the GPU, by events."""
-    for _ in range(_WARM_UP):
+    """Return the median time of a run on the GPU, by events."""
+    for _ in range(_WARM_UP_RUNS):
         run()
-    times = []
-    for _ in range(_TIMED):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: list[float] = []
+    for _ in range(_TIMED_RUNS):
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         start.record()
         run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return sorted(times)[_TIMED // 2]
+    return sorted(times)[_TIMED_RUNS // 2]
 
 
 def _address(tensor: Tensor | None) -> int | None:
@@ -263,7 +262,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _plain(scaling: Scaling) -> Scaling:
-    """The same in contiguous FP32."""
+    """Return the same in contiguous FP32."""
 
     def flat(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.detach().float().reshape(-1).contiguous()
@@ -291,25 +290,24 @@ def _padded_scaling(scaling: Scaling, more_rows: int, more_columns: int) -> Scal
 
 
 def _readable(matrix: Tensor) -> Tensor:
-    """The matrix with rows that lie contiguously in multiples of 16 bytes: as it is, or copied."""
-    alignment = _ALIGNMENT[matrix.dtype]
+    """Return the matrix, or a copy, with contiguous rows at multiples of 16 bytes."""
+    alignment = _ALIGNMENT_BYTES // matrix.itemsize
     if matrix.shape[1] % alignment:
         return _pad_columns(matrix)
-    lies_well = (
-        matrix.stride(1) == 1 and matrix.stride(0) % alignment == 0 and matrix.stride(0) >= matrix.shape[1]
-    )
-    return _aligned(matrix if lies_well else matrix.contiguous())
+    step = matrix.stride(0)
+    is_readable = matrix.stride(1) == 1 and step % alignment == 0 and step >= matrix.shape[1]
+    return _aligned(matrix if is_readable else matrix.contiguous())
 
 
 def _row_stride(matrix: Tensor) -> int:
-    """Elements from row to row. torch leaves the stride of a single row at anything."""
+    """Return the elements from row to row; torch leaves the stride of a single row undefined."""
     return matrix.shape[1] if len(matrix) == 1 else matrix.stride(0)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+    return tensor.clone() if tensor.data_ptr() % _ALIGNMENT_BYTES else tensor
 
 
 def _pad_columns(tensor: Tensor) -> Tensor:
-    more = -tensor.shape[-1] % _ALIGNMENT[tensor.dtype]
+    more = -tensor.shape[-1] % (_ALIGNMENT_BYTES // tensor.itemsize)
     return pad(tensor, (0, more)) if more else tensor

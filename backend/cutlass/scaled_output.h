@@ -20,7 +20,7 @@ enum OutType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
 /// What the epilogue needs; pointers to GPU memory, null for "all ones" (scales, alpha) and "zeros" (bias).
 struct Scaling {
-  float const *alpha = nullptr;         // one number, read on the GPU: a gradient's power of two never visits the host
+  float const *alpha = nullptr;         // one number, read on the GPU: a gradient's power of two stays on the GPU
   float const *row_scale = nullptr;     // ceil(M / rows_per_scale)
   float const *column_scale = nullptr;  // N
   float const *bias = nullptr;          // N

@@ -48,7 +48,7 @@ using Arch = cutlass::arch::Sm75;
 using InstructionInt8 = cutlass::gemm::GemmShape<8, 8, 16>;
 using InstructionFp16 = cutlass::gemm::GemmShape<16, 8, 8>;
 #else
-// Volta has no INT8 tensor cores; nvcc 13 no longer compiles for it (build.py says which one does).
+// Volta has no INT8 tensor cores; nvcc 13 no longer compiles for it (cuda_build.py names one that does).
 using Arch = cutlass::arch::Sm70;
 using InstructionFp16 = cutlass::gemm::GemmShape<8, 8, 4>;
 #endif

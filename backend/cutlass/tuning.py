@@ -1,7 +1,7 @@
-"""Choosing the tile of a product by measurement, once per shape and GPU, kept on disk.
+"""Choose the tile of a product by measurement, once per shape and GPU, and keep the choice on disk.
 
-The file holds one JSON object a line, appended whole: several ranks may write at once, and a line that was
-cut short is skipped, measured again and written again.
+The file holds one JSON object per line, appended in one write: several ranks may write at once. A line
+that was cut short is skipped, measured again and written again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import NamedTuple
 
 from qsync.errors import UnsupportedError
 
-_MOST_TRIALS = 24
+_MAX_TRIALS = 24
 
 
 class Setting(NamedTuple):
-    """How a product is launched: its tile ("128x128x64/4"), and in how many slices of the inner dimension."""
+    """The launch of a product: its tile ("128x128x64/4"), and the number of slices of the inner dimension."""
 
     tile: str
     slices: int = 1
 
 
 class Tuner:
-    """The fastest setting for each key, measured when it is first asked for.
+    """The fastest setting for each key, measured when it is first requested.
 
     >>> tuner = Tuner(Path("tiles-NVIDIA L4.jsonl"))
     >>> tuner.best("int8_nt 512x512x512", tiles=("128x128x64/4",), slices=(1, 2), measure=seconds)
@@ -44,10 +44,10 @@ class Tuner:
         slices: Sequence[int],
         measure: Callable[[Setting], float],
     ) -> Setting:
-        """The known setting for `key` if it is among these, or the one whose `measure` (seconds) is least.
+        """Return the known setting for `key` if it is among these, or the one of least `measure` (seconds).
 
-        `measure` may raise UnsupportedError for a setting that cannot run; the first such error is raised
-        where none can. Ties go to the setting named first.
+        `measure` may raise UnsupportedError for a setting that cannot run; if none can, the first such
+        error is raised. Ties go to the setting that comes first.
         """
         known = self._known.get(key)
         if known is not None and known.tile in tiles and known.slices in slices:
@@ -64,9 +64,9 @@ class Tuner:
 def search(
     tiles: Sequence[str], slices: Sequence[int], measure: Callable[[Setting], float]
 ) -> tuple[Setting, float]:
-    """The setting with the least `measure`, and its seconds, found by optuna.
+    """Find the setting with the least `measure`, and its seconds, by optuna.
 
-    All of them where they are at most 24 (a grid), else 24 that its Parzen estimator proposes.
+    Measures all of at most 24 settings (a grid), else 24 that optuna's Parzen estimator proposes.
     """
     if len(tiles) * len(slices) == 1:
         setting = Setting(tiles[0], slices[0])
@@ -74,7 +74,7 @@ def search(
     import optuna  # half a second, paid only where something must be measured
 
     seconds: dict[Setting, float] = {}
-    refused: list[UnsupportedError] = []
+    errors: list[UnsupportedError] = []
 
     def objective(trial: optuna.Trial) -> float:
         setting = Setting(
@@ -85,33 +85,33 @@ def search(
             try:
                 seconds[setting] = measure(setting)
             except UnsupportedError as error:
-                refused.append(error)
+                errors.append(error)
                 seconds[setting] = math.inf
         return seconds[setting]
 
     num_settings = len(tiles) * len(slices)
-    space = {"tile": list(tiles), "slices": list(slices)}
+    space: dict[str, Sequence[str | int]] = {"tile": list(tiles), "slices": list(slices)}
     sampler = (
         optuna.samplers.GridSampler(space, seed=0)
-        if num_settings <= _MOST_TRIALS
+        if num_settings <= _MAX_TRIALS
         else optuna.samplers.TPESampler(seed=0)
     )
     verbosity = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         study = optuna.create_study(sampler=sampler)
-        study.optimize(objective, n_trials=min(num_settings, _MOST_TRIALS))
+        study.optimize(objective, n_trials=min(num_settings, _MAX_TRIALS))
     finally:
         optuna.logging.set_verbosity(verbosity)
     order = {Setting(t, s): i for i, (s, t) in enumerate((s, t) for s in slices for t in tiles)}
     best = min(seconds, key=lambda setting: (seconds[setting], order[setting]))
     if math.isinf(seconds[best]):
-        raise refused[0]
+        raise errors[0]
     return best, seconds[best]
 
 
 def _read(path: Path) -> list[tuple[str, Setting]]:
-    """What the file knows; lines that are not whole are skipped, later lines win."""
+    """Read the file; incomplete lines are skipped, later lines win."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -127,7 +127,7 @@ def _read(path: Path) -> list[tuple[str, Setting]]:
 
 
 def _append(path: Path, entry: Mapping[str, object]) -> None:
-    """One line in one write. It begins with a line break, so that a cut-short line before it stays alone."""
+    """Append one line in one write, beginning with a line break, in case the line before was cut short."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

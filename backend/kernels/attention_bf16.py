@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.kernels.attention_heads import Heads
+from qsync.backend.autograd import differentiable
+from qsync.backend.block_sizes import SCORES_PER_BLOCK
+from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.softmax import Scores, softmax, softmax_gradient
 
-# 512 KB of scores go through all their passes together, and under a causal mask 128 rows of them, so that
-# what lies right of the diagonal is hardly computed.
-_SCORES_AT_A_TIME, _CAUSAL_ROWS = 2**17, 128
+# Rows that a block has under a causal mask, so that few scores right of the diagonal are computed.
+_CAUSAL_ROWS = 128
 
 
 def attention_bf16(
@@ -31,15 +32,15 @@ def attention_bf16(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Y = dropout(softmax(c Q K' + mask)) V on BF16 operands, as fast as oneDNN's products.
+    """Compute dropout(softmax(c Q K' + mask)) V on BF16 operands, at the speed of oneDNN's products.
 
-        S = H + R,   H = bf16(Q K'),   R = bf16(Q K' - H)      a second product: 16 bits of S       (ours)
+        S = H + R,   H = bf16(Q K'),   R = bf16(Q K' - H)      a second product: 16 bits of S
         y = bf16(D P) V,   P = softmax(c S + mask) in FP32,   D = keep / (1 - p)
         dV = bf16(D P)' g,   dS = c P (D g V' - sum(g y)),   dQ = bf16(dS) K,   dK = bf16(dS)' Q
 
-    Arguments as torch's scaled_dot_product_attention; c is `scale`. Saves what torch's kernel saves: q, k, v,
-    the result, a mask of bools as numbers, and log sum exp of every row. Dropout costs a byte per score,
-    as what is drawn is what torch draws. Backward computes P again.
+    Arguments as torch's scaled_dot_product_attention; c is `scale`. Saves the same as torch's kernel: q,
+    k, v, the result, a mask of bools as numbers, and log sum exp of every row. Dropout draws torch's
+    random numbers and costs a byte per score. Backward computes P again.
 
     ms forward and backward of 64 heads of 128x64, torch in FP32, torch in BF16 and this: 11.9, 20.1, 8.0;
     with dropout 19.5, 19.0, 13.9; causal, 12 heads of 1024x64: 95, 73, 58 (one thread of a Zen 5).
@@ -50,11 +51,11 @@ def attention_bf16(
         y = target(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return y.to(DTYPES[out_type])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    options = _Options(dropout_p, is_causal, scale, enable_gqa)
+    options = AttentionOptions(dropout_p, is_causal, scale, enable_gqa)
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
-    return _Bf16Attention.apply(query, key, value, attn_mask, options, DTYPES[out_type])
+    return differentiable(_Bf16Attention, query, key, value, attn_mask, options, DTYPES[out_type])
 
 
 def attention_of_torch(
@@ -69,10 +70,11 @@ def attention_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Torch's kernel where no weights are dropped; else `attention_bf16`.
+    """Run torch's kernel where no weights are dropped, else `attention_bf16`.
 
-    With dropout torch writes all scores out on CPUs, in FP32, and keeps them three times: of a layer of 32
-    heads of 128x128 25 MB in the place of 0.5. What is kept must not depend on which kernel was faster.
+    With dropout torch writes all scores out on CPUs, in FP32, and saves them three times: 25 MB in the
+    place of 0.5 for a layer of 32 heads of 128x128. The saved tensors must not depend on which kernel was
+    faster.
 
     >>> attention_of_torch(F.scaled_dot_product_attention, "bf16", q.bfloat16(), k.bfloat16(), v.bfloat16())
     """
@@ -83,13 +85,6 @@ def attention_of_torch(
     return y.to(DTYPES[out_type])
 
 
-class _Options(NamedTuple):
-    dropout_p: float
-    is_causal: bool
-    scale: float
-    grouped: bool
-
-
 class _Bf16Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -98,21 +93,22 @@ class _Bf16Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        options: _Options,
+        options: AttentionOptions,
         dtype: torch.dtype,
     ) -> Tensor:
         heads = _Heads((query, key, value), mask, None, options)
         if options.dropout_p:
-            # As torch draws, and as many: FP32 and BF16 drop alike.
+            # Drawn as torch draws, in the same number: FP32 and BF16 drop the same weights.
             noise = torch.empty(heads.scores_shape, dtype=torch.uint8)
             heads.noise = noise.bernoulli_(1 - options.dropout_p)
         q, _, v = heads.matrices
         y = v.new_empty((heads.count, q.shape[1], v.shape[2]))
         sums = torch.empty((heads.count, q.shape[1]))
-        for some, rows, keys in heads.pieces():
-            weights, sums[some, rows] = softmax(heads.scores(some, rows, keys))
+        for block in heads.blocks():
+            some, rows, keys = block
+            weights, sums[some, rows] = softmax(heads.scores(block))
             torch.bmm(weights, _part(v, some, keys), out=_part(y, some, rows))
-        y = heads.beside_each_other(y, y.dtype)
+        y = heads.in_torch_order(y, y.dtype)
         ctx.save_for_backward(query, key, value, mask, heads.noise, y, sums)
         ctx.options = options
         return y.to(dtype)
@@ -126,13 +122,14 @@ class _Bf16Attention(torch.autograd.Function):
         gradient = gradient.to(y.dtype)
         means = (gradient.float() * y).sum(-1).view(heads.count, -1)
         g = gradient.reshape(heads.count, *y.shape[-2:])
-        dq, dk, dv = torch.empty_like(q), heads.total_over_rows(k), heads.total_over_rows(v)
+        dq, dk, dv = torch.empty_like(q), heads.gradient_total(k), heads.gradient_total(v)
         d_mask = sums.new_zeros((heads.count, *heads.scores_shape[-2:])) if ctx.needs_input_grad[3] else None
-        for some, rows, keys in heads.pieces():
+        for block in heads.blocks():
+            some, rows, keys = block
             q_part, g_part = _part(q, some, rows), _part(g, some, rows)
             k_part, v_part = _part(k, some, keys), _part(v, some, keys)
             weights, d_scores = softmax_gradient(
-                heads.scores(some, rows, keys),
+                heads.scores(block),
                 sums[some, rows],
                 means[some, rows],
                 torch.bmm(g_part, v_part.mT),
@@ -143,12 +140,14 @@ class _Bf16Attention(torch.autograd.Function):
             _add_product(_part(dv, some, keys), weights.mT, g_part)
         if d_mask is not None:
             d_mask = d_mask.view(heads.scores_shape).sum_to_size(mask.shape).to(mask.dtype)
-        found = (heads.gathered(d, t.shape, t.dtype) for d, t in zip((dq, dk, dv), operands, strict=True))
+        found = (
+            heads.operand_gradient(d, t.shape, t.dtype) for d, t in zip((dq, dk, dv), operands, strict=True)
+        )
         return *found, d_mask, None, None
 
 
-class _Piece(NamedTuple):
-    """Scores that are computed together: some heads, some of their rows, and the keys that those may see."""
+class _Block(NamedTuple):
+    """Scores that are computed together: some heads, some of their rows, and the keys visible to them."""
 
     heads: slice
     rows: slice
@@ -156,32 +155,34 @@ class _Piece(NamedTuple):
 
 
 class _Heads(Heads):
-    """The scores of BF16 operands, computed piece by piece."""
+    """The scores of BF16 operands, computed block by block."""
 
     def __init__(
-        self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: _Options
+        self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: AttentionOptions
     ) -> None:
         super().__init__(operands, mask, options.grouped)
         self.matrices = [self.per_head(j, operand) for j, operand in enumerate(operands)]
         self._options, self.noise = options, noise
         length, positions = self.scores_shape[-2:]
         most = _CAUSAL_ROWS if options.is_causal else length
-        self._rows = max(min(length, most, _SCORES_AT_A_TIME // positions), 1)
+        self._rows = max(min(length, most, SCORES_PER_BLOCK // positions), 1)
         # Inf - Inf is NaN, where the product itself may be -Inf, which has a softmax.
-        self._finite = bool(sum(t.sum(dtype=torch.float32) for t in self.matrices[:2]).isfinite())
+        q, k = (t.sum(dtype=torch.float32) for t in self.matrices[:2])
+        self._finite = bool((q + k).isfinite())
 
-    def pieces(self) -> Iterator[_Piece]:
-        """All scores, once."""
+    def blocks(self) -> Iterator[_Block]:
+        """Yield all scores, once."""
         length, positions = self.scores_shape[-2:]
-        step = max(_SCORES_AT_A_TIME // (self._rows * positions), 1)
+        step = max(SCORES_PER_BLOCK // (self._rows * positions), 1)
         for head in range(0, self.count, step):
             for row in range(0, length, self._rows):
                 end = min(row + self._rows, length)
                 last = min(end, positions) if self._options.is_causal else positions
-                yield _Piece(slice(head, min(head + step, self.count)), slice(row, end), slice(0, last))
+                yield _Block(slice(head, min(head + step, self.count)), slice(row, end), slice(0, last))
 
-    def scores(self, some: slice, rows: slice, keys: slice) -> Scores:
-        """The scores of a piece."""
+    def scores(self, block: _Block) -> Scores:
+        """Return the scores of a block."""
+        some, rows, keys = block
         q, k = _part(self.matrices[0], some, rows), _part(self.matrices[1], some, keys).mT
         high = torch.bmm(q, k)
         low = torch.baddbmm(high, q, k, beta=-1) if self._finite else torch.zeros_like(high)
@@ -192,26 +193,25 @@ class _Heads(Heads):
             mask = mask.to(high.dtype).expand(high.shape).contiguous()
         kept = None
         if self.noise is not None:
-            kept = (
-                self.noise.view(self.count, *self.scores_shape[-2:])[some, rows, keys].to(torch.int16).neg_()
-            )
+            noise = self.noise.view(self.count, *self.scores_shape[-2:])
+            kept = noise[some, rows, keys].to(torch.int16).neg_()
         p, first = self._options.dropout_p, rows.start if self._options.is_causal else self.scores_shape[-1]
         return Scores(high, low, mask, self._options.scale, first, kept, 1 / (1 - p) if p < 1 else 0.0)
 
-    def total_over_rows(self, matrix: Tensor) -> Tensor:
-        """Room for a gradient to which every piece of rows adds: in FP32 if there are several."""
+    def gradient_total(self, matrix: Tensor) -> Tensor:
+        """Allocate a gradient to which every block of rows adds: in FP32 if there are several."""
         several = self._rows < self.scores_shape[-2]
         return torch.zeros_like(matrix, dtype=torch.float32) if several else torch.empty_like(matrix)
 
 
 def _part(matrices: Tensor, some: slice, rows: slice) -> Tensor:
-    """Some rows of some heads. One head is a dense batch of one: of other strides torch makes copies."""
+    """Return some rows of some heads; one head as a dense batch of one, which torch does not copy."""
     part = matrices[some, rows]
     return part[0].unsqueeze(0) if len(part) == 1 else part
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to an FP32 total; a BF16 one becomes the product."""
+    """Add a b to an FP32 total; overwrite a BF16 one with a b."""
     if total.dtype is torch.float32:
         total.add_(torch.bmm(a, b))
     else:

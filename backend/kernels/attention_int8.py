@@ -1,5 +1,6 @@
-"""Attention in INT8: scores from INT8 products, softmax in FP32, the other products in BF16, a few heads at a
-time.
+"""Attention in INT8: scores from INT8 products, softmax in FP32, the other products in BF16.
+
+The scores of a few heads at a time go through all their passes together (`qsync.backend.block_sizes`).
 """
 
 from __future__ import annotations
@@ -12,16 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
+from qsync.backend.block_sizes import SCORES_PER_BLOCK
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.kernels.attention_heads import Heads
+from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.matmul import decode_matrices, scaled_products
-
-# Scores of as many heads as fit 512 KB, a core's share of the cache, go through all their passes together. ms
-# forward and backward of 64 heads of 128x128, by scores at a time: 2^14: 20.7, 2^16: 15.0, 2^17: 14.7, 2^18:
-# 15.9; of 8 heads of 256x256: 4.7, 4.5, 4.0, 6.1 (one thread of a Zen 5; torch in FP32: 12.4 and 2.8). Where
-# freed memory is kept (allocation.py) 18.2, 9.7, 8.5, 7.8; of 32 heads of 512x512 38 each, torch in FP32 83.
-_SCORES_AT_A_TIME = 2**17
 
 
 def attention_int8(
@@ -36,30 +33,30 @@ def attention_int8(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Y = dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
+    """Compute dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
 
-        S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`           (ours)
+        S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`
         y = bf16(P) bf16(s_v V),  P = softmax(S + mask) in FP32
 
-    Arguments as torch's scaled_dot_product_attention; q, k, v are encoded "row". Saves the codes and scales,
-    the mask as it is, and a byte per score of a dropout: backward computes S and P again. P stays in 16 bits:
-    quantizing it takes a pass over the scores, and its product is no faster then.
+    Arguments as torch's scaled_dot_product_attention; q, k, v are encoded "row". Saves the codes and
+    scales, the mask unchanged, and a byte per score of a dropout: backward computes S and P again. P
+    stays in 16 bits: quantizing it would take a pass over the scores, and its product would be no faster.
 
     >>> q, k, v = (Operand(x, encode(x, "int8_row")) for x in (q, k, v))
     >>> attention_int8(F.scaled_dot_product_attention, "fp32", q, k, v, is_causal=True)
     """
     scale = 1 / math.sqrt(query.value.shape[-1]) if scale is None else scale
-    options = _Options(dropout_p, is_causal, scale, enable_gqa)
-    operands = (query, key, value)
-    values, codes = [o.value for o in operands], [o.encoded for o in operands]
-    return _Int8Attention.apply(*values, attn_mask, *codes, options, DTYPES[out_type])
+    options = AttentionOptions(dropout_p, is_causal, scale, enable_gqa)
+    call = _Call((query.encoded, key.encoded, value.encoded), options, DTYPES[out_type])
+    return differentiable(_Int8Attention, query.value, key.value, value.value, attn_mask, call)
 
 
-class _Options(NamedTuple):
-    dropout_p: float
-    is_causal: bool
-    scale: float
-    grouped: bool
+class _Call(NamedTuple):
+    """A call beside the tensors that get a gradient."""
+
+    operands: tuple[Encoded, Encoded, Encoded]  # q, k, v
+    options: AttentionOptions
+    dtype: torch.dtype  # of the result
 
 
 class _Int8Attention(torch.autograd.Function):
@@ -70,13 +67,10 @@ class _Int8Attention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        q: Encoded,
-        k: Encoded,
-        v: Encoded,
-        options: _Options,
-        dtype: torch.dtype,
+        call: _Call,
     ) -> Tensor:
-        operands = (q.data, q.scale, k.data, k.scale, v.data, v.scale)
+        options = call.options
+        operands = [tensor for encoded in call.operands for tensor in (encoded.data, encoded.code_scale)]
         heads = _Heads(operands, mask, None, options)
         if options.dropout_p:
             noise = torch.empty(heads.scores_shape, dtype=torch.uint8, device=query.device)
@@ -87,7 +81,7 @@ class _Int8Attention(torch.autograd.Function):
         y = values.new_empty((heads.count, query.shape[-2], value.shape[-1]))
         for some in heads.chunks():
             torch.bmm(heads.dropped(heads.weights(some), some).to(y.dtype), values[some], out=y[some])
-        return heads.beside_each_other(y, dtype)
+        return heads.in_torch_order(y, call.dtype)
 
     @staticmethod
     @once_differentiable
@@ -107,20 +101,20 @@ class _Int8Attention(torch.autograd.Function):
             d_scores = torch._softmax_backward_data(d_weights, weights, -1, torch.float32)
             if d_mask is not None:
                 d_mask[some] = d_scores
-            narrow = d_scores.mul_(ctx.options.scale).to(q.dtype)
-            torch.bmm(narrow, k[some], out=dq[some])
-            torch.bmm(narrow.mT, q[some], out=dk[some])
+            rounded = d_scores.mul_(ctx.options.scale).to(q.dtype)
+            torch.bmm(rounded, k[some], out=dq[some])
+            torch.bmm(rounded.mT, q[some], out=dk[some])
         if d_mask is not None:
             d_mask = d_mask.view(heads.scores_shape).sum_to_size(mask.shape).to(mask.dtype)
-        found = (heads.gathered(d, *ctx.values[j]) for j, d in enumerate((dq, dk, dv)))
-        return *found, d_mask, None, None, None, None, None
+        found = (heads.operand_gradient(d, *ctx.values[j]) for j, d in enumerate((dq, dk, dv)))
+        return *found, d_mask, None
 
 
 class _Heads(Heads):
     """The scores of INT8 operands, computed for some heads at a time."""
 
     def __init__(
-        self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: _Options
+        self, operands: Sequence[Tensor], mask: Tensor | None, noise: Tensor | None, options: AttentionOptions
     ) -> None:
         self._codes, self._scales, self._options = operands[::2], operands[1::2], options
         super().__init__(self._codes, mask, options.grouped)
@@ -128,28 +122,29 @@ class _Heads(Heads):
         self._matrices = [self.per_head(j, t[j]) for t in (self._codes, self._scales) for j in (0, 1)]
 
     def decoded(self, j: int) -> Tensor:
-        """Operand `j` in the float of the products that are not in INT8, (heads, length, width)."""
+        """Decode operand `j` for the products that are not in INT8, as (heads, length, width)."""
         return self.per_head(j, decode_matrices(self._codes[j], self._scales[j]))
 
     def chunks(self) -> list[slice]:
-        step = max(_SCORES_AT_A_TIME // max(math.prod(self.scores_shape[-2:]), 1), 1)
+        """Return the heads that are computed together, chunk by chunk."""
+        step = max(SCORES_PER_BLOCK // max(math.prod(self.scores_shape[-2:]), 1), 1)
         return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
 
     def weights(self, some: slice) -> Tensor:
-        """softmax(S + mask) of some heads, in FP32."""
+        """Return softmax(S + mask) of some heads, in FP32."""
         q, k, rows, columns = (t[some] for t in self._matrices)
         scores = scaled_products(q, k.mT, rows * self._options.scale, columns.mT, torch.float32)
         length, positions = self.scores_shape[-2:]
         if self._options.is_causal:
             later = torch.ones(length, positions, dtype=torch.bool, device=q.device).triu_(1)
             scores.masked_fill_(later, -math.inf)
-        mask = self.mask(some)
-        if mask is not None:
+        if (mask := self.mask(some)) is not None:
             scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype is torch.bool else scores.add_(mask)
             return torch._safe_softmax(scores, -1)
         return torch.softmax(scores, -1)
 
     def dropped(self, weights: Tensor, some: slice) -> Tensor:
+        """Apply dropout to the weights of some heads."""
         if self.noise is None:
             return weights
         kept = self.noise.view(self.count, *self.scores_shape[-2:])[some]

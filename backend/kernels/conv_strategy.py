@@ -1,6 +1,6 @@
-"""When a convolution on a CPU copies its windows out and multiplies them, and what that takes. No torch.
+"""Decide when a convolution on a CPU unfolds its windows and multiplies them, and count the bytes. No torch.
 
-The kernels choose by it, and the memory model counts by it.
+The kernels choose by this module, and the memory model counts by it.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ from collections.abc import Sequence
 
 
 def bf16_windows_pay(pixels: int, w_shape: Sequence[int], groups: int, strided: bool) -> bool:
-    """Whether BF16 products of windows beat oneDNN, forward and backward. `pixels`: the result's, all images.
+    """Return whether BF16 products of windows beat oneDNN, forward and backward.
 
-    They do where the weight (c, C / groups, kh, kw) is large beside the images: oneDNN's time is then that of
-    reordering weights. With a stride it loses sooner. From ten shapes of ResNet-18, one thread of a Zen 5.
+    `pixels` counts the result's pixels in all images. Windows win where the weight (c, C / groups, kh,
+    kw) is large beside the images: oneDNN then spends its time on reordering weights. With a stride it
+    loses sooner. From ten shapes of ResNet-18, one thread of a Zen 5.
     """
     outputs, channels = w_shape[:2]
     return groups == 1 and channels >= 16 and 0 < pixels <= (32 if strided else 8) * outputs
 
 
 def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
-    """Whether to multiply an INT8 convolution's windows, or to let oneDNN convolve.
+    """Return whether products of windows beat oneDNN for an INT8 convolution.
 
     oneDNN packs the weight anew after every optimizer step, 4.5 ns an element; windows cost about 0.05 ns an
     element, more if pixels are short. ms for packing, oneDNN, and unfolding with its product, one thread of a
@@ -36,7 +37,7 @@ def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
 def windows_bytes(
     precision: str, x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]
 ) -> tuple[int, int]:
-    """Bytes that a conv2d's windows take for a moment, forward and backward; zero through oneDNN.
+    """Return the workspace bytes of a conv2d's windows, forward and backward; zero through oneDNN.
 
     x (n, C, h, w), W (c, C / groups, kh, kw), y (n, c, p, q).
     """
@@ -51,8 +52,10 @@ def windows_bytes(
 
 
 def packed_bytes(x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]) -> int:
-    """Bytes of a conv2d's INT8 weight as oneDNN packs it, which stay beside the copy until the optimizer's
-    step: the codes, and per output channel a sum of them (4 bytes) and a zero point (8). Zero for windows.
+    """Return the bytes of a conv2d's INT8 weight as oneDNN packs it; zero for windows.
+
+    They stay beside the weight until the optimizer's step: the codes, and per output channel their sum (4
+    bytes) and a zero point (8).
     """
     if windows_bytes("int8", x_shape, w_shape, y_shape)[0]:
         return 0

@@ -1,9 +1,9 @@
 """Convolutions in INT8 and BF16 on CPUs: as products of unfolded windows, or through oneDNN, by shape.
 
-Inside, images and weights lie in channels-last order, whatever order the model keeps its parameters in, and
-so does the result: what follows in the graph takes it as it comes (lowering knows: `Run.channels_last`). The
-gradient of the input goes back in the input's own order: an operator before it whose gradient lies otherwise
-than what it saved is several times slower.
+Images and weights are computed with in channels-last order, whatever order the model's parameters have.
+The result stays in that order for the operators after it, as lowering knows. The gradient of the input
+returns in the input's own order: the operator before is several times slower if its gradient and its
+saved tensors lie in different orders.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import (
     decode_rows,
     dequantize,
     fold,
-    narrow_and_sum,
     scale_images,
     sum_columns,
+    to_bf16_and_sum,
     transpose_last,
     unfold,
 )
@@ -34,7 +35,7 @@ from qsync.errors import UnsupportedError
 
 
 class _Geometry(NamedTuple):
-    """A convolution's hyperparameters; `extra`: what "same" padding adds after (width, height)."""
+    """A convolution's hyperparameters; `extra` is the padding that "same" adds after (width, height)."""
 
     stride: list[int]
     padding: list[int]
@@ -54,10 +55,10 @@ def conv2d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
+    """Compute y = conv(x, W) + b with x and W in INT8, gradients through BF16 convolutions.
 
         y  = s_x[n] s_w[c] conv(X, W) + b[c]       X, W the INT8 codes, one scale per image and output channel
-        dx = conv_x(bf16(g), bf16(s_w W)),   dW = conv_w(bf16(g), bf16(s_x X)),   db = sum g          (ours)
+        dx = conv_x(bf16(g), bf16(s_w W)),   dW = conv_w(bf16(g), bf16(s_x X)),   db = sum g
 
     x (n, C, h, w) encoded "image", W (c, C / groups, kh, kw) encoded "channel"; the result lies in
     channels-last order. Saves the codes and scales only. Raises UnsupportedError for an input without a batch
@@ -70,9 +71,7 @@ def conv2d_int8(
             "conv2d in INT8 needs a batched input (n, C, h, w): add a batch dimension of 1"
         )
     geometry = _geometry(weight.value, stride, padding, dilation, groups)
-    return _Int8Convolution.apply(
-        input.value, weight.value, bias, input.encoded, weight.encoded, DTYPES[out_type], geometry
-    )
+    return _int8_convolution(input, weight, bias, DTYPES[out_type], geometry)
 
 
 def conv1d_int8(
@@ -86,7 +85,7 @@ def conv1d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """`conv2d_int8` of signals x (n, C, length) and W (c, C / groups, k), as images of height 1.
+    """Compute `conv2d_int8` of signals x (n, C, length) and W (c, C / groups, k), as images of height 1.
 
     >>> conv1d_int8(torch.conv1d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
     """
@@ -102,9 +101,7 @@ def conv1d_int8(
         groups,
     )
     image, filters = (_with_height(operand) for operand in (input, weight))
-    return _Int8Convolution.apply(
-        image.value, filters.value, bias, image.encoded, filters.encoded, DTYPES[out_type], geometry
-    ).squeeze(2)
+    return _int8_convolution(image, filters, bias, DTYPES[out_type], geometry).squeeze(2)
 
 
 def conv2d_bf16(
@@ -118,26 +115,35 @@ def conv2d_bf16(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """The target on BF16 operands: as products of windows where the weight outweighs the images, else as is.
+    """Run the target on BF16 operands: as products of windows if that is faster, else unchanged.
 
-        y = W unfold(x) + b,   dx = fold(W' g),   dW = g unfold(x)'                                 (ours)
+        y = W unfold(x) + b,   dx = fold(W' g),   dW = g unfold(x)'
 
-    oneDNN reorders the weight, and its gradient, at every call. ms forward and backward, one thread of a Zen
-    5: 20.3 against 7.0 for 32x512x2x2 3x3, 9.1 against 2.6 for 32x256x4x4 to 512 with stride 2.
+    Windows are faster where the weight outweighs the images: oneDNN reorders the weight, and its
+    gradient, at every call. ms forward and backward, one thread of a Zen 5: 20.3 against 7.0 for
+    32x512x2x2 3x3, 9.1 against 2.6 for 32x256x4x4 to 512 with stride 2.
 
     >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
     """
     geometry = _geometry(weight, stride, padding, dilation, groups)
     if input.ndim == 4:
-        input = _Image.apply(input)
+        input = differentiable(_Image, input)
     if input.ndim != 4 or any(geometry.extra) or not _windows_pay(input.shape, weight.shape, geometry):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
-    return _WindowConvolution.apply(input, weight, bias, geometry).to(DTYPES[out_type])
+    return differentiable(_WindowConvolution, input, weight, bias, geometry).to(DTYPES[out_type])
+
+
+def _int8_convolution(
+    image: Operand, filters: Operand, bias: Tensor | None, dtype: torch.dtype, geometry: _Geometry
+) -> Tensor:
+    encoded = (image.encoded, filters.encoded)
+    return differentiable(_Int8Convolution, image.value, filters.value, bias, *encoded, dtype, geometry)
 
 
 def _with_height(operand: Operand) -> Operand:
+    """Return a signal as an image of height 1."""
     encoded = operand.encoded
-    flat = Encoded(encoded.data.unsqueeze(2), encoded.scale.unsqueeze(2), encoded.layout)
+    flat = Encoded(encoded.data.unsqueeze(2), encoded.code_scale.unsqueeze(2), encoded.layout)
     flat.packed = encoded.packed
     return Operand(operand.value.unsqueeze(2), flat)
 
@@ -162,12 +168,12 @@ def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: 
 
 
 class _Image(torch.autograd.Function):
-    """Images as they are, marked as channels-last if they can be either; gradients return in their order."""
+    """Images unchanged, marked as channels-last if they can be either; gradients return in their order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.channels_first = _is_channels_first(x)
-        if x.shape[1] == 1 and x.is_contiguous():  # else torch takes it for contiguous, and so its result
+        if x.shape[1] == 1 and x.is_contiguous():  # else torch treats it, and the result, as contiguous
             return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
         return x.view_as(x)
 
@@ -178,12 +184,12 @@ class _Image(torch.autograd.Function):
 
 
 def _is_channels_first(x: Tensor) -> bool:
-    """Whether images lie in contiguous order and in no other."""
+    """Return whether images lie in contiguous order and in no other."""
     return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _channels_first(x: Tensor) -> Tensor:
-    """Images (n, C, h, w) in contiguous order."""
+    """Return images (n, C, h, w) in contiguous order."""
     last = x.permute(0, 2, 3, 1)
     if x.is_contiguous() or not last.is_contiguous():
         return x.contiguous()
@@ -210,14 +216,16 @@ class _Int8Convolution(torch.autograd.Function):
                 x_codes, (0, geometry.extra[0], 0, geometry.extra[1]), value=128
             )
         x_codes = x_codes.contiguous(memory_format=torch.channels_last)
-        x_scale = x_encoded.scale.reshape(-1)
+        x_scale = x_encoded.code_scale.reshape(-1)
         pixels = _pixels(x_codes.shape, weight.shape, geometry)
-        product = _unfolded if int8_windows_pay(pixels, weight.shape, geometry.groups) else _through_onednn
-        out = product(x_codes, x_scale, w_encoded, bias, dtype, geometry)
+        windows_pay = int8_windows_pay(pixels, weight.shape, geometry.groups)
+        out = (_unfolded if windows_pay else _through_onednn)(
+            x_codes, x_scale, w_encoded, bias, dtype, geometry
+        )
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_codes, x_scale) if need_w else (None, None)),
-            *((w_encoded.data, w_encoded.scale.reshape(-1)) if need_x else (None, None)),
+            *((w_encoded.data, w_encoded.code_scale.reshape(-1)) if need_x else (None, None)),
         )
         ctx.x, ctx.padded_shape = (x.shape, x.dtype, _is_channels_first(x)), x_codes.shape
         ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
@@ -229,12 +237,12 @@ class _Int8Convolution(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
-        narrow, sums = _narrow_images(gradient)
+        g, sums = _images_to_bf16(gradient)
         shapes = (ctx.padded_shape, ctx.weight[0])
         x = None if x_codes is None else _decoded(x_codes, x_scale)
         weight = None if w_codes is None else _decoded(w_codes, w_scale)
         gradients = _window_gradients if _windows_pay(*shapes, ctx.geometry) else _onednn_gradients
-        dx, dw = gradients(narrow, x, weight, *shapes, ctx.geometry)
+        dx, dw = gradients(g, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
             dx = _channels_first(dx) if ctx.x[2] else dx
@@ -260,7 +268,9 @@ class _WindowConvolution(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        dx, dw = _window_gradients(g, *ctx.saved_tensors, *ctx.shapes, ctx.geometry)
+        x, weight = ctx.saved_tensors
+        x_shape, w_shape = ctx.shapes
+        dx, dw = _window_gradients(g, x, weight, x_shape, w_shape, ctx.geometry)
         db = None
         if ctx.needs_input_grad[2]:
             db = sum_columns(g.permute(0, 2, 3, 1).flatten(0, 2).contiguous()).to(g.dtype)
@@ -273,7 +283,7 @@ def _windows_pay(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) 
 
 
 def _pixels(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> int:
-    """Of the result, in all images."""
+    """Return the number of the result's pixels, in all images."""
     sizes = zip(x_shape[2:], geometry.padding, geometry.dilation, w_shape[2:], geometry.stride, strict=True)
     return x_shape[0] * math.prod((size + 2 * p - d * (k - 1) - 1) // s + 1 for size, p, d, k, s in sizes)
 
@@ -285,7 +295,7 @@ def _windows(x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
 
 
 def _rows(weight: Tensor) -> Tensor:
-    """A weight (c, C, kh, kw) as a matrix (c, kh kw C): a view of channels-last order."""
+    """Return a weight (c, C, kh, kw) as a matrix (c, kh kw C): a view if it lies channels-last."""
     return weight.permute(0, 2, 3, 1).reshape(len(weight), math.prod(weight.shape[1:]))
 
 
@@ -297,7 +307,7 @@ def _window_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
+    """Compute dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
     pixels = g.permute(0, 2, 3, 1).contiguous()
     n, p, q, outputs = pixels.shape
     flat = pixels.view(n * p * q, outputs)
@@ -324,7 +334,7 @@ def _onednn_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The same in one call: an operand that was not saved is asked for its shape only."""
+    """Compute the same by one call of torch, which reads only the shape of an operand that was not saved."""
     absent = g.new_zeros(())
     dx, dw, _ = torch.ops.aten.convolution_backward(
         g,
@@ -350,13 +360,13 @@ def _unfolded(
     dtype: torch.dtype,
     geometry: _Geometry,
 ) -> Tensor:
-    """The convolution as one product: windows (pixels, kh kw C) times the weight's rows."""
+    """Convolve by one product: windows (pixels, kh kw C) times the weight's rows."""
     windows = _windows(x_codes, weight.data.shape, geometry)
     n, p, q = windows.shape[:3]
     outputs = len(weight.data)
     sums = int8_sums(windows.flatten(3).flatten(0, 2), _rows(weight.data).t())
     per_pixel = x_scale.repeat_interleave(p * q)
-    out = dequantize(sums, per_pixel, weight.scale.reshape(-1), bias, dtype)
+    out = dequantize(sums, per_pixel, weight.code_scale.reshape(-1), bias, dtype)
     return out.view(n, p, q, outputs).permute(0, 3, 1, 2)
 
 
@@ -368,36 +378,36 @@ def _through_onednn(
     dtype: torch.dtype,
     geometry: _Geometry,
 ) -> Tensor:
-    """OneDNN's convolution, which takes activations with zero point 128; scaled per image after it."""
+    """Convolve by oneDNN, which takes activations with zero point 128, and scale per image afterwards."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
-    place = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
+    arguments = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
     if key not in weight.packed:
-        scale = weight.scale.reshape(-1)
-        prepacked = torch.ops.onednn.qconv_prepack(weight.data, scale, 1.0, 128, *place, list(shape))
+        scale = weight.code_scale.reshape(-1)
+        prepacked = torch.ops.onednn.qconv_prepack(weight.data, scale, 1.0, 128, *arguments, list(shape))
         weight.packed[key] = (prepacked, scale, torch.zeros_like(scale, dtype=torch.int64))
     sums = torch.ops.onednn.qconv_pointwise(
-        x_codes, 1.0, 128, *weight.packed[key], None, *place, 1.0, 0, torch.float32, "none", [], ""
+        x_codes, 1.0, 128, *weight.packed[key], None, *arguments, 1.0, 0, torch.float32, "none", [], ""
     )
     return scale_images(sums, x_scale, bias, dtype)
 
 
-def _narrow_images(g: Tensor) -> tuple[Tensor, Tensor]:
-    """BF16 of g (n, C, h, w) in channels-last order, and the FP32 sums of its channels (C)."""
+def _images_to_bf16(g: Tensor) -> tuple[Tensor, Tensor]:
+    """Return BF16 of g (n, C, h, w) in channels-last order, and the FP32 sums of its channels (C)."""
     flat = g.permute(0, 2, 3, 1).contiguous()
-    narrow, sums = narrow_and_sum(flat.view(math.prod(flat.shape[:-1]), flat.shape[-1]))
-    return narrow.view(flat.shape).permute(0, 3, 1, 2), sums
+    rounded, sums = to_bf16_and_sum(flat.view(math.prod(flat.shape[:-1]), flat.shape[-1]))
+    return rounded.view(flat.shape).permute(0, 3, 1, 2), sums
 
 
 def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    """BF16 of channels-last codes (n, C, h, w), one scale per first index, in their order."""
+    """Decode channels-last codes (n, C, h, w), one scale per first index, to BF16 in the same order."""
     flat = codes.permute(0, 2, 3, 1)
     decoded = decode_rows(flat.reshape(len(flat), math.prod(flat.shape[1:])), scale)
     return decoded.view(flat.shape).permute(0, 3, 1, 2)
 
 
-def channels_last(weight: Tensor) -> Tensor:
-    """BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order: oneDNN's own."""
+def weight_to_bf16_channels_last(weight: Tensor) -> Tensor:
+    """Return BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order, oneDNN's own."""
     if not weight.is_contiguous():
         return weight.to(torch.bfloat16, memory_format=torch.channels_last)
     shape = (len(weight), weight.shape[1], math.prod(weight.shape[2:]))
@@ -406,12 +416,12 @@ def channels_last(weight: Tensor) -> Tensor:
 
 
 def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
-    """A weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is, else in its own order.
+    """Return a weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is, else unchanged.
 
-    What DDP reduces must have the parameter's strides, on every rank.
+    DDP requires the gradient to have the parameter's strides on every rank.
     """
     last = gradient.permute(0, 2, 3, 1)
-    if contiguous and gradient.is_contiguous():  # of one channel it may bear the strides of either order
+    if contiguous and gradient.is_contiguous():  # with one channel it may have the strides of either order
         return gradient.to(dtype).flatten().view(gradient.shape)
     if not contiguous or not last.is_contiguous():
         return gradient.to(dtype)

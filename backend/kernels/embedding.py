@@ -1,8 +1,8 @@
 """Embeddings in BF16 and INT8: the rows that a batch looks up are rounded, the table never is.
 
-A table of 50,000 rows is looked up at 1,024 places: rounding it whole would cost more than everything that
-the rounding is to save. What is gained lies downstream, where sums of embeddings and the norm behind them run
-in 16 bits; the lookup itself takes as long as before.
+A batch reads 1,024 rows of a table of 50,000: rounding the whole table would cost more than the rounding
+saves. The gain lies downstream, where sums of embeddings and the norm behind them run in 16 bits; the
+lookup itself takes as long as before.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync.backend.casts.cast_ops import decode_rows, narrow, quantize_rows
+from qsync.backend.autograd import differentiable
+from qsync.backend.casts.cast_ops import decode_rows, quantize_rows, to_bf16
 from qsync.backend.kernels.linear import DTYPES
 
 
 def embedding_bf16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Y = bf16(W[i]), dW = sum over lookups of g, in FP32.
+    """Look up y = bf16(W[i]), with dW = sum over lookups of g, in FP32.
 
-    `target` and the arguments are those of the original call, the table W (rows, width) in FP32 among them;
-    y (..., width) is in `out_type`. The gradient comes in the type of y and is widened before it is added up,
-    so a row that a batch looks up a thousand times gets an FP32 sum (ours). Saves the indices only.
+    `target` and the arguments are those of the original call, the table W (rows, width) in FP32 among
+    them; y (..., width) is in `out_type`. The gradient arrives in the type of y and is widened before it
+    is added up, so a row that a batch looks up a thousand times gets an FP32 sum. Saves the indices only.
 
     >>> embedding_bf16(F.embedding, "bf16", tokens, table)
     """
-    return narrow(target(*args, **kwargs)).to(DTYPES[out_type])
+    return to_bf16(target(*args, **kwargs)).to(DTYPES[out_type])
 
 
 def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Y = s round(W[i] / s) with s = max |W[i]| / 127, one per lookup, and dW as `embedding_bf16`'s.
+    """Look up y = s round(W[i] / s), s = max |W[i]| / 127 per lookup, with the dW of `embedding_bf16`.
 
-    Handed on as other INT8 operators hand on: already decoded, in `out_type` (ours). Saves the indices only.
+    The result is decoded already, in `out_type`, as that of other INT8 operators. Saves the indices only.
 
     >>> embedding_int8(F.embedding, "fp32", tokens, table)
     """
-    return _Rounded.apply(target(*args, **kwargs), DTYPES[out_type])
+    return differentiable(_Rounded, target(*args, **kwargs), DTYPES[out_type])
 
 
 class _Rounded(torch.autograd.Function):
-    """Rows (..., width) -> what their INT8 codes stand for, in `dtype`; the gradient passes straight on."""
+    """Rows (..., width) -> the values of their INT8 codes, in `dtype`; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -51,7 +52,7 @@ class _Rounded(torch.autograd.Function):
         return decode(codes, scale).view(rows.shape)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient.to(ctx.dtype), None
 
 

@@ -1,4 +1,4 @@
-"""Any product as a black box with an autograd graph of its own inside: how FP16 and TF32 run."""
+"""Any product in FP16 or TF32, as a black box with an autograd graph of its own inside."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.matmul_primitives import power_of_two
 
 
 def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The target on FP16 operands; every gradient leaves in true scale.
+    """Run the target on FP16 operands; every gradient leaves in true scale.
 
-        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k: 1/2 <= max |2^k g| < 1         (ours)
+        y = target(fp16(x), ...),   dx = 2^-k J'(fp16(2^k g)),   k: 1/2 <= max |2^k g| < 1
 
-    J is the target's Jacobian at the FP16 operands. k comes from the gradient itself and never visits the
-    host, so a gradient of 1e-7 survives, and no rank needs a loss scale that others would have to share
-    (pytorch#136009). Operands are `Operand`s; other FP32 tensors (a bias, a mask) are converted here.
-    Anything differentiable in FP16 will do.
+    J is the target's Jacobian at the FP16 operands. k is computed from the gradient itself, on the
+    device, so a gradient of 1e-7 survives, and no rank needs a loss scale that the others would have to
+    share (pytorch#136009). Operands are `Operand`s; other FP32 tensors (a bias, a mask) are converted
+    here. The target is any function that is differentiable in FP16.
 
     >>> product_fp16(torch.matmul, "fp32", Operand(a, encode(a, "fp16")), Operand(b, encode(b, "fp16")))
     """
@@ -32,7 +33,7 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
 
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The target on FP32 operands with TF32 multiplication, forward and backward, whatever the switches say.
+    """Run the target on FP32 operands with TF32 products, forward and backward, whatever torch's switches.
 
     >>> product_tf32(F.linear, "fp32", x, weight, bias)
     """
@@ -48,11 +49,11 @@ def _apply(target: Callable[..., Tensor], out_type: str, args: Any, kwargs: Any,
         positional, keywords = tree_unflatten(list(inner), spec)
         return target(*positional, **keywords)
 
-    return _Nested.apply(run, data, DTYPES[out_type], half, *values)
+    return differentiable(_Nested, run, data, DTYPES[out_type], half, *values)
 
 
 def _data(leaf: Any, half: bool) -> Any:
-    """What the target gets for this argument."""
+    """Return the value that the target receives for this argument."""
     if isinstance(leaf, Operand):
         return leaf.encoded.data
     if half and isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -84,7 +85,7 @@ class _Nested(torch.autograd.Function):
             raise RuntimeError(
                 "backward through an FP16 or TF32 operator a second time: its data is already freed"
             )
-        # Dropped before the products run, so that each buffer is freed as soon as autograd has used it.
+        # Released before the products run, so that each buffer is freed as soon as autograd has used it.
         (out, inputs), ctx.nested = ctx.nested, None
         back = None
         if ctx.half and gradient.numel():
@@ -101,7 +102,7 @@ class _Nested(torch.autograd.Function):
 
 @contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """TF32 in cuBLAS and cuDNN within, if wanted; a no-op otherwise. Restores what was set before."""
+    """Allow TF32 in cuBLAS and cuDNN inside the context, if wanted; restore the settings afterwards."""
     if not wanted:
         yield
         return

@@ -1,7 +1,7 @@
 """Linear layers in FP8 on GPUs that multiply it: E4M3 forward, E5M2 gradients, one scale per row.
 
-Written to the interface of `torch._scaled_mm` and not yet run on a GPU: the parity tests marked `cuda`
-decide.
+Written to the interface of `torch._scaled_mm`, and not yet run on a GPU: the parity tests marked `cuda`
+check it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import nearest_codes
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.linear import DTYPES
@@ -22,17 +23,17 @@ from qsync.errors import UnsupportedError
 def linear_fp8(
     target: Callable[..., Tensor], out_type: str, input: Operand, weight: Operand, bias: Tensor | None = None
 ) -> Tensor:
-    """Y = x W' + b with x and W in E4M3, gradients in E5M2, all three products in FP8.
+    """Compute y = x W' + b with x and W in E4M3, gradients in E5M2, all three products in FP8.
 
-        y  = s_x s_w (X W') + b                                                                    (ours)
+        y  = s_x s_w (X W') + b
         dx = s_h (H W),  H = e5m2(g s_w / s_h);   dW = s_k (K' X),  K = e5m2(g s_x / s_k)
 
-    s_h per row, s_k per output: folding s_w and s_x into g leaves one scale per row of each product, which is
-    what the hardware takes. x (..., K), W (N, K), both encoded "row".
+    s_h per row, s_k per output: folding s_w and s_x into g leaves one scale per row of each product, as
+    the hardware requires. x (..., K), W (N, K), both encoded "row".
 
     >>> linear_fp8(F.linear, "fp32", Operand(x, encode(x, "fp8_row")), Operand(w, encode(w, "fp8_row")), b)
     """
-    return _Fp8Product.apply(input.value, weight.value, bias, input.encoded, weight.encoded, DTYPES[out_type])
+    return _product(input, weight, bias, out_type)
 
 
 def addmm_fp8(
@@ -45,13 +46,19 @@ def addmm_fp8(
     beta: float = 1,
     alpha: float = 1,
 ) -> Tensor:
-    """`linear_fp8` for addmm(b, x, W) with W stored (K, N) and encoded "col".
+    """Compute `linear_fp8` for addmm(b, x, W) with W stored (K, N) and encoded "col".
 
     >>> addmm_fp8(torch.addmm, "fp32", b, Operand(x, encode(x, "fp8_row")), Operand(w, encode(w, "fp8_col")))
     """
     if alpha != 1 or beta != 1:
         raise UnsupportedError(f"addmm with alpha={alpha} and beta={beta} has no FP8 kernel: keep it in FP32")
-    return _Fp8Product.apply(mat1.value, mat2.value, input, mat1.encoded, mat2.encoded, DTYPES[out_type])
+    return _product(mat1, mat2, input, out_type)
+
+
+def _product(x: Operand, weight: Operand, bias: Tensor | None, out_type: str) -> Tensor:
+    return differentiable(
+        _Fp8Product, x.value, weight.value, bias, x.encoded, weight.encoded, DTYPES[out_type]
+    )
 
 
 class _Fp8Product(torch.autograd.Function):
@@ -66,7 +73,7 @@ class _Fp8Product(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         x_codes = x_encoded.data.reshape(-1, x_encoded.data.shape[-1])
-        x_scale, w_scale = x_encoded.scale.reshape(-1, 1), w_encoded.scale.reshape(1, -1)
+        x_scale, w_scale = x_encoded.code_scale.reshape(-1, 1), w_encoded.code_scale.reshape(1, -1)
         out = _scaled_product(x_codes, w_encoded.data.t(), x_scale, w_scale)
         if bias is not None:
             out = out + bias
@@ -96,10 +103,9 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor) -> Tensor:
-    """row_scale column_scale (a b) in FP32 from FP8 a (M, K) and b (K, N), padded to multiples of 16.
+    """Return row_scale column_scale (a b) in FP32 from FP8 a (M, K) and b (K, N), padded to multiples of 16.
 
-    `torch._scaled_mm` with row scales gives BF16, so the product is rounded more than the equation
-    says.
+    `torch._scaled_mm` with row scales returns BF16, so the product is rounded once more than in the equation.
     """
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
     if rows == 0:
@@ -113,6 +119,5 @@ def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tenso
 
 def _padded(codes: Tensor, rows: int, columns: int) -> Tensor:
     # Padding is not defined for FP8 tensors: zeros are the byte 0 in every format.
-    return (
-        torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows)).contiguous().view(codes.dtype)
-    )
+    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, columns, 0, rows))
+    return padded.contiguous().view(codes.dtype)

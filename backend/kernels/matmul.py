@@ -10,28 +10,30 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import decode_rows, dequantize
 from qsync.backend.encoding import Encoded, Operand, memory_order
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import int8_sums, narrow_dtype
+from qsync.backend.matmul_primitives import int8_sums, sixteen_bit_dtype
 
-# FP32 holds every integer up to 2^24, which is more than 1040 products of two codes.
+# FP32 holds every integer up to 2^24: the sum of 1040 products of two codes.
 LONGEST_FP32_SUM = 2**24 // 127**2
 
 
 def matmul_int8(target: Callable[..., Tensor], out_type: str, input: Operand, other: Operand) -> Tensor:
-    """Y = A B with A and B in INT8, gradients through BF16 products.
+    """Compute y = A B with A and B in INT8, gradients through BF16 products.
 
-        y  = s_a s_b (A B)               A, B the INT8 codes; s_a per row of A, s_b per column of B    (ours)
+        y  = s_a s_b (A B)               A, B the INT8 codes; s_a per row of A, s_b per column of B
         dA = bf16(g) bf16(s_b B)',   dB = bf16(s_a A)' bf16(g)
 
-    A (..., M, K) encoded "row", B (..., K, N) encoded "inner"; the dimensions before those broadcast, and a
-    vector is a row, or a column, as in torch.matmul. Saves the codes and scales only. Where there is FP16 and
-    no BF16 the backward products are in FP32, because decoded values may leave FP16's range.
+    A (..., M, K) encoded "row", B (..., K, N) encoded "inner"; the dimensions before those broadcast, and
+    a vector is a row, or a column, as in torch.matmul. Saves the codes and scales only. On devices with
+    FP16 and no BF16 the backward products are in FP32, because decoded values may leave FP16's range.
 
     >>> matmul_int8(torch.matmul, "fp32", Operand(a, a8), Operand(b, encode(b, "int8_inner")))
     """
-    return _Int8Matmul.apply(input.value, other.value, input.encoded, other.encoded, DTYPES[out_type])
+    encoded = (input.encoded, other.encoded)
+    return differentiable(_Int8Matmul, input.value, other.value, *encoded, DTYPES[out_type])
 
 
 class _Int8Matmul(torch.autograd.Function):
@@ -40,7 +42,7 @@ class _Int8Matmul(torch.autograd.Function):
         ctx: Any, a: Tensor, b: Tensor, a_encoded: Encoded, b_encoded: Encoded, dtype: torch.dtype
     ) -> Tensor:
         codes = (_matrices(a_encoded.data, -2), _matrices(b_encoded.data, -1))
-        scales = (_matrices(a_encoded.scale, -2), _matrices(b_encoded.scale, -1))
+        scales = (_matrices(a_encoded.code_scale, -2), _matrices(b_encoded.code_scale, -1))
         y = scaled_products(*codes, *scales, dtype)
         need_a, need_b = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
@@ -57,25 +59,25 @@ class _Int8Matmul(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         a_codes, a_scale, b_codes, b_scale = ctx.saved_tensors
         (a_shape, a_dtype), (b_shape, b_dtype) = ctx.operands
-        g = gradient.reshape(ctx.matrices).to(_narrow(gradient.device))
+        g = gradient.reshape(ctx.matrices).to(_gradient_dtype(gradient.device))
         da = db = None
         if b_codes is not None:
             da = _summed(g @ decode_matrices(b_codes, b_scale).mT, a_shape, -2).to(a_dtype)
         if a_codes is not None:
             a = decode_matrices(a_codes, a_scale)
-            if len(b_shape) == 2:  # one B for all: summed inside of the product
+            if len(b_shape) == 2:  # one B for all: the product itself sums
                 a, g = a.flatten(0, -2), g.flatten(0, -2)
             db = _summed(a.mT @ g, b_shape, -1).to(b_dtype)
         return da, db, None, None, None
 
 
 def _matrices(operand: Tensor, dim: int) -> Tensor:
-    """A vector as a matrix of one row (dim -2) or of one column (dim -1)."""
+    """Return a vector as a matrix of one row (dim -2) or of one column (dim -1)."""
     return operand.unsqueeze(dim) if operand.ndim == 1 else operand
 
 
 def _summed(gradient: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """The gradient of what was broadcast: the sum, in FP32, over what it was broadcast to."""
+    """Return the gradient of a broadcast operand: the sum, in FP32, over the broadcast dimensions."""
     wanted = [1, *shape] if dim == -2 else [*shape, 1]
     wanted = wanted if len(shape) == 1 else list(shape)
     if list(gradient.shape) == wanted:
@@ -83,57 +85,62 @@ def _summed(gradient: Tensor, shape: torch.Size, dim: int) -> Tensor:
     return gradient.float().sum_to_size(wanted).view(shape)
 
 
-def _narrow(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if narrow_dtype(device) is torch.bfloat16 else torch.float32
+def _gradient_dtype(device: torch.device) -> torch.dtype:
+    """Return the float of backward products."""
+    return torch.bfloat16 if sixteen_bit_dtype(device) is torch.bfloat16 else torch.float32
 
 
 def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows columns (a b) in `dtype`: codes a (..., M, K) and b (..., K, N), rows (..., M, 1), columns (...,
-    1, N).
+    """Return rows columns (a b) in `dtype`, from codes a and b.
+
+    a (..., M, K), b (..., K, N), rows (..., M, 1), columns (..., 1, N).
     """
     if b.ndim == 2:  # one product of all rows
         flat = int8_sums(a.reshape(-1, a.shape[-1]), b)
         y = dequantize(flat, rows.reshape(-1), columns.reshape(-1), None, dtype)
         return y.view(*a.shape[:-1], b.shape[-1])
     if a.is_cuda and a.shape[-1] <= LONGEST_FP32_SUM:
-        return _products_at_once(a, b).mul_(rows).mul_(columns).to(dtype)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return _batched_products(a, b).mul_(rows).mul_(columns).to(dtype)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     size = (math.prod(batch), a.shape[-2], b.shape[-1])
     left, right, row, column = (
         matrices.expand(*batch, *matrices.shape[-2:]).reshape(size[0], *matrices.shape[-2:])
         for matrices in (a, b, rows, columns)
     )
     factors = (row.flatten(1).contiguous().unbind(), column.flatten(1).contiguous().unbind())
-    # The sums of one matrix are scaled while they are in the cache, in FP32 where they lie.
+    # The sums of one matrix are scaled while they are in the cache, and in place for an FP32 result.
     y = torch.empty(size, dtype=dtype, device=a.device)
     in_place = dtype is torch.float32
-    places = y.view(torch.int32) if in_place else y.new_empty(size[1:], dtype=torch.int32).expand(size)
-    for result, place, one, other, *scales in zip(
-        y.unbind(), places.unbind(), left.unbind(), right.unbind(), *factors, strict=True
+    buffers = y.view(torch.int32) if in_place else y.new_empty(size[1:], dtype=torch.int32).expand(size)
+    for result, buffer, one, other, row_scale, column_scale in zip(
+        y.unbind(), buffers.unbind(), left.unbind(), right.unbind(), *factors, strict=True
     ):
-        scaled = dequantize(int8_sums(one, other, place), *scales, None, dtype)
+        scaled = dequantize(int8_sums(one, other, buffer), row_scale, column_scale, None, dtype)
         if scaled.data_ptr() != result.data_ptr():
             result.copy_(scaled)
     return y.view(*batch, *size[1:])
 
 
-def _products_at_once(a: Tensor, b: Tensor) -> Tensor:
-    """The exact integer products, in FP32, by 16-bit ones: torch has no batched INT8 product on GPUs."""
-    narrow = narrow_dtype(a.device)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]).to(narrow) for t in (a, b))
+def _batched_products(a: Tensor, b: Tensor) -> Tensor:
+    """Compute exact integer products, in FP32, by 16-bit ones: torch has no batched INT8 product on GPUs."""
+    dtype = sixteen_bit_dtype(a.device)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]).to(dtype) for t in (a, b))
     sums = torch.bmm(left, right, out_dtype=torch.float32)
     return sums.view(*batch, *sums.shape[1:])
 
 
 def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:
-    """Codes * scale in the float of backward products, in the codes' order of elements; `scale` broadcasts.
+    """Return codes * scale in the float of backward products, in the codes' memory order; `scale` broadcasts.
 
-    One pass where a scale's elements lie side by side in memory.
+    Takes one pass if the elements of each scale lie side by side in memory.
     """
-    dtype, order = _narrow(codes.device), memory_order(codes)
-    along_memory = order is not None and scale.numel() * codes.shape[order[-1]] == codes.numel() > 0
-    if along_memory and dtype is torch.bfloat16:
+    dtype, order = _gradient_dtype(codes.device), memory_order(codes)
+    if (
+        dtype is torch.bfloat16
+        and order is not None
+        and scale.numel() * codes.shape[order[-1]] == codes.numel() > 0
+    ):
         in_memory = codes.permute(order)
         rows = in_memory.reshape(-1, in_memory.shape[-1])
         decoded = decode_rows(rows, scale.permute(order).reshape(-1)).view(in_memory.shape)

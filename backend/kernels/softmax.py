@@ -1,7 +1,7 @@
-"""What attention does with scores between its products: softmax, dropout, rounding, and the gradient.
+"""The passes over attention's scores between its products: softmax, dropout, rounding, and the gradient.
 
-Each function has a plain body, which reads like its equation, and a compiled one, which takes one pass over
-memory (`qsync.backend.casts.tvm.attention`).
+Each function has a plain body, which reads like its equation, and a compiled one, which takes one pass
+over memory (`qsync.backend.casts.tvm.attention`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from qsync.backend.casts.cast_ops import compiled_for
-
-_UNITS = 2.0**-30  # of the compiled sums
+from qsync.backend.casts.tvm.constants import SOFTMAX_UNITS
 
 
 class Scores(NamedTuple):
     """Some rows of some heads' scores (high + low) factor + mask, and the dropout of their weights.
 
-    high, low and mask (heads, rows, keys) are in BF16; row i sees the keys up to first + i. `kept` is INT16:
-    all bits for a weight that dropout keeps, no bit for another (None: all are kept); `raised` is 1/(1-p).
+    high, low and mask (heads, rows, keys) are in BF16; row i sees the keys up to first + i. `kept` is
+    INT16: -1 for a weight that dropout keeps, 0 for a dropped one (None: all are kept). `keep_factor` is
+    1 / (1 - p).
     """
 
     high: Tensor
@@ -30,13 +30,15 @@ class Scores(NamedTuple):
     factor: float
     first: int
     kept: Tensor | None
-    raised: float
+    keep_factor: float
 
 
 def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
-    """BF16 of D P, P = softmax(S), D = keep / (1 - p); and FP32 log sum exp(S) of rows (heads, rows).
+    """Return the BF16 weights D P and the FP32 log sum exp(S) of every row (heads, rows).
 
-    Where a mask hides a whole row, its weights are 0, as torch has it, and its sum is Inf.
+    P is the softmax of S, and D = keep / (1 - p).
+
+    A row that a mask hides entirely has weights of 0, as in torch, and the sum Inf.
     """
     high = scores.high
     library = compiled_for("softmax", high, (torch.bfloat16,))
@@ -47,31 +49,31 @@ def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
         if scores.mask is not None and (hidden := sums == -math.inf).any():
             weights.masked_fill_(hidden.unsqueeze(-1), 0.0)
             sums.masked_fill_(hidden, math.inf)
-        return _dropped(weights.mul_(scores.raised).bfloat16(), scores), sums
+        return _dropped(weights.mul_(scores.keep_factor).bfloat16(), scores), sums
     weights, rows = torch.empty_like(high), high.shape[:2]
     largest, total = torch.empty(rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)
     library[f"softmax{_variant(scores)}"](*_arguments(scores), weights, largest, total)
-    sums = (total * _UNITS).log_().masked_fill_(total == 0, math.inf)
+    sums = (total * (1.0 / SOFTMAX_UNITS)).log_().masked_fill_(total == 0, math.inf)
     return _dropped(weights, scores), sums.add_(largest.view(torch.float32))
 
 
 def softmax_gradient(
     scores: Scores, sums: Tensor, means: Tensor, d_weights: Tensor, d_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """D P again, and dS = factor P (D dW - means), both in BF16, from `softmax`'s sums.
+    """Compute D P again, and dS = factor P (D dW - means), both in BF16, from the sums of `softmax`.
 
-    `d_weights` is the gradient of D P in BF16, and is overwritten; means (heads, rows) are the sums of P D dW
-    over rows. `d_mask` gets dS / factor in FP32, if given.
+    `d_weights` is the gradient of D P in BF16, and is overwritten. means (heads, rows) are the sums of P
+    D dW over rows. `d_mask` receives dS / factor in FP32, if given.
     """
     library = None if d_mask is not None else compiled_for("softmax", scores.high, (torch.bfloat16,))
     _dropped(d_weights, scores)
     if library is None:
         weights = (_values(scores) - sums.unsqueeze(-1)).exp_()
         # Widened before anything is subtracted: the softmax's gradient is a difference.
-        d_scores = d_weights.float().mul_(scores.raised).sub_(means.unsqueeze(-1)).mul_(weights)
+        d_scores = d_weights.float().mul_(scores.keep_factor).sub_(means.unsqueeze(-1)).mul_(weights)
         if d_mask is not None:
             d_mask.copy_(d_scores)
-        weights = weights.mul_(scores.raised).bfloat16()
+        weights = weights.mul_(scores.keep_factor).bfloat16()
         return _dropped(weights, scores), d_scores.mul_(scores.factor).bfloat16()
     weights = torch.empty_like(scores.high)
     name = f"softmax_gradient{_variant(scores)}"
@@ -91,7 +93,7 @@ def _values(scores: Scores) -> Tensor:
 
 
 def _dropped(values: Tensor, scores: Scores) -> Tensor:
-    """BF16 values, those that dropout drops set to 0 in place."""
+    """Set the BF16 values that dropout drops to 0, in place."""
     if scores.kept is not None:
         values.view(torch.int16).bitwise_and_(scores.kept)
     return values
@@ -102,7 +104,7 @@ def _variant(scores: Scores) -> str:
 
 
 def _arguments(scores: Scores) -> tuple[object, ...]:
-    """What both compiled programs take first."""
+    """Return the arguments that both compiled programs take first."""
     mask = scores.high if scores.mask is None else scores.mask
-    room = torch.empty(scores.high.shape[2])
-    return scores.high, scores.low, mask, scores.factor, scores.first, scores.raised, room
+    workspace = torch.empty(scores.high.shape[2])
+    return scores.high, scores.low, mask, scores.factor, scores.first, scores.keep_factor, workspace

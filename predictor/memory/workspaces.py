@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK
 from qsync.backend.kernels.conv_strategy import windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
 
 _FP32, _BF16 = 4, 2
-# Elements of a block in which CPU kernels process long tensors: see activation_slopes (compressed_saves) and
-# attention_bf16, attention_int8 (kernels) in qsync.backend.
-_SLOPE_BLOCK_ELEMENTS = _SCORES_AT_A_TIME = 1 << 17
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
 _CONVOLVED = (Precision.FP32, Precision.BF16, Precision.INT8)
@@ -107,7 +105,7 @@ def _saving_less_forward(op: Op, run: Run) -> int:
     n, width = op.num_elements, type_bytes(run.output, 1)
     packing = 3 * n - n // 8  # the mask, gathered, and shifted; the bits themselves are saved
     if op.kind in ("gelu", "silu"):
-        blocks = 3 * _FP32 * min(n, _SLOPE_BLOCK_ELEMENTS)
+        blocks = 3 * _FP32 * min(n, SLOPES_PER_BLOCK)
         return packing if run.form == "output" else max(0, blocks - width * n)
     if op.kind == "dropout":
         return packing + width * n  # and the noise
@@ -122,7 +120,7 @@ def _saving_less_backward(op: Op, run: Run) -> int:
     """Return the same in backward."""
     n, width = op.num_elements, type_bytes(run.output, 1)
     if op.kind in ("gelu", "silu"):
-        blocks = 3 * _FP32 * min(n, _SLOPE_BLOCK_ELEMENTS)
+        blocks = 3 * _FP32 * min(n, SLOPES_PER_BLOCK)
         if run.form == "codes":
             return blocks // 3 * (1 if width == _FP32 else 2)
         return (
@@ -280,8 +278,8 @@ def _attention_bf16(op: Op, context: OpContext, backward: bool) -> int:
     heads = num_elements(op.shape[:-2])
     q, k = heads * queries * context.shapes[0][-1], heads * keys * context.shapes[0][-1]
     v, y = heads * keys * op.shape[-1], op.num_elements
-    rows = max(min(queries, _SCORES_AT_A_TIME // max(keys, 1)), 1)
-    chunk = min(max(_SCORES_AT_A_TIME // (rows * max(keys, 1)), 1), heads) * rows * keys
+    rows = max(min(queries, SCORES_PER_BLOCK // max(keys, 1)), 1)
+    chunk = min(max(SCORES_PER_BLOCK // (rows * max(keys, 1)), 1), heads) * rows * keys
     matrices = _BF16 * (q + k + v)
     masks_bytes = _BF16 * chunk * (len(context.masks) + (op.dropout > 0))  # the mask, and that of dropout
     if not backward:  # scores in two numbers, probabilities, and those of the piece before
@@ -298,7 +296,7 @@ def _attention_int8(op: Op, context: OpContext, backward: bool) -> int:
     heads = num_elements(op.shape[:-2])
     q, k = heads * queries * context.shapes[0][-1], heads * keys * context.shapes[0][-1]
     v, y = heads * keys * op.shape[-1], op.num_elements
-    chunk = min(max(_SCORES_AT_A_TIME // max(queries * keys, 1), 1), heads) * queries * keys
+    chunk = min(max(SCORES_PER_BLOCK // max(queries * keys, 1), 1), heads) * queries * keys
     base = q + k + 2 * _FP32 * heads * max(queries, keys)  # codes, heads in front, and scales
     for mask in context.masks:
         base += heads * queries * keys * mask.width if num_elements(mask.shape[:-2]) > 1 else 0

@@ -12,14 +12,13 @@ import torch.distributed as dist
 import qsync
 from qsync import backend
 from qsync.backend import cutlass, kernel_cache
-from qsync.backend.absent_kernels import why_absent
 from qsync.backend.candidates import candidates
 from qsync.backend.casts import library
-from qsync.backend.cutlass.products import architecture as architecture_of
+from qsync.backend.cuda_build import architecture as architecture_of
 from qsync.backend.device_detection import detect_class, machine
 from qsync.backend.device_peaks import measured_peaks, peak_of
 from qsync.commands.doctor_tables import SLOWER, passed_over
-from qsync.records.kernel_support import LIMITS
+from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 # The versions of torch that qsync is tested with, both ends included.
@@ -52,19 +51,19 @@ def describe(device: torch.device) -> dict[str, Any]:
         rows = kernels.describe()
         peaks = measured_peaks(device)
     chosen = {(row["kind"], row["precision"]): row for row in rows}
-    half = kernels.narrow or "fp16"
+    half = kernels.sixteen_bit or "fp16"
     return {
         "device": str(device),
         "device_class": found.name,
         "memory_bytes": found.memory_bytes,
         "precisions": [str(p) for p in found.precisions],
-        "narrow": kernels.narrow,
+        "narrow": kernels.sixteen_bit,
         "measured_threads": 1,
         "peak_flops_per_s": peaks,
         "build": build_state(device),
         "limits": [
             {"kind": kind, "precision": str(precision), "why": why}
-            for kind, precision, why in LIMITS[device.type]
+            for kind, precision, why in SHAPE_LIMITS[device.type]
         ],
         "kernels": [
             _rated(chosen[kind, str(p)], peak_of(kind, p, half, peaks), device)
@@ -110,7 +109,7 @@ def _rated(row: dict[str, Any], peak: float | None, device: torch.device) -> dic
 
 
 def _absent(kind: str, precision: Precision) -> dict[str, Any]:
-    reason = why_absent(kind, precision)
+    reason = why_unwritten(kind, precision)
     return {"kind": kind, "precision": str(precision), "kernel": None, "why": reason, "note": reason}
 
 

@@ -33,7 +33,7 @@ from qsync.predictor.profiling.profiler import MakeOptimizer
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import OpGraph, digest
-from qsync.records.kernel_support import unserved
+from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Sensitivity
 from qsync.replayer import replay
@@ -142,7 +142,7 @@ def random_plans(
         for device_class in cluster.classes:
             weights = {p: draw.random() for p in usable[device_class.name]}
             plan[device_class.name] = {}
-            without = unserved(graph, device_class.device)
+            without = unsupported_by_shape(graph, device_class.device)
             for op in graph.adjustable:
                 refused = without.get(op.name, {})
                 able = [p for p in weights if p in PRECISIONS_BY_KIND[op.kind] and p not in refused]

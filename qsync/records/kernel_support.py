@@ -1,7 +1,7 @@
-"""In which precisions kernels serve an operator, by its shapes and the kind of device, and why not in others.
+"""Which kernels exist for a kind of operator, a precision, a device and a shape, and why the others do not.
 
-Pure, from records: planning for a GPU, and explaining the plan, need no GPU. What a device turns out to lack
-(a compiler, a library) is not known here: profiles record it (`Profile.refused`).
+Pure, from records: planning for a GPU, and explaining the plan, need no GPU. What a device turns out to
+lack (a compiler, a library) is not known here: profiles record it (`Profile.refused`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _SIGNALS = "there is no INT8 convolution of signals on GPUs"
 _GROUPED = "CUTLASS has no grouped convolutions"
 _DILATED = "CUTLASS has no input gradient of dilated convolutions"
 
-# What is not served of a kind that otherwise is, by kind of device, in words: (kind, precision, why). On CPUs
-# oneDNN, or a product of windows, takes every shape (grouped 3.2, dilated 3.4 times as fast as FP32; Zen 5).
-LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
+# What is unsupported of a kind that is supported otherwise, by kind of device: (kind, precision, reason).
+# On CPUs oneDNN, or a product of windows, takes every shape (grouped 3.2, dilated 3.4 times as fast as
+# FP32; Zen 5).
+SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
     "cpu": (),
     "cuda": (
         ("conv2d", Precision.INT8, _GROUPED),
@@ -28,21 +29,73 @@ LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
         ("conv2d", Precision.INT8, f"CUTLASS has no filters longer than {LARGEST_FILTER}"),
     ),
 }
-# Where a precision goes that is not served, from the next one up; the float is the device's 16-bit one.
-_NEXT_UP: dict[Precision, tuple[str, ...]] = {
-    Precision.INT8_ALL: ("int8", "float", "fp32"),
-    Precision.INT8: ("float", "fp32"),
-    Precision.FP8: ("float", "fp32"),
+# The least compute capability at which tensor cores multiply the type. TF32 and BF16 came with Ampere,
+# INT8 with Turing (Volta's four-byte dot products are no faster than its FP16), FP8 with Ada.
+_LEAST_CAPABILITY = {
+    Precision.TF32: (8, 0),
+    Precision.BF16: (8, 0),
+    Precision.INT8: (7, 5),
+    Precision.INT8_ALL: (7, 5),
+    Precision.FP8: (8, 9),
+}
+_FORWARD_ONLY = "not written; the INT8 convolutions of oneDNN and CUTLASS are forward only"
+_NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
+# Reasons for the combinations that are not in PRECISIONS_BY_KIND: of a whole kind, or of one precision of
+# a kind.
+_UNWRITTEN_KINDS = {
+    "attention": "not written; torch's fused attention takes 16-bit floats at the least",
+    "embedding": "not written; it multiplies nothing",
+}
+_UNWRITTEN = {
+    ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
+    ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
+    ("conv2d", Precision.INT8_ALL): _FORWARD_ONLY,
+    ("conv1d", Precision.INT8_ALL): _FORWARD_ONLY,
+    ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
+    ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
+}
+# The precisions to try in the place of an unsupported one, in order; "16-bit" is the device's 16-bit float.
+_ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
+    Precision.INT8_ALL: ("int8", "16-bit", "fp32"),
+    Precision.INT8: ("16-bit", "fp32"),
+    Precision.FP8: ("16-bit", "fp32"),
 }
 
 
-def unserved(graph: OpGraph, device: str) -> dict[str, dict[str, str]]:
-    """Operator -> precision -> why no kernel of this kind of device ("cpu", "cuda") computes one so shaped.
+def why_unwritten(kind: str, precision: Precision) -> str:
+    """Return why no device has a kernel for a combination that is not in `PRECISIONS_BY_KIND`.
 
-    Only precisions that the operator's kind has otherwise (`PRECISIONS_BY_KIND`); an operator that is served
-    in all of them is left out.
+    >>> why_unwritten("conv2d", Precision.FP8)
+    'not written; torch has no convolution in FP8'
+    """
+    return _UNWRITTEN_KINDS.get(kind) or _UNWRITTEN.get((kind, precision), "not written")
 
-    >>> unserved(graph, "cuda")["features.3.conv"]
+
+def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None) -> str | None:
+    """Return why the hardware does not multiply in this precision; None if it does.
+
+    `capability` is a GPU's compute capability, None for a CPU.
+
+    >>> why_not_multiplied(Precision.BF16, (7, 5))
+    'needs compute capability 8.0, this GPU has 7.5'
+    """
+    if capability is None:
+        if precision is Precision.TF32:
+            return "TF32 needs NVIDIA tensor cores"
+        return "no CPU multiplies FP8" if precision is Precision.FP8 else None
+    least = _LEAST_CAPABILITY.get(precision, (0, 0))
+    if capability >= least:
+        return None
+    return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability[0]}.{capability[1]}"
+
+
+def unsupported_by_shape(graph: OpGraph, device: str) -> dict[str, dict[str, str]]:
+    """Map operator -> precision -> why no kernel of this kind of device computes an operator of that shape.
+
+    `device` is "cpu" or "cuda". Only precisions that the operator's kind has otherwise (`PRECISIONS_BY_KIND`)
+    appear, and only operators that lack one of them.
+
+    >>> unsupported_by_shape(graph, "cuda")["features.3.conv"]
     {'int8': 'CUTLASS has no grouped convolutions'}
     """
     if device != "cuda":
@@ -51,16 +104,16 @@ def unserved(graph: OpGraph, device: str) -> dict[str, dict[str, str]]:
     shapes |= {op.name: op.shape for op in graph.ops}
     found = {}
     for op in graph.adjustable:
-        reason = _on_gpus(op, [shapes[name] for name in op.inputs])
+        reason = _why_not_on_gpus(op, [shapes[name] for name in op.inputs])
         if reason:
             found[op.name] = {str(Precision.INT8): reason}
     return found
 
 
-def unserved_filter(groups: int, dilated: bool, filter_shape: tuple[int, ...]) -> str | None:
-    """Why CUTLASS cannot compute a convolution of images like this; None if it can.
+def why_not_in_cutlass(groups: int, dilated: bool, filter_shape: tuple[int, ...]) -> str | None:
+    """Return why CUTLASS cannot compute a convolution of images with this filter; None if it can.
 
-    >>> unserved_filter(32, False, (3, 3))
+    >>> why_not_in_cutlass(32, False, (3, 3))
     'CUTLASS has no grouped convolutions'
     """
     if groups != 1:
@@ -72,31 +125,33 @@ def unserved_filter(groups: int, dilated: bool, filter_shape: tuple[int, ...]) -
     return None
 
 
-def next_up(kind: str, precision: Precision, refused: Collection[Precision], narrow: str | None) -> Precision:
-    """The next precision up, for an operator that is not served in this one.
+def next_precision_up(
+    kind: str, precision: Precision, unsupported: Collection[Precision], sixteen_bit: str | None
+) -> Precision:
+    """Return the precision to run an operator in when its own is unsupported.
 
-    `narrow` is the 16-bit float that the device carries along edges; without one it multiplies FP16.
+    `sixteen_bit` is the 16-bit float that the device carries along edges; without one it multiplies FP16.
 
-    >>> next_up("conv2d", Precision.INT8, [Precision.INT8], "bf16")
+    >>> next_precision_up("conv2d", Precision.INT8, [Precision.INT8], "bf16")
     <Precision.BF16: 'bf16'>
     """
-    for name in _NEXT_UP.get(precision, ("fp32",)):
-        candidate = Precision((narrow or "fp16") if name == "float" else name)
-        if candidate in PRECISIONS_BY_KIND[kind] and candidate not in refused:
+    for name in _ALTERNATIVES.get(precision, ("fp32",)):
+        candidate = Precision((sixteen_bit or "fp16") if name == "16-bit" else name)
+        if candidate in PRECISIONS_BY_KIND[kind] and candidate not in unsupported:
             return candidate
     return Precision.FP32
 
 
-def is_kept_from_lowering(op: Op) -> bool:
-    """Whether an operator whose kind has precisions is fixed all the same: `Op.fixed_because` says why."""
+def is_fixed_despite_kernels(op: Op) -> bool:
+    """Return whether an operator is fixed though its kind has precisions: `Op.fixed_because` says why."""
     return op.role is Role.FIXED and op.kind in PRECISIONS_BY_KIND and bool(op.fixed_because)
 
 
-def _on_gpus(op: Op, shapes: list[tuple[int, ...]]) -> str | None:
+def _why_not_on_gpus(op: Op, shapes: list[tuple[int, ...]]) -> str | None:
     if op.kind == "conv1d":
         return _SIGNALS
     if op.kind != "conv2d":
         return None
     image, weight = shapes[:2]
     groups = image[1] // weight[1] if len(image) == 4 and weight[1] else 1
-    return unserved_filter(groups, op.dilated, weight[2:])
+    return why_not_in_cutlass(groups, op.dilated, weight[2:])

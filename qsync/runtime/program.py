@@ -26,7 +26,7 @@ from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedErr
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
-from qsync.records.kernel_support import next_up, unserved
+from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
@@ -186,7 +186,7 @@ class Program:
         return rewrite(segment, lowered, self.kernels, observer)
 
     def _lower(self, graph: OpGraph) -> LoweredGraph:
-        return lower(graph, self._choose(graph), self.kernels.narrow, self._saving_less(graph))
+        return lower(graph, self._choose(graph), self.kernels.sixteen_bit, self._saving_less(graph))
 
 
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
@@ -246,10 +246,11 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
         moved: dict[tuple[str, Precision, str], list[str]] = {}
         kinds = {op.name: op.kind for op in graph.adjustable}
         for name, reason in refused(graph, precision, kernels).items():
-            tried, chosen[name] = [precision], next_up(kinds[name], precision, [precision], kernels.narrow)
+            tried = [precision]
+            chosen[name] = next_precision_up(kinds[name], precision, tried, kernels.sixteen_bit)
             while chosen[name] is not Precision.FP32 and name in refused(graph, chosen[name], kernels):
                 tried.append(chosen[name])
-                chosen[name] = next_up(kinds[name], chosen[name], tried, kernels.narrow)
+                chosen[name] = next_precision_up(kinds[name], chosen[name], tried, kernels.sixteen_bit)
             moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
         for (kind, instead, reason), names in moved.items():
             _say_once(f"{kind} in {precision}: {reason}; {_listed(names)} in {instead}")
@@ -264,14 +265,14 @@ def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> d
     By its shapes (see qsync.records.kernel_support), or because there is no kernel: what that needs is not here, or what it
     computes here is wrong.
     """
-    by_shape = unserved(graph, kernels.device.type)
+    by_shape = unsupported_by_shape(graph, kernels.device.type)
     found = {}
     for op in graph.adjustable:
         if precision not in PRECISIONS_BY_KIND[op.kind]:
             continue
         reason = by_shape.get(op.name, {}).get(precision)
         if reason is None and needs_kernel(op.kind, precision):
-            reason = kernels.refusal(op.kind, precision)
+            reason = kernels.why_unsupported(op.kind, precision)
         if reason is not None:
             found[op.name] = reason
     return found

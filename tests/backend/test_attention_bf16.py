@@ -79,7 +79,7 @@ def test_shapes(shapes, options):
 @pytest.mark.parametrize("at_a_time", [1, 40, 100])
 @pytest.mark.parametrize("causal", [False, True])
 def test_pieces_are_the_whole(monkeypatch, at_a_time, causal):
-    monkeypatch.setattr(attention_bf16, "_SCORES_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(attention_bf16, "SCORES_PER_BLOCK", at_a_time)
     monkeypatch.setattr(attention_bf16, "_CAUSAL_ROWS", 4)
     mask = None if causal else sample(2, 1, 9, 9, seed=4).bfloat16()
     assert_as_reference(leaves(HEADS), is_causal=causal, attn_mask=mask)
@@ -116,7 +116,7 @@ def test_scores_have_more_than_eight_bits():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout_drops_what_torch_drops(monkeypatch, causal):
-    monkeypatch.setattr(attention_bf16, "_SCORES_AT_A_TIME", 100)
+    monkeypatch.setattr(attention_bf16, "SCORES_PER_BLOCK", 100)
     monkeypatch.setattr(attention_bf16, "_CAUSAL_ROWS", 4)
     found = []
     for kernel in (attention_bf16.attention_bf16, reference_kernel("attention", Precision.BF16)):

@@ -91,7 +91,7 @@ def test_decoded_codes_are_the_same_to_the_bit(both, shape, layout):
 @pytest.mark.parametrize("shape", [*SHAPES, (1000, 3)])
 def test_narrowed_gradients_are_the_same_and_their_sums_as_good(both, shape, dtype):
     for g in matrices(shape, dtype):
-        (narrow, sums), (plain_narrow, _) = both(cast_ops.narrow_and_sum, g)
+        (narrow, sums), (plain_narrow, _) = both(cast_ops.to_bf16_and_sum, g)
         assert equal(narrow, plain_narrow)
         exact, size = g.double().sum(0), g.double().abs().sum(0)
         finite = exact.isfinite()
@@ -200,9 +200,9 @@ def test_sums_of_columns_are_as_good_as_torch_s(both, dtype):
 @pytest.mark.parametrize("shape", [(1024, 513), (2, 512, 600), (524288,)])
 def test_narrowed_tensors_are_torch_s_and_differentiable(both, shape):
     x = (torch.randn(shape) * torch.logspace(-38, 38, shape[-1])).requires_grad_()
-    fast, plain = both(lambda x: cast_ops.narrow(x.detach()), x)
+    fast, plain = both(lambda x: cast_ops.to_bf16(x.detach()), x)
     assert equal(fast, plain) and equal(fast, x.detach().bfloat16())
-    y = cast_ops.narrow(x)
+    y = cast_ops.to_bf16(x)
     gradient = torch.randn(shape).bfloat16()
     assert equal(torch.autograd.grad(y, x, gradient)[0], gradient.float())
 
@@ -211,7 +211,7 @@ def test_no_nan_becomes_a_number():
     """Whatever the bits of a NaN are, its BF16 is NaN: adding half a digit to 0x7FFFFFFF would give -0."""
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
     g = bits.view(torch.float32).repeat(2**17, 1)
-    assert cast_ops.narrow(g).isnan().all() and cast_ops.narrow_and_sum(g)[0].isnan().all()
+    assert cast_ops.to_bf16(g).isnan().all() and cast_ops.to_bf16_and_sum(g)[0].isnan().all()
     assert cast_ops.transpose_last(g.unsqueeze(0), torch.bfloat16).isnan().all()
 
 

@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from qsync.backend import cuda_build
-from qsync.backend.casts import autotune, build_cuda, cast_ops, epilogues
-from qsync.backend.casts.tvm import attention, schedules
+from qsync.backend.casts import autotune, build_cuda, cast_ops, epilogues, library
+from qsync.backend.casts.tvm import activations, attention, columns, expressions
 from qsync.backend.casts.tvm import rows as fused
+from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
 from qsync.errors import BuildError
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to execute the programs with")
@@ -35,7 +36,11 @@ def test_every_program_has_kernels_for_every_architecture():
 
 
 def test_the_parts_of_a_column_are_those_that_the_programs_reduce():
-    assert build_cuda.ROWS_PER_PART == schedules.ROWS
+    assert library.ROWS_PER_PART == activations.ROWS_PER_PART == columns.ROWS_PER_PART
+
+
+def test_a_row_of_zeros_has_the_same_magnitude_compiled_and_plain():
+    assert torch.tensor(SMALLEST_AMAX).view(torch.int32) == expressions.SMALLEST_AMAX_BITS == 0x0554AD2E
 
 
 def test_the_source_uses_nothing_newer_than_volta():
@@ -96,11 +101,11 @@ def test_a_gpu_s_own_nan_stays_nan_in_bf16():
     library = casts_on_cpu.shared()
     x = torch.full((2, 300), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
     out = torch.empty(x.shape, dtype=torch.bfloat16)
-    library["narrow"](x, out)
+    library["to_bf16"](x, out)
     assert out.isnan().all()
-    library["transpose_narrow"](x.view(1, 2, 300), out.view(1, 300, 2))
+    library["transpose_to_bf16"](x.view(1, 2, 300), out.view(1, 300, 2))
     assert out.isnan().all()
-    library["narrow_and_sum_float32"](x, out, torch.empty(300), torch.empty(1, 300))
+    library["to_bf16_and_sum_float32"](x, out, torch.empty(300), torch.empty(1, 300))
     assert out.isnan().all()
     codes = torch.ones(2, 300, dtype=torch.int8)
     library["decode_rows"](codes, x[:, 0].contiguous(), out)

@@ -29,6 +29,7 @@ from qsync.backend import Operand, cuda_build, encode, reference_kernel, select
 from qsync.backend.candidates import candidates
 from qsync.backend.cutlass import convolution, library, linear, products
 from qsync.backend.cutlass.tuning import Setting, Tuner, search
+from qsync.backend.matmul_primitives import LONGEST_INT32_SUM
 from qsync.errors import BuildError, UnsupportedError
 from qsync.records.precision import Precision, is_encoded, operand_type
 
@@ -122,6 +123,13 @@ def test_the_sources_compile_for(architecture, compilations):
 def test_volta_has_no_int8():
     with pytest.raises(BuildError, match="no INT8 tensor cores: use FP16"):
         cuda_build.compile_to(Path("unused.so"), "70", ["int8_gemm"])
+
+
+def test_the_headers_state_python_s_constants():
+    text = (cuda_build.SOURCES / "launch.h").read_text()
+    stated = dict(re.findall(r"constexpr int (\w+) = (\d+);", text))
+    assert int(stated["kLongestInt32Sum"]) == LONGEST_INT32_SUM
+    assert int(stated["kAlignmentBytes"]) == products._ALIGNMENT_BYTES
 
 
 def test_an_nvcc_without_volta_names_what_compiles_for_it(tmp_path, monkeypatch):

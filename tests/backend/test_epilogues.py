@@ -11,7 +11,12 @@ from kernel_calls import agreement_db, arguments_of, sample
 from torch.nn import functional as F
 
 from qsync.backend import reference_kernel, select
-from qsync.backend.casts.epilogues import Activation, activation, changed_and_summed, dequantize_activated
+from qsync.backend.casts.epilogues import (
+    Activation,
+    activation,
+    activation_gradient_and_sum,
+    dequantize_activated,
+)
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
@@ -111,7 +116,7 @@ def test_the_gradient_is_changed_and_its_columns_are_summed(both, shape, dtype, 
     x = x * 4
     for function in ALL:
         kept = function(x) if function is RELU else x
-        (fast, sums), (plain, plain_sums) = both(changed_and_summed, g, kept, function, wanted)
+        (fast, sums), (plain, plain_sums) = both(activation_gradient_and_sum, g, kept, function, wanted)
         assert fast.dtype is plain.dtype is wanted and sums.dtype is torch.float32
         expected = g.double() * slope(x, function)
         size = 1.13 * g.double().abs()  # the largest slope
@@ -126,14 +131,16 @@ def test_the_gradient_is_changed_and_its_columns_are_summed(both, shape, dtype, 
 def test_gradients_at_what_is_not_finite(both, dtype):
     x, g = torch.tensor([SPECIAL]).to(dtype), torch.ones(1, len(SPECIAL)).to(dtype)
     for function in ALL:
-        (fast, _), _ = both(changed_and_summed, g, function(x) if function is RELU else x, function, dtype)
+        (fast, _), _ = both(
+            activation_gradient_and_sum, g, function(x) if function is RELU else x, function, dtype
+        )
         at = dict(zip(SPECIAL, fast[0].tolist(), strict=True))
         assert torch.equal(fast.isnan(), x.isnan() & (function is not RELU))
         assert at[1e38] == at[3e4] == at[math.inf] == 1
         assert max(abs(at[v]) for v in (-1e38, -3e4, -math.inf)) < 1e-32
         # NaN lets relu's gradient through, as torch does; a gradient of 0 is no NaN beside an infinity.
     g[:] = math.inf
-    (fast, _), _ = both(changed_and_summed, g, RELU(x), RELU, dtype)
+    (fast, _), _ = both(activation_gradient_and_sum, g, RELU(x), RELU, dtype)
     assert torch.equal(fast == 0, (x <= 0)) and not fast.isnan().any()
 
 

@@ -21,7 +21,7 @@ from qsync.errors import UnsupportedError
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, Role
-from qsync.records.kernel_support import next_up, unserved
+from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
@@ -79,13 +79,13 @@ def profiles_of(graph: OpGraph) -> dict[str, Profile]:
 
 
 def test_a_gpu_s_limits_are_known_without_one(graph):
-    assert unserved(graph, "cuda") == {name: {"int8": reason} for name, reason in REASONS.items()}
-    assert unserved(graph, "cpu") == {}
+    assert unsupported_by_shape(graph, "cuda") == {name: {"int8": reason} for name, reason in REASONS.items()}
+    assert unsupported_by_shape(graph, "cpu") == {}
 
 
 def test_a_file_keeps_what_the_rule_needs(graph):
     again = OpGraph.from_json(json.loads(json.dumps(graph.to_json())))
-    assert again == graph and unserved(again, "cuda") == unserved(graph, "cuda")
+    assert again == graph and unsupported_by_shape(again, "cuda") == unsupported_by_shape(graph, "cuda")
 
 
 def test_the_kernels_refuse_by_the_same_rule():
@@ -96,7 +96,7 @@ def test_the_kernels_refuse_by_the_same_rule():
 
 
 @pytest.mark.parametrize(
-    ("kind", "precision", "refused", "narrow", "expected"),
+    ("kind", "precision", "unsupported", "sixteen_bit", "expected"),
     [
         ("conv2d", INT8, [INT8], "bf16", BF16),
         ("conv2d", INT8, [INT8], None, FP16),
@@ -107,8 +107,8 @@ def test_the_kernels_refuse_by_the_same_rule():
         ("embedding", INT8, [INT8], None, FP32),
     ],
 )
-def test_the_next_precision_up(kind, precision, refused, narrow, expected):
-    assert next_up(kind, precision, refused, narrow) is expected
+def test_the_next_precision_up(kind, precision, unsupported, sixteen_bit, expected):
+    assert next_precision_up(kind, precision, unsupported, sixteen_bit) is expected
 
 
 # --- Planning ---
@@ -325,7 +325,7 @@ def test_refused_asks_kernels_only_for_what_needs_one(graph):
 
 def test_doctor_lists_what_gpus_do_not_serve():
     device = {"device": "cuda:0", "kernels": [], "limits": [
-        {"kind": kind, "precision": str(p), "why": why} for kind, p, why in device_report.LIMITS["cuda"]
+        {"kind": kind, "precision": str(p), "why": why} for kind, p, why in device_report.SHAPE_LIMITS["cuda"]
     ]}  # fmt: skip
     rows = list(zip(*(column.cells for column in doctor_tables.reasons_table(device).columns), strict=True))
     assert (

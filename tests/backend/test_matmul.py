@@ -145,7 +145,7 @@ def test_a_shared_matrix_gets_one_gradient_summed_in_fp32():
 def test_the_backward_of_devices_without_bf16_is_in_fp32(monkeypatch):
     from qsync.backend.kernels import matmul
 
-    monkeypatch.setattr(matmul, "narrow_dtype", lambda device: torch.float16)
+    monkeypatch.setattr(matmul, "sixteen_bit_dtype", lambda device: torch.float16)
     tensors = [sample(2, 6, 8, scale=1e9), sample(2, 8, 5, seed=1)]
     assert_parity("matmul", "int8", torch.matmul, tensors)
 

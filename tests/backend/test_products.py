@@ -216,7 +216,7 @@ def test_a_device_that_multiplies_fp16_only(monkeypatch, kind, magnitude):
     from qsync.backend.kernels import linear
 
     for module in (linear, matmul_primitives):
-        monkeypatch.setattr(module, "narrow_dtype", lambda device: torch.float16)
+        monkeypatch.setattr(module, "sixteen_bit_dtype", lambda device: torch.float16)
     tensors = linear_tensors((33, 64), 48, kind)
     gradient = sample(33, 48, seed=9) * magnitude
     kernel = select("cpu").kernel(kind, "int8")

@@ -33,7 +33,7 @@ def test_a_cpu_offers_what_it_multiplies():
         Precision.INT8,
         Precision.INT8_ALL,
     )
-    assert kernels.narrow == "bf16"
+    assert kernels.sixteen_bit == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_gpu_offers_what_its_capability_has(monkeypatch, capability, missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     offered = device_precisions(torch.device("cuda", 0))
     assert set(Precision) - set(offered) == missing
-    narrow = Kernels(torch.device("cuda", 0)).narrow
+    narrow = Kernels(torch.device("cuda", 0)).sixteen_bit
     assert narrow == (None if "bf16" in missing else "bf16")
 
 

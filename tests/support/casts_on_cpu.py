@@ -17,6 +17,7 @@ import tvm_ffi
 
 from qsync.backend.casts import build_cuda
 from qsync.backend.casts import library as compiled
+from qsync.backend.casts.tvm.constants import ROWS_PER_PART
 
 _CUDA = 2  # kDLCUDA
 _DEVICE_OF_A_TENSOR = 24 + 8  # an object's header, then the address of the data
@@ -51,7 +52,7 @@ def library(folder: Path, source: str | None = None) -> OnCpu:
     assert done.returncode == 0, done.stderr[:2000]
     module = tvm_ffi.load_module(str(host))
     module.import_module(tvm_ffi.load_module(str(kernels)))
-    return OnCpu(module, build_cuda.ROWS_PER_PART)
+    return OnCpu(module, ROWS_PER_PART)
 
 
 def _as_if_on_a_gpu(argument):

@@ -1,11 +1,11 @@
-"""The fused casts with an activation in them: dequantize and GELU or ReLU, and the gradient on its way back.
+"""The fused casts with an activation: dequantize and apply GELU or ReLU, and compute the gradient.
 
 GELU is max(x, 0) - |x| Phi(-|x|), and Phi(-z) is exp(-z^2 / 2) times a smooth function of z that a
 polynomial follows (for the tanh form 1 / (1 + exp(2 u(z)))). No two nearly equal numbers are subtracted: an
 FP32 result is within 8 units in the last place of the exact one (in the tanh form 16 down to x = -4, 80 down
-to -8), where torch's, x (1 + erf(x)) / 2, loses every digit below x = -5.5. Below x = -12.5 it stays what it
-is there, -5e-35 (tanh: -9.75, -4e-35). A BF16 result is the nearest but for ties. Nothing calls a library:
-additions, multiplications and a division vectorize.
+to -8). torch's x (1 + erf(x)) / 2 loses every digit below x = -5.5. Below x = -12.5 it stays constant at
+-5e-35 (tanh: -9.75, -4e-35). A BF16 result is the nearest except for ties. No library is called: additions,
+multiplications and a division vectorize.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from tvm.script import tirx as T
 
+from qsync.backend.casts.tvm.constants import ROWS_PER_PART, THREADS_PER_BLOCK
 from qsync.backend.casts.tvm.expressions import (
     EXP,
     EXP_BF16,
@@ -24,11 +25,11 @@ from qsync.backend.casts.tvm.expressions import (
     polynomial,
     widened,
 )
-from qsync.backend.casts.tvm.schedules import ROWS, THREADS, Threads, column
+from qsync.backend.casts.tvm.schedules import Threads, column
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu")
 
-# |x| is cut off here: beyond, Phi(-|x|) soon is no normal number, and those that are not are slow.
+# |x| is cut off here: soon beyond, Phi(-|x|) is a subnormal number, which is slow.
 _END = {"gelu": 12.5, "gelu_tanh": 9.75}
 # 2 u(z) = z (a + b z^2)
 _TANH_A = 2 * math.sqrt(2 / math.pi)
@@ -65,27 +66,28 @@ _DIGITS = {
 
 
 def programs(loops: Any) -> dict[str, Any]:
+    """Return the programs with an activation, by name."""
     found: dict[str, Any] = {}
     gradient = _gradient_in_parts if loops is Threads else _gradient
     for name in ACTIVATIONS:
         exact, rounded = (_Curve(name, _DIGITS[dtype], loops.multiply_add) for dtype in _DIGITS)
         for dtype, curve in (("float32", exact), ("bfloat16", rounded)):
-            made = _relu(loops, dtype, curve) if name == "relu" else _gelu(loops, dtype, curve)
-            found[f"dequantize_{name}_{dtype}"] = made
+            program = _relu(loops, dtype, curve) if name == "relu" else _gelu(loops, dtype, curve)
+            found[f"dequantize_{name}_{dtype}"] = program
             found[f"{name}_gradient_{dtype}_bfloat16"] = gradient(curve, dtype, "bfloat16")
         found[f"{name}_gradient_float32_float32"] = gradient(exact, "float32", "float32")
     return found
 
 
 class _Curve(NamedTuple):
-    """How an activation is computed: its name, to whose digits, and by which multiply-add."""
+    """An activation as it is computed: its name, its accuracy, and the multiply-add."""
 
     name: str
     digits: _Digits
     multiply_add: Any
 
     def parts(self, x: Any) -> tuple[Any, Any, Any]:
-        """|x| cut off at the end, Phi(-|x|), and |x| times the density there. NaN stays NaN."""
+        """Return |x| cut off at the end, Phi(-|x|), and |x| times the density there. NaN stays NaN."""
         size, end = T.reinterpret("float32", magnitude(x)), T.float32(_END[self.name])
         z = T.Select(size > end, end, size)
         add = self.multiply_add
@@ -99,25 +101,25 @@ class _Curve(NamedTuple):
         return z, tail, tail * (T.float32(1) - tail) * (rising * z)
 
     def of(self, x: Any) -> Any:
-        """The activation of x."""
+        """Return the activation of x."""
         positive = T.Select(x < T.float32(0), T.float32(0), x)  # NaN stays
         if self.name == "relu":
             return positive
         z, tail, _ = self.parts(x)
         return positive - z * tail
 
-    def changed(self, g: Any, kept: Any) -> Any:
-        """The gradient before the activation from that after it, and what was kept: x, or relu(x).
+    def gradient(self, g: Any, saved: Any) -> Any:
+        """Return the gradient before the activation from that after it and the saved x, or relu(x).
 
         gelu' is Phi(-|x|) - |x| phi(x) left of 0, and 1 minus that right of it.
         """
         if self.name == "relu":
-            # By its bits: a selection of loads becomes a branch, which is guessed wrong half of the time.
-            mask = T.Select(kept <= T.float32(0), T.int32(0), T.int32(-1))
+            # By its bits: a selection of loads becomes a branch, which is mispredicted half of the time.
+            mask = T.Select(saved <= T.float32(0), T.int32(0), T.int32(-1))
             return T.reinterpret("float32", T.bitwise_and(T.reinterpret("int32", g), mask))
-        _, tail, rising = self.parts(kept)
+        _, tail, rising = self.parts(saved)
         left = tail - rising
-        return g * T.Select(kept > T.float32(0), T.float32(1) - left, left)
+        return g * T.Select(saved > T.float32(0), T.float32(1) - left, left)
 
 
 def _scaled(total: Any, row: Any, column: Any, bias: Any) -> Any:
@@ -125,7 +127,7 @@ def _scaled(total: Any, row: Any, column: Any, bias: Any) -> Any:
 
 
 def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
-    """Writes what is activated, for backward, and the result. In FP32 the former takes the sums' place."""
+    """Write x, to be saved for backward, and the result. In FP32 x overwrites the sums."""
     if dtype == "float32":
 
         @T.prim_func
@@ -152,7 +154,7 @@ def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
             rows: T.handle,
             columns: T.handle,
             bias: T.handle,
-            kept: T.handle,
+            saved: T.handle,
             out: T.handle,
         ):
             m, n = T.int64(), T.int64()
@@ -160,14 +162,14 @@ def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
             R = T.match_buffer(rows, (m,), "float32")
             C = T.match_buffer(columns, (n,), "float32")
             B = T.match_buffer(bias, (n,), "float32")
-            H = T.match_buffer(kept, (m, n), dtype)
+            H = T.match_buffer(saved, (m, n), dtype)
             Y = T.match_buffer(out, (m, n), dtype)
             T.func_attr({"tirx.noalias": True})
             for i in loops.rows(m):
                 for t in loops.threads():
                     for j in loops.columns(t, n):
                         H[i, j] = bf16(_scaled(A[i, j], R[i], C[j], B[j]))
-                        # Of the rounded number, as torch would have it.
+                        # Of the rounded number, as in torch.
                         x = T.meta_var(T.bind(widened(H[i, j], dtype)))
                         Y[i, j] = bf16(curve.of(x))
 
@@ -175,7 +177,7 @@ def _gelu(loops: Any, dtype: str, curve: _Curve) -> Any:
 
 
 def _relu(loops: Any, dtype: str, curve: _Curve) -> Any:
-    """In FP32 the result takes the place of the sums."""
+    """Write the result; in FP32 it overwrites the sums."""
     if dtype == "float32":
 
         @T.prim_func
@@ -211,31 +213,33 @@ def _relu(loops: Any, dtype: str, curve: _Curve) -> Any:
 
 
 def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
-    """The changed gradient in another type, and the sums of its columns: in blocks of rows, as all sums."""
+    """Write the gradient in another type, and the sums of its columns, in blocks of rows as all sums."""
 
     def cast(value: Any) -> Any:
         return bf16(value) if out_dtype == "bfloat16" else value
 
     @T.prim_func
-    def gradient(g: T.handle, kept: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
+    def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n = T.int64(), T.int64()
         G = T.match_buffer(g, (m, n), dtype)
-        K = T.match_buffer(kept, (m, n), dtype)
+        K = T.match_buffer(saved, (m, n), dtype)
         H = T.match_buffer(out, (m, n), out_dtype)
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (n,), "float32")
         for j in T.serial(n):
             S[j] = T.float32(0)
-        for block in T.serial((m + (ROWS - 1)) // ROWS):
+        for block in T.serial((m + (ROWS_PER_PART - 1)) // ROWS_PER_PART):
             for j in T.serial(n):
                 P[j] = T.float32(0)
-            for r in T.serial(T.min(T.int64(ROWS), m - block * ROWS)):
+            for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - block * ROWS_PER_PART)):
                 for j in T.serial(n):
-                    k = T.meta_var(T.bind(widened(K[block * ROWS + r, j], dtype)))
-                    h = T.meta_var(T.bind(curve.changed(T.bind(widened(G[block * ROWS + r, j], dtype)), k)))
+                    k = T.meta_var(T.bind(widened(K[block * ROWS_PER_PART + r, j], dtype)))
+                    h = T.meta_var(
+                        T.bind(curve.gradient(T.bind(widened(G[block * ROWS_PER_PART + r, j], dtype)), k))
+                    )
                     P[j] = P[j] + h
-                    H[block * ROWS + r, j] = cast(h)
+                    H[block * ROWS_PER_PART + r, j] = cast(h)
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
@@ -243,35 +247,37 @@ def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
 
 
 def _gradient_in_parts(curve: _Curve, dtype: str, out_dtype: str) -> Any:
-    """The same for a GPU: every thread sums 64 rows of a column, and a second round adds the parts up."""
+    """Write the same on a GPU: every thread sums 64 rows of a column, and a second round adds the parts."""
 
     def cast(value: Any) -> Any:
         return bf16(value) if out_dtype == "bfloat16" else value
 
     @T.prim_func
-    def gradient(g: T.handle, kept: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
+    def gradient(g: T.handle, saved: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n, parts = T.int64(), T.int64(), T.int64()
         G = T.match_buffer(g, (m, n), dtype)
-        K = T.match_buffer(kept, (m, n), dtype)
+        K = T.match_buffer(saved, (m, n), dtype)
         H = T.match_buffer(out, (m, n), out_dtype)
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (parts, n), "float32")
-        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
                     if column(c, t) < n:
                         P[b, column(c, t)] = T.float32(0)
-                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
-                            k = T.meta_var(T.bind(widened(K[b * ROWS + r, column(c, t)], dtype)))
+                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
+                            k = T.meta_var(T.bind(widened(K[b * ROWS_PER_PART + r, column(c, t)], dtype)))
                             h = T.meta_var(
                                 T.bind(
-                                    curve.changed(T.bind(widened(G[b * ROWS + r, column(c, t)], dtype)), k)
+                                    curve.gradient(
+                                        T.bind(widened(G[b * ROWS_PER_PART + r, column(c, t)], dtype)), k
+                                    )
                                 )
                             )
                             P[b, column(c, t)] = P[b, column(c, t)] + h
-                            H[b * ROWS + r, column(c, t)] = cast(h)
-        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+                            H[b * ROWS_PER_PART + r, column(c, t)] = cast(h)
+        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for t in Threads.threads():
                 if column(c, t) < n:
                     S[column(c, t)] = T.float32(0)

@@ -1,10 +1,10 @@
 """Attention's passes over scores: softmax, scaling and rounding in one, and their gradient.
 
-A softmax by rows needs the sum of a row, and a sum of floats does not vectorize: its order would change. So
-terms, which lie between 0 and 1, are added up as integers, in units of 2^-30: exact, and in any order. The
-exponential is a polynomial, because LLVM knows no vector of them.
+A softmax by rows needs the sum of a row, and a sum of floats does not vectorize, because its order would
+change. The terms lie between 0 and 1, so they are added up as integers in units of 2^-30: exact, and in
+any order. The exponential is a polynomial, because LLVM has no vectorized one.
 
-Only CPUs run these: GPUs have attention in one kernel.
+Only CPUs run these programs: GPUs have attention in one kernel.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from qsync.backend.casts.tvm.constants import SOFTMAX_UNITS
 from qsync.backend.casts.tvm.expressions import INFINITY_BITS, NAN_BITS, bf16, magnitude
 
 _LOG2_E = 1.4426950408889634
@@ -21,10 +22,10 @@ _POWERS = (
     1.5403530393381608e-4, 1.3333558146428443e-3, 9.6181291076284772e-3, 5.5504108664821580e-2,
     2.4022650695910071e-1, 6.9314718055994531e-1, 1.0,
 )  # fmt: skip
-UNITS = 2**30
 
 
 def programs() -> dict[str, Any]:
+    """Return attention's programs, by name."""
     found = {}
     for masked in (False, True):
         name = "_masked" if masked else ""
@@ -34,16 +35,16 @@ def programs() -> dict[str, Any]:
 
 
 def _ordered(value: Any) -> Any:
-    """Integers ordered like the FP32 numbers, NaN above all of them."""
+    """Return an integer with the order of FP32 numbers, NaN above all of them."""
     bits = T.reinterpret("int32", value)
     flipped = T.bitwise_xor(bits, T.bitwise_and(T.shift_right(bits, T.int32(31)), T.int32(0x7FFFFFFF)))
     return T.Select(magnitude(value) > T.int32(INFINITY_BITS), T.int32(NAN_BITS), flipped)
 
 
 def _largest(ordered: Any, masked: bool) -> Any:
-    """What is subtracted from a row with this largest score: NaN of Inf.
+    """Return the number to subtract from a row with this largest score: NaN for Inf.
 
-    Of -Inf it is 0 under a mask, which may hide a whole row: its weights are 0 then, and NaN without one.
+    For -Inf it is 0 under a mask, which may hide a whole row: the weights are then 0, and NaN without a mask.
     """
     back = T.bitwise_xor(ordered, T.bitwise_and(T.shift_right(ordered, T.int32(31)), T.int32(0x7FFFFFFF)))
     if masked:
@@ -51,13 +52,13 @@ def _largest(ordered: Any, masked: bool) -> Any:
     return T.reinterpret("float32", T.Select(ordered >= T.int32(INFINITY_BITS), T.int32(NAN_BITS), back))
 
 
-def _unseen(unknown: Any) -> Any:
-    """The weight of a key that a row does not see: 0, which times NaN or Inf is NaN."""
+def _hidden(unknown: Any) -> Any:
+    """Return the weight of a key that is hidden from a row: 0, which times NaN or Inf is NaN."""
     return bf16(T.Select(unknown, T.reinterpret("float32", T.int32(NAN_BITS)), T.float32(0)))
 
 
 def _exponential(x: Any) -> Any:
-    """exp(x) of x <= 0 or little more, within 1e-5 of it; 0 below 2^-125."""
+    """Return exp(x) of x <= 0 or little more, within 1e-5; 0 below 2^-125."""
     power = x * T.float32(_LOG2_E)
     held = T.max(power, T.float32(-126))
     whole = T.nearbyint(held)
@@ -72,9 +73,9 @@ def _exponential(x: Any) -> Any:
 
 
 def _softmax(masked: bool) -> Any:
-    """Of scores (high + low) factor + mask: BF16 of the weights times `raised`; the largest; the sums.
+    """Compute BF16 of the weights times `keep_factor`, the largest scores, and the sums.
 
-    Row i sees the keys up to first + i. Sums are in units of 2^-30.
+    Scores are (high + low) factor + mask. Row i sees the keys up to first + i. Sums are in units of 2^-30.
     """
 
     def score(high: Any, low: Any, mask: Any, factor: Any) -> Any:
@@ -88,8 +89,8 @@ def _softmax(masked: bool) -> Any:
         mask: T.handle,
         factor: T.float32,
         first: T.int64,
-        raised: T.float32,
-        room: T.handle,
+        keep_factor: T.float32,
+        workspace: T.handle,
         weights: T.handle,
         largest: T.handle,
         sums: T.handle,
@@ -99,7 +100,7 @@ def _softmax(masked: bool) -> Any:
         H = T.match_buffer(high, (b, m, n), "bfloat16")
         L = T.match_buffer(low, (b, m, n), "bfloat16")
         M = T.match_buffer(mask, (b, m, n), "bfloat16")
-        E = T.match_buffer(room, (n,), "float32")
+        E = T.match_buffer(workspace, (n,), "float32")
         W = T.match_buffer(weights, (b, m, n), "bfloat16")
         top = T.match_buffer(largest, (b, m), "int32")
         S = T.match_buffer(sums, (b, m), "int64")
@@ -111,13 +112,14 @@ def _softmax(masked: bool) -> Any:
                 top[h, i] = T.max(top[h, i], _ordered(E[j]))
             for j in T.serial(T.min(n, first + i + 1)):
                 E[j] = _exponential(E[j] - _largest(top[h, i], masked))
-                S[h, i] = S[h, i] + T.Cast("int64", T.Cast("int32", E[j] * T.float32(UNITS)))
+                S[h, i] = S[h, i] + T.Cast("int64", T.Cast("int32", E[j] * T.float32(SOFTMAX_UNITS)))
             for j in T.serial(T.min(n, first + i + 1)):
                 W[h, i, j] = bf16(
-                    E[j] * (raised * T.float32(UNITS) / T.Cast("float32", T.max(S[h, i], T.int64(1))))
+                    E[j]
+                    * (keep_factor * T.float32(SOFTMAX_UNITS) / T.Cast("float32", T.max(S[h, i], T.int64(1))))
                 )
             for j in T.serial(n - T.min(n, first + i + 1)):
-                W[h, i, T.min(n, first + i + 1) + j] = _unseen(
+                W[h, i, T.min(n, first + i + 1) + j] = _hidden(
                     magnitude(_largest(top[h, i], masked)) >= T.int32(INFINITY_BITS)
                 )
             top[h, i] = T.reinterpret("int32", _largest(top[h, i], masked))
@@ -126,9 +128,9 @@ def _softmax(masked: bool) -> Any:
 
 
 def _softmax_gradient(masked: bool) -> Any:
-    """The weights again, from log sum exp; and BF16 of the scores' gradient, in place of the weights'.
+    """Compute the weights again, and BF16 of the scores' gradient, in place of the weights'.
 
-    dS = factor P (raised dW - means)
+    dS = factor P (keep_factor dW - means)
     """
 
     def score(high: Any, low: Any, mask: Any, factor: Any) -> Any:
@@ -142,8 +144,8 @@ def _softmax_gradient(masked: bool) -> Any:
         mask: T.handle,
         factor: T.float32,
         first: T.int64,
-        raised: T.float32,
-        room: T.handle,
+        keep_factor: T.float32,
+        workspace: T.handle,
         sums: T.handle,
         means: T.handle,
         weights: T.handle,
@@ -154,7 +156,7 @@ def _softmax_gradient(masked: bool) -> Any:
         H = T.match_buffer(high, (b, m, n), "bfloat16")
         L = T.match_buffer(low, (b, m, n), "bfloat16")
         M = T.match_buffer(mask, (b, m, n), "bfloat16")
-        E = T.match_buffer(room, (n,), "float32")
+        E = T.match_buffer(workspace, (n,), "float32")
         S = T.match_buffer(sums, (b, m), "float32")
         A = T.match_buffer(means, (b, m), "float32")
         W = T.match_buffer(weights, (b, m, n), "bfloat16")
@@ -162,11 +164,11 @@ def _softmax_gradient(masked: bool) -> Any:
         for h, i in T.grid(b, m):
             for j in T.serial(T.min(n, first + i + 1)):
                 E[j] = _exponential(score(H[h, i, j], L[h, i, j], M[h, i, j], factor) - S[h, i])
-                W[h, i, j] = bf16(E[j] * raised)
-                G[h, i, j] = bf16(factor * E[j] * (T.Cast("float32", G[h, i, j]) * raised - A[h, i]))
+                W[h, i, j] = bf16(E[j] * keep_factor)
+                G[h, i, j] = bf16(factor * E[j] * (T.Cast("float32", G[h, i, j]) * keep_factor - A[h, i]))
             for j in T.serial(n - T.min(n, first + i + 1)):
-                W[h, i, T.min(n, first + i + 1) + j] = _unseen(magnitude(S[h, i]) > T.int32(INFINITY_BITS))
-                G[h, i, T.min(n, first + i + 1) + j] = _unseen(
+                W[h, i, T.min(n, first + i + 1) + j] = _hidden(magnitude(S[h, i]) > T.int32(INFINITY_BITS))
+                G[h, i, T.min(n, first + i + 1) + j] = _hidden(
                     (magnitude(S[h, i]) > T.int32(INFINITY_BITS))
                     | (magnitude(A[h, i]) >= T.int32(INFINITY_BITS))
                 )

@@ -1,8 +1,9 @@
 """The fused casts that reduce columns.
 
-A CPU goes through the rows with a running result per column. A GPU has too few columns to be busy with: its
-threads first reduce 64 rows of a column each, and a second round brings these partial results together, in
-order, so that the same input gives the same sums. Both round and encode with the same expressions.
+A CPU goes through the rows with a running result per column. A GPU has more threads than a matrix has
+columns: its threads first reduce 64 rows of a column each, and a second round combines these partial
+results in order, so that the same input gives the same sums. Both round and encode with the same
+expressions.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from tvm.script import tirx as T
 
+from qsync.backend.casts.tvm.constants import ROWS_PER_PART, THREADS_PER_BLOCK
 from qsync.backend.casts.tvm.expressions import (
     SMALLEST_AMAX_BITS,
     bf16,
@@ -20,21 +22,22 @@ from qsync.backend.casts.tvm.expressions import (
     scale,
     stochastic,
 )
-from qsync.backend.casts.tvm.schedules import ROWS, THREADS, Threads, column
+from qsync.backend.casts.tvm.schedules import Threads, column
 
 
 def programs(loops: Any) -> dict[str, Any]:
+    """Return the programs over columns, by name."""
     found: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
         if loops is Threads:
             found[f"quantize_columns_{dtype}"] = _quantize_columns_in_parts(dtype)
             found[f"round_columns_{dtype}"] = _round_columns_in_parts(dtype)
-            found[f"narrow_and_sum_{dtype}"] = _narrow_and_sum_in_parts(dtype)
+            found[f"to_bf16_and_sum_{dtype}"] = _to_bf16_and_sum_in_parts(dtype)
             found[f"sum_columns_{dtype}"] = _sum_columns_in_parts(dtype)
         else:
             found[f"quantize_columns_{dtype}"] = _quantize_columns(dtype)
             found[f"round_columns_{dtype}"] = _round_columns(dtype)
-            found[f"narrow_and_sum_{dtype}"] = _narrow_and_sum(dtype)
+            found[f"to_bf16_and_sum_{dtype}"] = _to_bf16_and_sum(dtype)
             found[f"sum_columns_{dtype}"] = _sum_columns(dtype)
     return found
 
@@ -99,33 +102,33 @@ def _round_columns(dtype: str) -> Any:
     return round_columns
 
 
-def _narrow_and_sum(dtype: str) -> Any:
-    def narrowed(value: Any) -> Any:
+def _to_bf16_and_sum(dtype: str) -> Any:
+    def rounded(value: Any) -> Any:
         return value if dtype == "bfloat16" else bf16(value)
 
     @T.prim_func
-    def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
+    def to_bf16_and_sum(g: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n = T.int64(), T.int64()
         G = T.match_buffer(g, (m, n), dtype)
-        H = T.match_buffer(narrow, (m, n), "bfloat16")
+        H = T.match_buffer(out, (m, n), "bfloat16")
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (n,), "float32")
-        # Summed in blocks of 64 rows: one running sum over thousands of rows would lose digits that torch's
-        # keeps.
+        # Summed in blocks of rows: one running sum over thousands of rows would be less accurate than
+        # torch's.
         for j in T.serial(n):
             S[j] = T.float32(0)
-        for block in T.serial((m + 63) // 64):
+        for block in T.serial((m + (ROWS_PER_PART - 1)) // ROWS_PER_PART):
             for j in T.serial(n):
                 P[j] = T.float32(0)
-            for r in T.serial(T.min(T.int64(64), m - block * 64)):
+            for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - block * ROWS_PER_PART)):
                 for j in T.serial(n):
-                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
-                    H[block * 64 + r, j] = narrowed(G[block * 64 + r, j])
+                    P[j] = P[j] + T.Cast("float32", G[block * ROWS_PER_PART + r, j])
+                    H[block * ROWS_PER_PART + r, j] = rounded(G[block * ROWS_PER_PART + r, j])
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
-    return narrow_and_sum
+    return to_bf16_and_sum
 
 
 def _sum_columns(dtype: str) -> Any:
@@ -138,12 +141,12 @@ def _sum_columns(dtype: str) -> Any:
         P = T.match_buffer(partial, (n,), "float32")
         for j in T.serial(n):
             S[j] = T.float32(0)
-        for block in T.serial((m + 63) // 64):
+        for block in T.serial((m + (ROWS_PER_PART - 1)) // ROWS_PER_PART):
             for j in T.serial(n):
                 P[j] = T.float32(0)
-            for r in T.serial(T.min(T.int64(64), m - block * 64)):
+            for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - block * ROWS_PER_PART)):
                 for j in T.serial(n):
-                    P[j] = P[j] + T.Cast("float32", G[block * 64 + r, j])
+                    P[j] = P[j] + T.Cast("float32", G[block * ROWS_PER_PART + r, j])
             for j in T.serial(n):
                 S[j] = S[j] + P[j]
 
@@ -159,17 +162,17 @@ def _quantize_columns_in_parts(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (parts, n), "int32")
-        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
                     if column(c, t) < n:
                         R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
-                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
                             R[b, column(c, t)] = T.max(
                                 R[b, column(c, t)],
-                                magnitude(T.Cast("float32", X[b * ROWS + r, column(c, t)])),
+                                magnitude(T.Cast("float32", X[b * ROWS_PER_PART + r, column(c, t)])),
                             )
-        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for t in Threads.threads():
                 if column(c, t) < n:
                     for b in T.serial(1, parts):
@@ -198,17 +201,20 @@ def _round_columns_in_parts(dtype: str) -> Any:
         Q = T.match_buffer(codes, (m, n), "int8")
         S = T.match_buffer(scales, (n,), "int32")
         R = T.match_buffer(inverses, (parts, n), "int32")
-        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
                     if column(c, t) < n:
                         R[b, column(c, t)] = T.int32(SMALLEST_AMAX_BITS)
-                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
                             R[b, column(c, t)] = T.max(
                                 R[b, column(c, t)],
-                                magnitude(T.Cast("float32", G[b * ROWS + r, column(c, t)]) * F[b * ROWS + r]),
+                                magnitude(
+                                    T.Cast("float32", G[b * ROWS_PER_PART + r, column(c, t)])
+                                    * F[b * ROWS_PER_PART + r]
+                                ),
                             )
-        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for t in Threads.threads():
                 if column(c, t) < n:
                     for b in T.serial(1, parts):
@@ -232,36 +238,38 @@ def _round_columns_in_parts(dtype: str) -> Any:
     return round_columns
 
 
-def _narrow_and_sum_in_parts(dtype: str) -> Any:
-    def narrowed(value: Any) -> Any:
+def _to_bf16_and_sum_in_parts(dtype: str) -> Any:
+    def rounded(value: Any) -> Any:
         return value if dtype == "bfloat16" else bf16(value)
 
     @T.prim_func
-    def narrow_and_sum(g: T.handle, narrow: T.handle, sums: T.handle, partial: T.handle):
+    def to_bf16_and_sum(g: T.handle, out: T.handle, sums: T.handle, partial: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n, parts = T.int64(), T.int64(), T.int64()
         G = T.match_buffer(g, (m, n), dtype)
-        H = T.match_buffer(narrow, (m, n), "bfloat16")
+        H = T.match_buffer(out, (m, n), "bfloat16")
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (parts, n), "float32")
-        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
                     if column(c, t) < n:
                         P[b, column(c, t)] = T.float32(0)
-                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
                             P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
-                                "float32", G[b * ROWS + r, column(c, t)]
+                                "float32", G[b * ROWS_PER_PART + r, column(c, t)]
                             )
-                            H[b * ROWS + r, column(c, t)] = narrowed(G[b * ROWS + r, column(c, t)])
-        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+                            H[b * ROWS_PER_PART + r, column(c, t)] = rounded(
+                                G[b * ROWS_PER_PART + r, column(c, t)]
+                            )
+        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for t in Threads.threads():
                 if column(c, t) < n:
                     S[column(c, t)] = T.float32(0)
                     for b in T.serial(parts):
                         S[column(c, t)] = S[column(c, t)] + P[b, column(c, t)]
 
-    return narrow_and_sum
+    return to_bf16_and_sum
 
 
 def _sum_columns_in_parts(dtype: str) -> Any:
@@ -272,16 +280,16 @@ def _sum_columns_in_parts(dtype: str) -> Any:
         G = T.match_buffer(g, (m, n), dtype)
         S = T.match_buffer(sums, (n,), "float32")
         P = T.match_buffer(partial, (parts, n), "float32")
-        for c in Threads.planes((n + (THREADS - 1)) // THREADS):
+        for c in Threads.planes((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for b in Threads.rows(parts):
                 for t in Threads.threads():
                     if column(c, t) < n:
                         P[b, column(c, t)] = T.float32(0)
-                        for r in T.serial(T.min(T.int64(ROWS), m - b * ROWS)):
+                        for r in T.serial(T.min(T.int64(ROWS_PER_PART), m - b * ROWS_PER_PART)):
                             P[b, column(c, t)] = P[b, column(c, t)] + T.Cast(
-                                "float32", G[b * ROWS + r, column(c, t)]
+                                "float32", G[b * ROWS_PER_PART + r, column(c, t)]
                             )
-        for c in Threads.rows((n + (THREADS - 1)) // THREADS):
+        for c in Threads.rows((n + (THREADS_PER_BLOCK - 1)) // THREADS_PER_BLOCK):
             for t in Threads.threads():
                 if column(c, t) < n:
                     S[column(c, t)] = T.float32(0)

@@ -1,24 +1,26 @@
-"""What the fused casts compute per element: one definition, whatever loops run it and for whatever processor.
+"""The arithmetic of the fused casts per element: one definition for all loops and processors.
 
-Scales are integers with the bits of FP32 numbers: as integers, magnitudes are ordered alike and NaN is the
+Scales are integers with the bits of FP32 numbers: as integers, magnitudes have the same order and NaN is the
 largest.
 """
 
 from __future__ import annotations
 
 import math
+import struct
 from typing import Any
 
 from tvm.script import tirx as T
 
-# The magnitude that a row of zeros gets, 1e-35, as the integer with its bits (see encoding.py).
-SMALLEST_AMAX_BITS = 0x0554AD2E
+from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
+
+SMALLEST_AMAX_BITS = int.from_bytes(struct.pack("<f", SMALLEST_AMAX), "little")
 INFINITY_BITS, NAN_BITS = 0x7F800000, 0x7FC00000
 _ONE_127TH = float.fromhex("0x1.020408p-7")  # as FP32 rounds it
-# log 2 in two parts: a multiple of the first by a whole number below 2^15 is exact.
+# log 2 in two parts: the product of the first and a whole number below 2^15 is exact.
 _LOG_2 = (0.693359375, math.log(2) - 0.693359375)
-# exp(r) for |r| <= log(2) / 2, within 2e-9 and 3e-6 (ours: weighted least squares, reweighted until the
-# largest relative error was least).
+# exp(r) for |r| <= log(2) / 2, within 2e-9 and 3e-6, fitted by weighted least squares, reweighted until the
+# largest relative error was least.
 EXP = (1.0, 1.0, 0.49999991059303284, 0.16666419804096222, 0.04166822507977486, 0.008374826982617378,
        0.0013836848083883524)  # fmt: skip
 EXP_BF16 = (
@@ -28,39 +30,40 @@ EXP_BF16 = (
     0.16790930926799774,
     0.041458118706941605,
 )
-# 1.5 * 2^23 + 127: added to a small number it leaves the nearest whole number, plus an exponent's bias, in
-# the last bits.
+# 1.5 * 2^23 + 127: added to a small number it leaves the nearest whole number, plus an exponent's bias,
+# in the last bits.
 _ROUNDING = 12583039.0
 
 
 def magnitude(value: Any) -> Any:
-    """The bits of |value|. As integers they are ordered like the magnitudes, and NaN is the largest."""
+    """Return the bits of |value|. As integers they have the order of magnitudes, and NaN is the largest."""
     return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
 
 
 def scale(bits: Any) -> Any:
-    """The bits of max |x| / 127, from those of max |x|; NaN where a row held Inf or NaN."""
+    """Return the bits of max |x| / 127, from those of max |x|; NaN if a row held Inf or NaN."""
     amax = T.reinterpret("float32", bits)
     scale = T.reinterpret("int32", amax * T.float32(_ONE_127TH))
     return T.Select(bits >= T.int32(INFINITY_BITS), T.int32(NAN_BITS), scale)
 
 
 def inverse(bits: Any) -> Any:
-    """127 / max |x|, rounded twice as torch rounds it."""
+    """Return 127 / max |x|, rounded twice as torch rounds it."""
     return (T.float32(1) / T.reinterpret("float32", bits)) * T.float32(127)
 
 
 def nearest(value: Any) -> Any:
+    """Return the nearest whole number."""
     return T.Cast("int32", T.nearbyint(value))
 
 
 def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
-    """floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of the place and the seed.
+    """Return floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of position and seed.
 
-    At most 127 and at least -127: 127 + u may round up to 128, which in eight bits is -128, and a row's
+    The result lies in [-127, 127]: 127 + u may round up to 128, which in eight bits is -128, and a row's
     largest element is 127 only to the last digit.
 
-    The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, where a
+    The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, while a
     generator draws one number after the other.
     """
     h = T.Cast("uint32", i * columns + j) * T.uint32(0x9E3779B1) + seed
@@ -72,10 +75,10 @@ def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
 
 
 def exp_negative(x: Any, y: Any, powers: tuple[float, ...], multiply_add: Any) -> Any:
-    """exp(-x y) for 0 <= x y <= 87.3, where it is a normal number.
+    """Return exp(-x y) for 0 <= x y <= 87.3, where it is a normal number.
 
-    2^n p(r), n a whole number: Cody and Waite, Software Manual for the Elementary Functions, chapter 6. x y
-    itself is never rounded if `multiply_add` rounds once.
+    2^n p(r), n a whole number: Cody and Waite, Software Manual for the Elementary Functions, chapter 6. x
+    y itself is never rounded if `multiply_add` rounds once.
     """
     shifted = multiply_add(x * y, T.float32(-1 / math.log(2)), T.float32(_ROUNDING))
     n = shifted - T.float32(_ROUNDING)
@@ -85,7 +88,7 @@ def exp_negative(x: Any, y: Any, powers: tuple[float, ...], multiply_add: Any) -
 
 
 def polynomial(x: Any, coefficients: tuple[float, ...], multiply_add: Any) -> Any:
-    """c0 + c1 x + c2 x^2 + ..., by pairs (Estrin): few operations wait for each other."""
+    """Return c0 + c1 x + c2 x^2 + ..., by pairs (Estrin): few operations wait for each other."""
     terms: list[Any] = [T.float32(coefficient) for coefficient in coefficients]
     while len(terms) > 1:
         pairs = [multiply_add(high, x, low) for low, high in zip(terms[::2], terms[1::2], strict=False)]
@@ -95,7 +98,7 @@ def polynomial(x: Any, coefficients: tuple[float, ...], multiply_add: Any) -> An
 
 
 def widened(value: Any, dtype: str) -> Any:
-    """FP32 of what a buffer holds, BF16 by its bits: in a binding TVM would take them for a whole number."""
+    """Return FP32 of a buffer's element, BF16 by its bits: TVM would bind them as a whole number."""
     if dtype == "float32":
         return value
     bits = T.Cast("uint32", T.reinterpret("uint16", value))
@@ -103,8 +106,8 @@ def widened(value: Any, dtype: str) -> Any:
 
 
 def bf16(value: Any) -> Any:
-    """BF16 of an FP32 number. NaN is spelled 0x7FC00000 first: 0x7FFFFFFF, a GPU's own, would round to -0."""
-    # By its bits: TVM takes `value == value` for true.
+    """Return BF16 of an FP32 number. NaN becomes 0x7FC00000 first: a GPU's 0x7FFFFFFF would round to -0."""
+    # NaN is found by its bits: TVM simplifies `value == value` to true.
     unknown = magnitude(value) > T.int32(INFINITY_BITS)
     bits = T.Select(unknown, T.int32(NAN_BITS), T.reinterpret("int32", value))
     return T.Cast("bfloat16", T.reinterpret("float32", bits))

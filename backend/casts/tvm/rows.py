@@ -1,13 +1,14 @@
 """The fused casts, as loops: one pass over memory where eager torch takes five.
 
-Each function is a program in TVM's script. On a CPU its loops are plain ones, and LLVM vectorizes the inner
-for the processor that it is compiled for; on a GPU the same text runs as blocks of threads
-(`qsync.backend.casts.tvm.schedules`). Sizes are symbolic: one compilation serves every batch. What each computes is
-what the function of the same name in `qsync.backend.casts.cast_ops` says in plain torch, and is tested against it.
+Each function is a program in TVM's script. On a CPU its loops are plain ones, and LLVM vectorizes the
+inner one for the processor. On a GPU the same text runs as blocks of threads
+(`qsync.backend.casts.tvm.schedules`). Sizes are symbolic: one compilation serves every batch. Each
+program computes the same as the function of the same name in `qsync.backend.casts.cast_ops`, and is
+tested against it.
 
-Scales arrive as the integers with their bits: as integers, magnitudes are ordered alike and NaN is the
-largest, and the outputs serve as the accumulators (a local variable in a script would tie the library to
-TVM's runtime). Only `qsync.backend.casts.library` imports this module, and only to compile: loading needs no TVM.
+Scales are passed as the integers with the same bits: as integers, magnitudes have the same order and NaN
+is the largest. The outputs serve as the accumulators, because a local variable in a script would tie the
+library to TVM's runtime. This module is imported only to compile: loading needs no TVM.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from qsync.backend.casts.tvm.schedules import Serial, Threads
 
 
 def module(device_type: str = "cpu") -> tvm.IRModule:
-    """Every program for a type of device, named as `qsync.backend.casts.cast_ops` looks it up."""
+    """Return every program for a type of device, under the name that the casts use."""
     loops = Threads if device_type == "cuda" else Serial
     programs: dict[str, Any] = {}
     for dtype in ("float32", "bfloat16"):
@@ -43,13 +44,13 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
             name = "dequantize_biased" if biased else "dequantize"
             programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
         programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
-    programs["narrow"] = _narrow(loops)
-    programs["transpose_narrow"] = _transpose(loops, "float32", "bfloat16")
-    programs["transpose_widen"] = _transpose(loops, "bfloat16", "float32")
+    programs["to_bf16"] = _to_bf16(loops)
+    programs["transpose_to_bf16"] = _transpose(loops, "float32", "bfloat16")
+    programs["transpose_to_fp32"] = _transpose(loops, "bfloat16", "float32")
     programs["transpose_int8"] = _transpose(loops, "int8", "int8")
     programs["unfold_uint8"] = _unfold(loops, "uint8")
     programs["unfold_bfloat16"] = _unfold(loops, "bfloat16")
-    programs["fold"] = _gather() if loops is Threads else _fold()
+    programs["fold"] = _fold_on_gpu() if loops is Threads else _fold()
     programs["decode_rows"] = _decode(loops, "int8", 0, by_row=True)
     programs["decode_columns"] = _decode(loops, "int8", 0, by_row=False)
     programs["decode_rows_unsigned"] = _decode(loops, "uint8", 128, by_row=True)
@@ -70,17 +71,18 @@ def _quantize_rows(loops: Any, dtype: str, code_dtype: str, zero_point: int) -> 
         out = T.match_buffer(scales, (m,), "int32")
         for i in loops.rows(m):
             for t in loops.threads():
-                S = loops.room(out)
-                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                S = loops.accumulators(out)
+                S[loops.index(i, t)] = T.int32(SMALLEST_AMAX_BITS)
                 for j in loops.columns(t, n):
-                    S[loops.own(i, t)] = T.max(S[loops.own(i, t)], magnitude(T.Cast("float32", X[i, j])))
+                    S[loops.index(i, t)] = T.max(S[loops.index(i, t)], magnitude(T.Cast("float32", X[i, j])))
                 loops.maximum(S, t)
                 for j in loops.columns(t, n):
                     Q[i, j] = T.Cast(
                         code_dtype,
-                        nearest(T.Cast("float32", X[i, j]) * inverse(S[loops.top(i)])) + T.int32(zero_point),
+                        nearest(T.Cast("float32", X[i, j]) * inverse(S[loops.result_index(i)]))
+                        + T.int32(zero_point),
                     )
-                out[i] = scale(S[loops.top(i)])
+                out[i] = scale(S[loops.result_index(i)])
 
     return quantize_rows
 
@@ -96,32 +98,32 @@ def _round_rows(loops: Any, dtype: str) -> Any:
         out = T.match_buffer(scales, (m,), "int32")
         for i in loops.rows(m):
             for t in loops.threads():
-                S = loops.room(out)
-                S[loops.own(i, t)] = T.int32(SMALLEST_AMAX_BITS)
+                S = loops.accumulators(out)
+                S[loops.index(i, t)] = T.int32(SMALLEST_AMAX_BITS)
                 for j in loops.columns(t, n):
-                    S[loops.own(i, t)] = T.max(
-                        S[loops.own(i, t)], magnitude(T.Cast("float32", G[i, j]) * F[j])
+                    S[loops.index(i, t)] = T.max(
+                        S[loops.index(i, t)], magnitude(T.Cast("float32", G[i, j]) * F[j])
                     )
                 loops.maximum(S, t)
                 for j in loops.columns(t, n):
                     Q[i, j] = T.Cast(
                         "int8",
                         stochastic(
-                            T.Cast("float32", G[i, j]) * F[j] * inverse(S[loops.top(i)]),
+                            T.Cast("float32", G[i, j]) * F[j] * inverse(S[loops.result_index(i)]),
                             i,
                             j,
                             n,
                             T.Cast("uint32", seed),
                         ),
                     )
-                out[i] = scale(S[loops.top(i)])
+                out[i] = scale(S[loops.result_index(i)])
 
     return round_rows
 
 
-def _narrow(loops: Any) -> Any:
+def _to_bf16(loops: Any) -> Any:
     @T.prim_func
-    def narrow(x: T.handle, out: T.handle):
+    def to_bf16(x: T.handle, out: T.handle):
         T.func_attr({"tirx.noalias": True})
         m, n = T.int64(), T.int64()
         X = T.match_buffer(x, (m, n), "float32")
@@ -131,11 +133,11 @@ def _narrow(loops: Any) -> Any:
                 for j in loops.columns(t, n):
                     Y[i, j] = bf16(X[i, j])
 
-    return narrow
+    return to_bf16
 
 
 def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:
-    """Matrices (m, c, p) transposed (m, p, c), in another type."""
+    """Transpose matrices (m, c, p) to (m, p, c), in another type."""
 
     def cast(value: Any) -> Any:
         return bf16(value) if out_dtype == "bfloat16" else T.Cast(out_dtype, value)
@@ -156,7 +158,7 @@ def _transpose(loops: Any, dtype: str, out_dtype: str) -> Any:
 
 
 def _unfold(loops: Any, dtype: str) -> Any:
-    """The windows of images, one row per output pixel; what lies outside is 0.
+    """Unfold the windows of images, one row per output pixel; pixels outside are 0.
 
     UINT8 codes with zero point 128 become INT8 codes.
     """
@@ -211,7 +213,7 @@ def _unfold(loops: Any, dtype: str) -> Any:
 
 
 def _fold() -> Any:
-    """The adjoint of unfolding: BF16 windows added up where they came from, in FP32. For CPUs."""
+    """Add BF16 windows up into FP32 images, on a CPU: the adjoint of unfolding."""
 
     @T.prim_func
     def fold(
@@ -246,8 +248,8 @@ def _fold() -> Any:
     return fold
 
 
-def _gather() -> Any:
-    """`fold` for GPUs: every pixel collects the windows that it is part of, so no two threads share a sum."""
+def _fold_on_gpu() -> Any:
+    """Fold on a GPU: every pixel collects the windows that contain it, so no two threads share a sum."""
 
     @T.prim_func
     def fold(
@@ -297,7 +299,7 @@ def _gather() -> Any:
 
 
 def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
-    """In FP32 the result takes the place of the sums: fresh memory costs more than the arithmetic."""
+    """Dequantize, in FP32 in place of the sums: fresh memory costs more than the arithmetic."""
     in_place = dtype == "float32"
     out_dtype = "int32" if in_place else dtype
 
@@ -341,7 +343,7 @@ def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
 
 
 def _scale_images(loops: Any, dtype: str) -> Any:
-    """Convolution results (images, pixels, channels), scaled by image, biased by channel; FP32 in place."""
+    """Scale convolution results (images, pixels, channels) by image and add a bias; FP32 in place."""
     if dtype == "float32":
 
         @T.prim_func

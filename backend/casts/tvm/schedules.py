@@ -1,10 +1,10 @@
-"""How the loops of a fused cast run: one after the other on a CPU, as blocks of threads on a GPU.
+"""Run the loops of a fused cast: one after the other on a CPU, as blocks of threads on a GPU.
 
-A program asks for its loops by what they run over, and its text serves both. On a GPU every plane (the outer
-index of three) and every row is a block, the threads of a block take the columns in turn, and what a row
-reduces to passes through the memory that a block shares: nothing that compute capability 7.0 lacks.
+A program names what its loops run over, and its text serves both. On a GPU every plane (the outer index of
+three) and every row is a block, and the threads of a block take the columns in turn. A row is reduced in the
+memory that a block shares. Compute capability 7.0 suffices.
 
-Both kinds are plain loops to a CPU: `threads` runs once and leaves nothing behind in what is compiled.
+A CPU's `threads` runs once and leaves no trace in the compiled code.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 from tvm.script import tirx as T
 
-THREADS = 256  # of a block: a power of two
-ROWS = 64  # that one thread reduces, in programs over columns
+from qsync.backend.casts.tvm.constants import THREADS_PER_BLOCK
 
 
 def column(tile: Any, thread: Any) -> Any:
-    """The column of a thread where every block has as many as threads."""
-    return tile * THREADS + T.Cast("int64", thread)
+    """Return the column of a thread in a program whose blocks have one column per thread."""
+    return tile * THREADS_PER_BLOCK + T.Cast("int64", thread)
 
 
 class Serial:
@@ -27,46 +26,50 @@ class Serial:
 
     @staticmethod
     def planes(size: Any) -> Any:
+        """Loop over the outer index of three."""
         return T.serial(size)
 
     @staticmethod
     def rows(size: Any) -> Any:
+        """Loop over rows."""
         return T.serial(size)
 
     @staticmethod
     def threads() -> Any:
+        """Loop over the threads of a row."""
         return T.serial(1)
 
     @staticmethod
     def columns(thread: Any, size: Any) -> Any:
+        """Loop over a thread's columns."""
         return T.serial(size)
 
     @staticmethod
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
-        """X y + z, rounded once where the processor can, under a name.
+        """Return x y + z, rounded once if the processor can, under a name.
 
-        A call of unknown effect: TVM writes out again, wherever it is used, what it knows to be pure.
+        A call of unknown effect: TVM repeats pure expressions wherever they are used.
         """
         return T.bind(T.call_llvm_intrin("float32", "llvm.fmuladd", x, y, z))
 
     @staticmethod
-    def room(results: Any) -> Any:
-        """Where the threads of a row reduce: in the results themselves."""
+    def accumulators(results: Any) -> Any:
+        """Return the buffer in which the threads of a row reduce: the results themselves."""
         return results
 
     @staticmethod
-    def own(row: Any, thread: Any) -> Any:
-        """A thread's place in the room."""
+    def index(row: Any, thread: Any) -> Any:
+        """Return the index of a thread's accumulator."""
         return row
 
     @staticmethod
-    def top(row: Any) -> Any:
-        """The place of what `maximum` found."""
+    def result_index(row: Any) -> Any:
+        """Return the index of the result of `maximum`."""
         return row
 
     @staticmethod
-    def maximum(room: Any, thread: Any) -> None:
-        """Brings the threads' maxima together: there is one."""
+    def maximum(accumulators: Any, thread: Any) -> None:
+        """Combine the threads' maxima: there is only one."""
 
 
 class Threads:
@@ -74,43 +77,53 @@ class Threads:
 
     @staticmethod
     def planes(size: Any) -> Any:
+        """Loop over the outer index of three."""
         return T.thread_binding(size, thread="blockIdx.y")
 
     @staticmethod
     def rows(size: Any) -> Any:
+        """Loop over rows."""
         return T.thread_binding(size, thread="blockIdx.x")
 
     @staticmethod
     def threads() -> Any:
-        return T.thread_binding(THREADS, thread="threadIdx.x")
+        """Loop over the threads of a row."""
+        return T.thread_binding(THREADS_PER_BLOCK, thread="threadIdx.x")
 
     @staticmethod
     def columns(thread: Any, size: Any) -> Any:
-        return T.serial(T.Cast("int64", thread), size, step=T.int64(THREADS))
+        """Loop over a thread's columns."""
+        return T.serial(T.Cast("int64", thread), size, step=T.int64(THREADS_PER_BLOCK))
 
     @staticmethod
     def multiply_add(x: Any, y: Any, z: Any) -> Any:
+        """Return x y + z, rounded once."""
         return T.bind(T.call_extern("float32", "fmaf", x, y, z))
 
     @staticmethod
-    def room(results: Any) -> Any:
-        return T.alloc_buffer((THREADS,), results.dtype, scope="shared")
+    def accumulators(results: Any) -> Any:
+        """Return the buffer in which the threads of a row reduce: shared memory."""
+        return T.alloc_buffer((THREADS_PER_BLOCK,), results.dtype, scope="shared")
 
     @staticmethod
-    def own(row: Any, thread: Any) -> Any:
+    def index(row: Any, thread: Any) -> Any:
+        """Return the index of a thread's accumulator."""
         return thread
 
     @staticmethod
-    def top(row: Any) -> Any:
+    def result_index(row: Any) -> Any:
+        """Return the index of the result of `maximum`."""
         return 0
 
     @staticmethod
-    def maximum(room: Any, thread: Any) -> None:
-        """Halves the threads until one holds the maximum; every thread may read it afterwards."""
-        half = THREADS // 2
+    def maximum(accumulators: Any, thread: Any) -> None:
+        """Halve the threads until one holds the maximum; every thread may read it afterwards."""
+        half = THREADS_PER_BLOCK // 2
         while half:
             T.evaluate(T.tvm_storage_sync("shared"))
             with T.If(thread < half), T.Then():
-                T.buffer_store(room, T.max(room[thread], room[thread + half]), [thread])
+                T.buffer_store(
+                    accumulators, T.max(accumulators[thread], accumulators[thread + half]), [thread]
+                )
             half //= 2
         T.evaluate(T.tvm_storage_sync("shared"))

@@ -1,0 +1,12 @@
+"""Constants that the compiled casts share with the code that calls them; importing them needs no TVM."""
+
+from __future__ import annotations
+
+THREADS_PER_BLOCK = 256  # of a GPU: a power of two
+ROWS_PER_PART = (
+    64  # rows that are reduced at once where columns are: by one thread of a GPU, into one sum of a CPU
+)
+# The largest magnitude that a row of zeros gets: its codes are zero, and its scale and the inverse of it
+# are normal FP32 numbers.
+SMALLEST_AMAX = 1e-35
+SOFTMAX_UNITS = 2**30  # per 1, of the integers that a softmax adds up
