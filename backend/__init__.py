@@ -1,4 +1,19 @@
-"""What a precision means, and the fastest way to compute it on each device."""
+"""Kernels: the meaning of every precision, and its fastest computation on each device.
+
+`selection`          choose kernels by capability, correctness and measured time
+`candidates`         the kernels to choose from
+`reference`          every precision in plain torch
+`encoding`           operands in low precision
+`matmul_primitives`  INT8 and 16-bit products
+`device_detection`   a rank's device class, and the machine
+`device_peaks`       measured peak rates
+`kernel_cache`, `cuda_build`  compiled kernels on disk, and nvcc
+`autograd`, `timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
+`kernels/`           products and attention
+`casts/`             passes over a matrix between products
+`compressed_saves/`  operators that save less for backward
+`cutlass/`           products of NVIDIA GPUs
+"""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
 def candidates(kind: str, precision: Precision, device: torch.device) -> tuple[Candidate, ...]:
-    """Return the kernels of this product and precision, usable on the device or not, in a fixed order.
+    """Return the candidates for this product and precision, usable or not, in a fixed order.
 
     >>> candidates("linear", Precision.INT8, torch.device("cpu"))[0].name
     'int_mm'

@@ -1,7 +1,8 @@
-"""Compile CUDA code: find nvcc and CUTLASS's headers, and build one library per GPU architecture.
+"""Compile CUDA code: find nvcc and CUTLASS's headers, and build libraries.
 
-Each family of products is a library of its own, so that a model without convolutions does not wait for their
-compilation: 25 to 60 s a family with all tiles, once per machine (`qsync.backend.kernel_cache`).
+There is one library per GPU architecture. Each family of CUTLASS products is a library of its own, so
+that a model without convolutions does not wait for their compilation: 25 to 60 s a family with all tiles,
+once per machine (`qsync.backend.kernel_cache`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _COMPILE_TIMEOUT_S = 1800
 
 
 class Toolchain(NamedTuple):
-    """The compilers for one architecture; `assembler` is a ptxas of CUDA 12 if nvcc itself lacks Volta."""
+    """The compilers for one architecture; `assembler` is CUDA 12's if nvcc itself lacks Volta."""
 
     nvcc: str
     version: str
@@ -53,7 +54,7 @@ def architecture(device: torch.device) -> str:
 
 
 def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bool = True) -> Path:
-    """Return the shared library with these families of products for one architecture ("75", "90").
+    """Return the shared library with these families of products for one architecture ("75").
 
     Builds it if it is not in the cache.
 
@@ -94,9 +95,9 @@ def compile_to(
     all_tiles: bool = True,
     keep: Path | None = None,
 ) -> None:
-    """Compile the library into `path`, past the cache; the folder `keep` keeps intermediate files (PTX).
+    """Compile the library into `path`, past the cache, with intermediate files in `keep`.
 
-    Raises BuildError, in one sentence.
+    `keep` receives what leads to the library (PTX). Raises BuildError, in one sentence.
     """
     _check_families(architecture, families)
     flags = [
@@ -187,7 +188,7 @@ def _headers() -> Path:
 
 
 def _assemblers() -> list[str]:
-    """List every ptxas that still assembles for Volta: of the PyPI package, or of a CUDA 12 toolkit."""
+    """List every ptxas that assembles for Volta: of the PyPI package, or of CUDA 12 toolkits."""
     package = find_spec("nvidia")
     places = (
         [Path(folder) / "cuda_nvcc" / "bin" for folder in (package.submodule_search_locations or [])]

@@ -26,7 +26,7 @@ def device_of(model: torch.nn.Module) -> torch.device:
 def detect_class(
     device: torch.device, emulated_share: float | None = None, ranks_on_host: int = 1
 ) -> DeviceClass:
-    """Return the device class of this rank, named for the hardware, so that equal devices share a class.
+    """Return the device class of this rank, named so that equal devices share a class.
 
     On a CPU the number of threads is part of the class, and memory is the host's, divided by its ranks.
     `emulated_share` is the share of its core that an emulated rank gets.
@@ -84,7 +84,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name, with family and model: a hypervisor may give several the same name."""
+    """Return the processor's name, with family and model, as hypervisors may share names."""
     found: dict[str, str] = {}
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -1,4 +1,4 @@
-"""Measure the fastest that a device multiplies: large products of each type, with nothing around them.
+"""Measure a device's peak rates: large products of each type, with nothing around them.
 
 A type's peak is its best product: which of MKL, oneDNN, matrices and convolutions is fastest depends on the
 processor. Rates count 2 operations per multiply-add; FP32's unit is FLOP/s, INT8's is operations/s.
@@ -38,7 +38,7 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
 
 
 def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
-    """Return the best rate of each type, from the rates of products named as `products` names them.
+    """Return the best rate of each type, from rates under the names of `products`.
 
     >>> best_by_type({"fp32 mm": 1.0, "fp32 conv": 2.0})
     {'fp32': 2.0}
@@ -53,7 +53,7 @@ def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:
 def peak_of(
     kind: str, precision: Precision | str, sixteen_bit: str, peaks: Mapping[str, float]
 ) -> float | None:
-    """Return the peak of a forward and backward pass in a precision; None if a type was not measured.
+    """Return the peak of forward and backward in a precision; None if a type was not measured.
 
     `int8` multiplies once in INT8 and twice in the device's 16-bit float, `sixteen_bit`:
 
@@ -79,7 +79,7 @@ def peak_of(
 def products(
     device: torch.device, square: int, types: Iterable[str]
 ) -> dict[str, tuple[float, Callable[[], object]]]:
-    """Map type and call, as in "bf16 mm", to (operations, the call): large squares and convolutions."""
+    """Map names as "bf16 mm" to (operations, the call): large squares and convolutions."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(square, square, generator=generator).to(device) for _ in range(2))
     flops = 2.0 * square**3

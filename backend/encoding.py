@@ -1,4 +1,4 @@
-"""Operands in low precision: 8-bit data with scales, or FP16 data; encode and decode tensors.
+"""Encode tensors in low precision, as 8-bit data with scales or FP16 data, and decode them.
 
 Encoding is not differentiable. A product receives each operand as the pair `Operand(value, encoded)`: the
 kernel computes with `encoded`, and returns the gradient to `value`, which it does not save.
@@ -106,7 +106,7 @@ def encode(tensor: Tensor, type_name: str) -> Encoded:
 
 
 def memory_order(x: Tensor) -> list[int] | None:
-    """Return the dimensions of a tensor from outermost to innermost in memory; None if it is not dense."""
+    """Return a tensor's dimensions from outermost to innermost in memory; None if not dense."""
     strides = x.stride()
     order = sorted(range(x.ndim), key=lambda d: -strides[d])
     return order if x.permute(order).is_contiguous() else None
@@ -139,7 +139,7 @@ def _encode_along(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _encode_channels(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Encode a convolution's weight (c, C, ...) as codes in channels-last order, whatever its own order.
+    """Encode a convolution's weight (c, C, ...) as codes in channels-last order.
 
     Quantizing before reordering moves a quarter of the bytes.
     """

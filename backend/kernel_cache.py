@@ -1,4 +1,4 @@
-"""Keep compiled kernels on disk: build each once per machine, however many ranks start at once.
+"""Keep compiled kernels on disk: build each once per machine, however many ranks start.
 
 A file's name carries the hash of everything that determines its content. A second file beside it carries
 the hash of the content itself. A file that was cut short, altered, or made for another processor or by
@@ -23,7 +23,10 @@ _why_unusable: str | None = None
 
 
 def folder() -> Path:
-    """Return the folder of compiled kernels and tuning results: `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`."""
+    """Return the folder of compiled kernels and tuning results.
+
+    It lies under `$QSYNC_CACHE_DIR`, or `~/.cache/qsync`.
+    """
     chosen = os.environ.get("QSYNC_CACHE_DIR")
     if chosen:
         return Path(chosen) / "kernels"
@@ -90,7 +93,7 @@ def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that one process of this machine holds at a time; the kernel frees it if that one dies."""
+    """Hold a lock between processes of this machine; the system frees it if a holder dies."""
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

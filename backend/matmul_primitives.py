@@ -39,7 +39,7 @@ def _with_plain_strides(matrix: Tensor) -> Tensor:
 
 
 def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:
-    """Call `torch._int_mm` within cuBLASLt's limits: row-major times column-major, padded with zeros."""
+    """Call `torch._int_mm` within cuBLASLt's limits: row-major times column-major, padded."""
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
     pad_rows = max(0, 24 - rows) if rows <= 16 else 0
     pad_inner, pad_columns = -inner % 8, -columns % 8
@@ -59,7 +59,7 @@ def sixteen_bit_dtype(device: torch.device) -> torch.dtype:
 
 
 def to_sixteen_bit(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | None]:
-    """Convert FP32 values to a 16-bit operand, and return the factor to multiply the product by (None for 1).
+    """Convert FP32 values to 16 bits, and return the product's factor (None for 1).
 
     BF16 has the range of FP32, FP16 has not. For FP16 the values are scaled by a power of two so that
     sums of values times codes, at most `sum_bound` times the largest value, stay below 65504. The factor
@@ -73,9 +73,10 @@ def to_sixteen_bit(values: Tensor, sum_bound: float) -> tuple[Tensor, Tensor | N
 
 
 def power_of_two(values: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """Return the power of two that brings max |values| into [target / 2, target), and its inverse (0-dim).
+    """Find the power of two that brings max |values| into [target / 2, target).
 
-    Values that are all zero, NaN or Inf get a finite factor too, and stay zero, NaN or Inf.
+    Returns it and its inverse (0-dim). Values that are all zero, NaN or Inf get a finite factor too, and
+    stay zero, NaN or Inf.
     """
     exponent = torch.frexp(values.abs().amax().float() / target).exponent.clamp_(-126, 126)
     one = torch.ones((), device=values.device)

@@ -1,4 +1,4 @@
-"""Every precision in plain torch, as the equation reads: slow, and the standard for tests of fast kernels.
+"""Every precision in plain torch, as the equation reads: the standard for fast kernels.
 
     y = target(x~, w~, ...) + b        x~, w~: the operands as decoded, in FP32
 
@@ -66,7 +66,9 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
 
 
 def round_mantissa(values: Tensor, bits: int) -> Tensor:
-    """Round FP32 values to `bits` explicit mantissa bits, ties to even: step 2^(floor(log2 |x|) - bits).
+    """Round FP32 values to `bits` explicit mantissa bits, ties to even.
+
+    The step is 2^(floor(log2 |x|) - bits).
 
     >>> round_mantissa(torch.tensor([1.01, 1.49]), 1)
     tensor([1.0000, 1.5000])
@@ -120,7 +122,7 @@ class _RoundGradient(torch.autograd.Function):
 
 
 def _eight_bit_gradients(kind: str, precision: Precision) -> Kernel:
-    """Return a linear layer whose gradient products take 8-bit gradients, with one scale per row."""
+    """Return a linear layer whose products take 8-bit gradients, with one scale per row."""
     first = ENCODED_OPERANDS[kind].index("row")
 
     def kernel(

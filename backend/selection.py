@@ -1,4 +1,4 @@
-"""Choose kernels: by what the device can do, by whether the result is right, and by measured time."""
+"""Choose kernels by the device's capability, by correctness and by measured time."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Kernels:
         return device_precisions(self.device)
 
     def cast(self, tensor: Tensor, target_type: str) -> Tensor | Encoded:
-        """Cast a tensor: differentiably to "fp32" or "bf16", or to an encoded type without a gradient."""
+        """Cast a tensor: differentiably to "fp32" or "bf16", or encoded without a gradient."""
         if is_encoded(target_type):
             return encode(tensor, target_type)
         if target_type not in DTYPES:
@@ -139,7 +139,7 @@ class Kernels:
         return self._choose(kind, Precision(precision))[1]
 
     def describe(self) -> list[dict[str, Any]]:
-        """List every kind of product and precision: the chosen kernel and its speed, or why there is none."""
+        """List the chosen kernel and its speed, or why there is none, by kind and precision."""
         rows: list[dict[str, Any]] = []
         for kind, precisions in PRECISIONS_BY_KIND.items():
             for precision in precisions:
@@ -241,9 +241,9 @@ def _kernels_of(device: torch.device) -> Kernels:
 def _trial(
     kind: str, precision: Precision, kernel: Kernel, device: torch.device, small: bool = False
 ) -> Callable[[], tuple[Tensor, ...]]:
-    """Return a forward and backward pass on a representative shape that yields result and gradients.
+    """Return a forward and backward pass on a representative shape.
 
-    Casts are part of it.
+    Casts are part of it. It returns result and gradients.
     """
     generator = torch.Generator().manual_seed(0)
     target, shapes, options = _representative(kind, device, small)
@@ -268,7 +268,7 @@ def _cast(kind: str, index: int, precision: Precision, value: Tensor) -> Any:
 
 
 def _flops(kind: str, device: torch.device) -> float:
-    """Return the operations of the products of a forward and backward pass on the representative shape.
+    """Return the operations of the products of a representative forward and backward pass.
 
     Backward multiplies twice as much as forward. Products that attention repeats in backward do not count.
     """
@@ -281,9 +281,10 @@ def _flops(kind: str, device: torch.device) -> float:
 def _representative(
     kind: str, device: torch.device, small: bool = False
 ) -> tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]:
-    """Return the call that represents a kind of product: a few milliseconds in FP32, or a small one to check.
+    """Return the call that represents a kind of product, or a small one for a check.
 
-    GPUs get larger matrices: 512 squared is done before the next call is launched.
+    The call takes a few milliseconds in FP32. GPUs get larger matrices: 512 squared is done before the
+    next call is launched.
     """
     n, images, channels, side = (48, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -314,7 +315,7 @@ def _look_up(table: Tensor) -> Tensor:
 
 
 def _median_s(run: Callable[[], Any]) -> float:
-    """Return the median time of a run after one to warm up: at most five runs, two once 20 ms have passed.
+    """Return the median time of at most five runs after a warm-up; two are enough for 20 ms.
 
     A run whose warm-up took 20 ms is timed once: FP16 on CPUs, whose tenth of the speed is no close call.
     It cannot be timed by its warm-up, because the first product of a process also initializes oneDNN.

@@ -15,7 +15,7 @@ def synchronize() -> None:
 
 
 def least_s(run: Callable[[], object], calls: int = 1, wait: Callable[[], None] = lambda: None) -> float:
-    """Return the least seconds per call among five timings of `calls` calls; `wait` surrounds each timing."""
+    """Return the least seconds per call among five timings of `calls` calls between two `wait`s."""
     times = []
     for _ in range(5):
         wait()

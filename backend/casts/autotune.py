@@ -1,7 +1,8 @@
-"""Decide which fused casts run on a GPU: try each once against plain torch, on data of its own kind.
+"""Decide which fused casts run on a GPU: try each once against plain torch.
 
-Plain torch has kernels of its own on GPUs, and saving a pass gains less there than on a CPU. A fused cast
-is used if it returned the plain one's result and was faster; `verdicts` lists the findings.
+Each is tried on data of its own kind. Plain torch has kernels of its own on GPUs, and saving a pass gains
+less there than on a CPU. A fused cast is used if it returned the plain one's result and was faster;
+`verdicts` lists the findings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _MAX_DIFFERENCE = 1e-3
 
 
 class RegisteredCast(NamedTuple):
-    """A cast that has a fused form: the function, and arguments of ordinary size for a trial, by device."""
+    """A cast that has a fused form, and arguments of ordinary size for a trial, by device."""
 
     function: Callable[..., Any]
     trial: Callable[[torch.device], tuple[Any, ...]]
@@ -47,7 +48,7 @@ def autotuned(trial: Callable[[torch.device], tuple[Any, ...]]) -> Callable[[_Fu
 
 
 def library(name: str, device: torch.device) -> compiled.Library | None:
-    """Return the compiled casts if the one of that name is faster on that GPU; the first call measures."""
+    """Return the compiled casts if that one is faster on that GPU; the first call measures."""
     key = (name, device)
     if key not in _found:
         if torch.cuda.is_current_stream_capturing():  # nothing can be measured inside a CUDA graph

@@ -12,7 +12,7 @@ from qsync.errors import BuildError
 
 
 def processor() -> str:
-    """Describe the processor: architecture, model and, where Linux lists them, its instruction sets."""
+    """Describe the processor: architecture, model and instruction sets, if Linux lists them."""
     facts = [platform.machine(), platform.system()]
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

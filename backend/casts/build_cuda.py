@@ -1,7 +1,8 @@
-"""Compile the fused casts for NVIDIA GPUs: TVM writes CUDA C, nvcc compiles it, tvm_ffi loads it.
+"""Compile the fused casts for NVIDIA GPUs: TVM writes CUDA C, and nvcc compiles it.
 
-Two libraries make one module: TVM's host code, which checks the tensors, and the kernels with their launcher
-(launching.h). The kernels are written for compute capability 7.0, so that one source serves every GPU.
+Two libraries make one module, which tvm_ffi loads: TVM's host code, which checks the tensors, and the
+kernels with their launcher (launching.h). The kernels are written for compute capability 7.0, so that one
+source serves every GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ OLDEST = "70"  # the compute capability that the CUDA C is written for
 
 
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
-    """Load the module of one architecture ("75", "90"), compiled if necessary. Raises BuildError.
+    """Load the module of one architecture ("75"), compiled if necessary. Raises BuildError.
 
     `facts` determine what TVM generates: see `qsync.backend.casts.library`.
     """

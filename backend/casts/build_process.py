@@ -10,7 +10,7 @@ from qsync.errors import BuildError
 
 
 def run_apart(code: str, path: Path) -> None:
-    """Run Python `code` that writes a library to `path`, in a process of its own. Raises BuildError."""
+    """Run Python `code` that writes a library to `path`, in its own process. Raises BuildError."""
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; path = sys.argv[1]; {code}", str(path)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Passes over a matrix between products, in plain torch and compiled: quantize, dequantize, convert to BF16.
+"""Passes over a matrix between products: quantize, dequantize, convert to BF16.
 
 Every function has a plain body, which reads like its equation and runs on every device. It also has a
 compiled body (`qsync.backend.casts.tvm.rows`) with the same result. The compiled body runs on CPUs and
@@ -69,7 +69,7 @@ def quantize_columns(values: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_values(d, 32, 64 * 28 * 28),))
 def quantize_rows_unsigned(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantize as `quantize_rows` and add 128 to every code, as oneDNN's convolutions take activations."""
+    """Quantize as `quantize_rows`, with zero point 128, as oneDNN's convolutions require."""
     library = compiled_for("quantize_rows_unsigned", values)
     if library is None:
         codes, scale = nearest_codes(values.float(), (1,), "int8")
@@ -139,7 +139,7 @@ def transpose_last(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def unfold(
     images: Tensor, kernel: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """Return the windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel (p, q).
+    """Copy out the windows (n, p, q, kh, kw, C) of images (n, h, w, C), one per output pixel.
 
     Images are BF16, or unsigned codes whose windows are signed. Pixels outside an image are 0.
     """
@@ -166,7 +166,10 @@ def unfold(
 def fold(
     windows: Tensor, size: tuple[int, int], stride: list[int], padding: list[int], dilation: list[int]
 ) -> Tensor:
-    """Add BF16 windows (n, p, q, kh, kw, C) up into FP32 images (n, h, w, C): the adjoint of `unfold`."""
+    """Add BF16 windows (n, p, q, kh, kw, C) up into FP32 images (n, h, w, C).
+
+    This is the adjoint of `unfold`.
+    """
     n, p, q, kh, kw, channels = windows.shape
     library = compiled_for("fold", windows, (torch.bfloat16,))
     if library is None:
@@ -194,7 +197,7 @@ def sum_columns(g: Tensor) -> Tensor:
 
 @autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 1024)))
 def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Round g * factors to stochastic INT8 codes (m, n), with one scale per row (m); factors (n).
+    """Round g * factors (n) to stochastic INT8 codes (m, n), with one scale per row (m).
 
     E[code * scale] = g * factors. E[(code * scale - g * factors)^2] is scale^2 / 6, averaged over the
     positions between two codes: twice that of the nearest code. Draws from torch's default generator.
@@ -209,7 +212,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 4096)))
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Round g * factors to stochastic INT8 codes (m, n), with one scale per column (n); factors (m)."""
+    """Round g * factors (m) to stochastic INT8 codes (m, n), with one scale per column (n)."""
     library = compiled_for("round_columns", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
@@ -229,9 +232,9 @@ def dequantize_trial(device: torch.device) -> tuple[Any, ...]:
 def dequantize(
     sums: Tensor, rows: Tensor, columns: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return rows * columns * sums + bias, (m, n) in `dtype`; rows (m), columns (n), bias (n) in FP32.
+    """Return rows (m) * columns (n) * sums + bias (n), as (m, n) in `dtype`.
 
-    INT32 sums are overwritten.
+    rows, columns and bias are in FP32. INT32 sums are overwritten.
     """
     library = compiled_for("dequantize", sums, (torch.int32,)) if dtype in COMPILED_DTYPES else None
     if library is None or (bias is not None and bias.dtype is not torch.float32):
@@ -252,7 +255,7 @@ def dequantize(
 
 @autotuned(lambda d: (random_codes(d, 4096, 1024), random_positive(d, 4096)))
 def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return BF16 of codes * scale (m, n), one scale per row (m). Unsigned codes have zero point 128."""
+    """Return BF16 of codes (m, n) * scale (m). Unsigned codes have zero point 128."""
     unsigned = codes.dtype is torch.uint8
     transposed = not codes.is_contiguous() and codes.t().is_contiguous() and not unsigned
     stored = codes.t() if transposed else codes
@@ -268,7 +271,7 @@ def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
 
 @autotuned(lambda d: (random_values(d, 4096, 1024),))
 def to_bf16_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return BF16 of g (m, n) for a layer's products, and the FP32 sums of its columns (n) for the bias."""
+    """Return BF16 of g (m, n), and the FP32 sums of its columns (n), a bias's gradient."""
     library = compiled_for("to_bf16_and_sum", g)
     if library is None:
         return g.bfloat16(), g.float().sum(0)
@@ -281,9 +284,9 @@ def to_bf16_and_sum(g: Tensor) -> tuple[Tensor, Tensor]:
 
 @autotuned(lambda d: (random_images(d), random_positive(d, 32), random_positive(d, 64), torch.bfloat16))
 def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return y * rows + bias of a convolution's results y (n, C, h, w), in FP32 or BF16; rows (n), bias (C).
+    """Return y * rows (n) + bias (C) of a convolution's results y (n, C, h, w).
 
-    `y` is FP32 in channels-last order, and is overwritten.
+    `y` is FP32 in channels-last order, and is overwritten. The result is in FP32 or BF16.
     """
     images, channels = y.shape[:2]
     flat = y.permute(0, 2, 3, 1).reshape(images, math.prod(y.shape[2:]), channels)
@@ -301,7 +304,7 @@ def scale_images(y: Tensor, rows: Tensor, bias: Tensor | None, dtype: torch.dtyp
 
 
 def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Tensor, Tensor]:
-    """Quantize FP32 values in plain torch to the nearest codes, with one scale for all of `dims`."""
+    """Quantize FP32 values in plain torch to nearest codes, with one scale for all of `dims`."""
     scale, inverse = scales(values, dims, LARGEST_CODE[form])
     codes = values * inverse
     # In place: a fresh 4 MB result costs more in page faults than the rounding itself.
@@ -309,7 +312,10 @@ def nearest_codes(values: Tensor, dims: tuple[int, ...], form: str) -> tuple[Ten
 
 
 def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tensor, Tensor]:
-    """Return FP32 scales max|x| / largest over `dims` (of size 1), and 1 / scale; NaN for x not finite."""
+    """Return FP32 scales max|x| / largest over `dims`, NaN for x not finite, and 1 / scale.
+
+    `dims` stay, with size 1.
+    """
     if values.numel() == 0:
         shape = [1 if d in dims or d - values.ndim in dims else n for d, n in enumerate(values.shape)]
         return values.new_ones(shape), values.new_ones(shape)
@@ -334,7 +340,7 @@ def _flat(encoded: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Round up with a probability equal to the distance from the lower code. Overwrites `values`."""
+    """Round up with the probability of the distance from the lower code. Overwrites `values`."""
     scale, inverse = scales(values, dims, LARGEST_CODE["int8"])
     # 127 + u may round up to 128, which in eight bits is -128.
     codes = values.mul_(inverse).add_(torch.rand_like(values)).floor_().clamp_(-127, 127)
@@ -348,7 +354,7 @@ def _seed() -> int:
 def compiled_for(
     name: str, matrix: Tensor, dtypes: tuple[torch.dtype, ...] = tuple(COMPILED_DTYPES)
 ) -> compiled.Library | None:
-    """Return the compiled casts, if they can take this matrix and the one of that name is faster here."""
+    """Return the compiled casts, if they support this matrix and that one is faster here."""
     if not (matrix.dtype in dtypes and matrix.is_contiguous() and matrix.numel()):
         return None
     if matrix.device.type == "cpu":
@@ -362,7 +368,7 @@ def compiled_for(
 
 @cache
 def _library(num_threads: int) -> compiled.Library | None:
-    """Return the compiled casts; None if there are none or torch's threads make the plain ones faster.
+    """Return the compiled casts; None if torch's threads make the plain ones faster.
 
     The compiled ones run on one thread, as ranks under torchrun do. Plain torch takes about five passes
     over memory, with all of its threads.

@@ -1,4 +1,4 @@
-"""GELU and ReLU in the epilogue of a product: in the pass that dequantizes, and in that of the gradient.
+"""GELU and ReLU in the epilogue of a product, and in the pass over its gradient.
 
 As in `qsync.backend.casts.cast_ops`, every function has a plain body, which is the product's pass and
 then torch's function, and a compiled one (`qsync.backend.casts.tvm.activations`).
@@ -41,7 +41,7 @@ class Activation(NamedTuple):
         return torch.nn.functional.gelu(x, approximate=self.approximate)
 
     def gradient(self, gradient: Tensor, saved: Tensor) -> Tensor:
-        """Return the gradient of x from that of the result and the saved tensor: gelu's x, relu's result."""
+        """Return the gradient of x from that of f(x) and the saved gelu's x or relu's result."""
         found: Tensor
         if self.kind == "relu":
             found = _aten.threshold_backward(gradient, saved, 0)
@@ -79,10 +79,10 @@ def dequantize_activated(
     dtype: torch.dtype,
     function: Activation,
 ) -> tuple[Tensor, Tensor]:
-    """Return the tensor to save of x = rows * columns * sums + bias, and f(x), both (m, n) in `dtype`.
+    """Return the tensor to save of x = rows columns sums + bias, and f(x), both in `dtype`.
 
-    Backward needs x itself for gelu, the result for relu. INT32 sums are overwritten. Arguments as in
-    `qsync.backend.casts.cast_ops.dequantize`.
+    Both are (m, n). Backward needs x itself for gelu, the result for relu. INT32 sums are overwritten.
+    Arguments as in `qsync.backend.casts.cast_ops.dequantize`.
     """
     compiled = dtype in COMPILED_DTYPES and (bias is None or bias.dtype is torch.float32)
     library = compiled_for("dequantize_activated", sums, (torch.int32,)) if compiled else None
@@ -109,7 +109,7 @@ def dequantize_activated(
 def activation_gradient_and_sum(
     gradient: Tensor, saved: Tensor, function: Activation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient before the function, (m, n) in `dtype`, and the FP32 sums of its columns (n).
+    """Return the gradient before the function, in `dtype`, and the FP32 sums of its columns.
 
     `saved` is the first result of `dequantize_activated`, of the gradient's type; `dtype` is that type or
     BF16.

@@ -1,4 +1,4 @@
-"""Load the fused casts of `qsync.backend.casts.tvm.rows`; TVM compiles them once per machine.
+"""Load the fused casts of `qsync.backend.casts.tvm`; TVM compiles them once per machine.
 
 Loading needs only `tvm_ffi`, in milliseconds; TVM itself is imported to compile. `note` tells what is
 missing: without a linker every process compiles for itself, and without TVM the plain casts run.
@@ -42,7 +42,7 @@ class Library(dict[str, Any]):
 
 
 def library(architecture: str | None = None) -> Library | None:
-    """Return the compiled functions for this processor or a GPU's architecture; None if there are none.
+    """Return the compiled functions for this processor or a GPU's architecture, if any.
 
     The first call on a machine compiles them.
 
@@ -53,7 +53,7 @@ def library(architecture: str | None = None) -> Library | None:
 
 
 def note(architecture: str | None = None) -> str | None:
-    """Return in one sentence why there is no library, or why it is compiled anew; None if all is well."""
+    """Return why there is no library, or why it is compiled anew; None if all is well."""
     return _loaded(architecture)[1]
 
 

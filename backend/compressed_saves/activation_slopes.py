@@ -1,4 +1,4 @@
-"""Derivatives of gelu and silu without their input: from eight bits, or from the result and a bit.
+"""Derivatives of gelu and silu without their input: from eight bits, or from the result.
 
 The derivative from the result is Tempo's (arXiv 2210.10246).
 """
@@ -69,7 +69,7 @@ def decode_derivative(codes: Tensor, gradient: Tensor) -> Tensor:
 
 
 def derivative_from_output(y: Tensor, right: Tensor, approximate: str) -> Tensor:
-    """Return gelu'(x) from y = gelu(x) and `right`, which is 1 where x lies right of the minimum, else 0.
+    """Return gelu'(x) from y = gelu(x) and `right`: 1 for x right of the minimum, else 0.
 
         t = +-sqrt(y - min gelu),   gelu'(x) = table[t]
 

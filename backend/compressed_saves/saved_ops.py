@@ -1,4 +1,4 @@
-"""Operators that save less for backward than torch's: the result, one bit or eight bits per element.
+"""Operators that save less for backward than torch's.
 
 Forward is torch's own, bit for bit. The form "output" of gelu is Tempo's (arXiv 2210.10246).
 
@@ -136,7 +136,7 @@ def _dropout(
 
 
 class _Dropout(torch.autograd.Function):
-    """dx = g m / (1 - p), the mask m at one bit per element. The same random numbers as F.dropout."""
+    """dx = g m / (1 - p), the mask m at one bit per element, drawn as by F.dropout."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float) -> Tensor:
@@ -171,10 +171,10 @@ def _softmax(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs:
 
 
 class _Softmax(torch.autograd.Function):
-    """dx = y (g - sum g y), with sqrt(y) in eight bits and a scale per row: within max(y) / 250 of y.
+    """dx = y (g - sum g y), with sqrt(y) in eight bits and a scale per row.
 
-    The square root keeps small probabilities accurate: the error is sqrt(y max(y)) / 255, so that a peak
-    in an attention row does not erase the rest of the row.
+    y is recovered within max(y) / 250. The square root keeps small probabilities accurate: the error is
+    sqrt(y max(y)) / 255, so that a peak in an attention row does not erase the rest of the row.
     """
 
     @staticmethod
@@ -211,7 +211,7 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
 
 
 class _LayerNorm(torch.autograd.Function):
-    """torch's backward on x - mean, with mean 0: (y - b) / (w rstd), or INT8 with a scale per row.
+    """torch's backward on x - mean: (y - b) / (w rstd), or INT8 with a scale per row.
 
     The gradients of x and w depend on x only through x - mean. In INT8 its error is at most max |x -
     mean| / 254. It enters dx only times the two means over the row that LayerNorm subtracts from the
@@ -298,7 +298,10 @@ def _batch_norm(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Ten
 
 
 class _BatchNorm(torch.autograd.Function):
-    """torch's backward on the normalized input in INT8, one scale per sample: within max |x| / 254."""
+    """torch's backward on the normalized input in INT8, within max |x| / 254.
+
+    There is one scale per sample.
+    """
 
     @staticmethod
     def forward(

@@ -32,7 +32,7 @@ _FAMILIES = {
 
 
 def serves(kind: str, precision: Precision) -> bool:
-    """Return whether there are CUTLASS kernels for a kind of product in a precision, on some GPU.
+    """Return whether CUTLASS has kernels for a kind of product in a precision, on some GPU.
 
     >>> serves("conv2d", Precision.INT8)
     True
@@ -43,7 +43,7 @@ def serves(kind: str, precision: Precision) -> bool:
 def kernel(
     kind: str, precision: Precision, device: torch.device
 ) -> tuple[Callable[..., Tensor] | None, str | None]:
-    """Return the CUTLASS kernel for a kind of product on a GPU, or None and the reason, in one sentence.
+    """Return the CUTLASS kernel for a kind of product on a GPU, or None and the reason.
 
     The first call on a machine compiles what the kernel needs (a minute or two); later calls load it.
 
@@ -63,7 +63,7 @@ def kernel(
 
 
 def state(device: torch.device) -> str:
-    """Describe which families of products are built for a GPU, where they lie, and why others are not.
+    """Describe which families of products are built for a GPU, and why others are not.
 
     >>> state(torch.device("cuda"))
     'int8_gemm, fp16_gemm built for sm_90, cached in /home/me/.cache/qsync/kernels; int8_conv: nvcc failed'

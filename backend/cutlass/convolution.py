@@ -1,4 +1,4 @@
-"""Two-dimensional convolutions on NVIDIA GPUs through CUTLASS: INT8 forward, FP16 forward and backward."""
+"""Convolutions of images on NVIDIA GPUs through CUTLASS, in INT8 and FP16."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _padding(padding: Any, kernel: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the zeros on each side, and those that "same" adds for an even filter (dilation is 1)."""
+    """Return the zeros on each side, and those that "same" adds for an even filter."""
     if padding == "same":
         return ((kernel[0] - 1) // 2, (kernel[1] - 1) // 2), ((kernel[0] - 1) % 2, (kernel[1] - 1) % 2)
     return _pair(0 if padding == "valid" else padding), (0, 0)
@@ -187,7 +187,7 @@ def _weight_gradient(
 
 
 def _images(data: Tensor, extra: tuple[int, int], dtype: torch.dtype | None = None) -> Tensor:
-    """Return activations as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
+    """Return images as contiguous (n, h, w, C), channels padded; unsigned codes become signed."""
     last = data.permute(0, 2, 3, 1).contiguous()
     if last.dtype is torch.uint8:
         # Subtracting 128 in eight bits flips the highest bit.

@@ -1,4 +1,4 @@
-"""Call the compiled products on numbers and addresses through ctypes, with errors as sentences."""
+"""Call the compiled products through ctypes, on numbers and addresses."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Library:
         self._tiles = {name: tuple(text.split(";")) if text else () for name, text in texts.items()}
 
     def tiles(self, product: str) -> tuple[str, ...]:
-        """Return the tiles of a product, as in "128x128x64/4" (block and stages); none if not compiled."""
+        """Return the tiles of a product ("128x128x64/4": block, stages); none if not compiled."""
         return self._tiles[product]
 
     def gemm(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ class Library:
         self._finish(self._c.qsync_gemm(PRODUCTS[product][0], tile, ctypes.byref(_Gemm(**arguments))))
 
     def conv(self, product: str, tile: int, arguments: Mapping[str, Any]) -> None:
-        """Compute one of a convolution's three products; the arguments are conv.h's. Raises as `gemm`."""
+        """Compute a product of a convolution; the arguments are conv.h's. Raises as `gemm`."""
         self._finish(self._c.qsync_conv(PRODUCTS[product][0], tile, ctypes.byref(_Conv(**arguments))))
 
     def _finish(self, result: int) -> None:
@@ -93,7 +93,7 @@ class Library:
 
 @cache
 def _attempt(architecture: str, family: str) -> Library | BuildError:
-    """Build and load a library once per process; a failure is kept too, so that it costs its time once."""
+    """Build and load a library once per process; a failure is remembered too."""
     try:
         return Library(cuda_build.library(architecture, [family]))
     except BuildError as error:
@@ -109,7 +109,7 @@ def load(architecture: str, family: str) -> Library:
 
 
 def unavailable(architecture: str, families: tuple[str, ...]) -> str | None:
-    """Return why these families are unavailable here, in one sentence; None if they are (now) built."""
+    """Return why these families are unavailable here; None if they are (now) built."""
     for family in families:
         found = _attempt(architecture, family)
         if isinstance(found, BuildError):

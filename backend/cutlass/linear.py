@@ -87,7 +87,7 @@ def addmm(precision: Precision) -> Callable[..., Tensor]:
 
 
 class _Plan(NamedTuple):
-    """Properties of a call; `transposed` if W is stored (K, N), as addmm has it; `dtype` of the result."""
+    """Properties of a call; `transposed` if W is stored (K, N), as by addmm."""
 
     precision: Precision
     transposed: bool
@@ -157,7 +157,7 @@ class _Linear(torch.autograd.Function):
 
 
 def to_fp16(g: Tensor, factors: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return FP16 of 2^k g * factors, as large as FP16 holds, and 2^-k (one element; None for an empty g)."""
+    """Return FP16 of 2^k g * factors, and 2^-k (one element; None for an empty g)."""
     values = g.float() if factors is None else g * factors
     if values.numel() == 0:
         return values.to(torch.float16), None
@@ -183,7 +183,7 @@ def _weight_gradient(g: Tensor, x_data: Tensor, x_scale: Tensor | None, transpos
 
 
 def _input_gradient_int8(g: Tensor, w_codes: Tensor, w_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute dx = s_h (H W), with W transposed: integer tensor cores read along the inner dimension."""
+    """Compute dx = s_h (H W), with W copied transposed: tensor cores read INT8 along rows."""
     codes, scale = round_rows(g, w_scale)
     return gemm("int8_nt", codes, w_codes.t().contiguous(), Scaling(rows=scale), dtype)
 

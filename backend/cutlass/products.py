@@ -1,4 +1,4 @@
-"""Products of tensors, padded to the kernels' alignment and run with the fastest measured tile.
+"""Products of tensors, padded to the kernels' alignment, with the fastest measured tile.
 
     int8_nt, fp16_nt   out = alpha * row_scale * column_scale * (A B') + bias        A (M, K), B (N, K)
     fp16_nn            the same with A (M, K), B (K, N)
@@ -112,7 +112,7 @@ def conv(
     scaling: Scaling | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute one product of a convolution, on contiguous channels-last tensors with padded channels.
+    """Compute a product of a convolution, on channels-last tensors with padded channels.
 
     `product` is one of "int8_fprop", "fp16_fprop" (a: x, b: W), "fp16_dgrad" (a: dy, b: W), "fp16_wgrad"
     (a: dy, b: x). x (n, h, w, c), W (k, r, s, c), dy (n, p, q, k); `sizes` holds these nine and pad_h, pad_w,
@@ -144,7 +144,7 @@ def _without_products(
 
 
 def pad_channels(images: Tensor) -> Tensor:
-    """Pad channels-last images or filters with zeros after their channels, to a multiple of 16 bytes."""
+    """Pad the channels of channels-last images or filters to a multiple of 16 bytes."""
     return _pad_columns(images)
 
 
@@ -180,7 +180,7 @@ class _Call:
         self.library = load(architecture(self.a.device), PRODUCTS[self.product][1])
 
     def result(self, setting: Setting) -> Tensor:
-        """Compute the product. Partial FP32 results of slices are added in a fixed order, without atomics."""
+        """Compute the product; FP32 results of slices are added in a fixed order, without atomics."""
         slices = setting.slices
         dtype = torch.float32 if slices > 1 else self.dtype
         shape = (slices, *self.shape) if slices > 1 else self.shape
@@ -224,7 +224,7 @@ def _tuner(device: torch.device) -> Tuner:
 
 
 def _setting(call: _Call, inner: int) -> Setting:
-    """Return the fastest setting for this shape; while a CUDA graph is captured the first, unmeasured."""
+    """Return the fastest setting for this shape; the first one during CUDA graph capture."""
     tiles = call.library.tiles(call.product)
     slices = [1]
     if not call.product.endswith(("fprop", "dgrad")):

@@ -1,7 +1,7 @@
-"""Choose the tile of a product by measurement, once per shape and GPU, and keep the choice on disk.
+"""Choose the tile of a product by measurement, once per shape and GPU.
 
-The file holds one JSON object per line, appended in one write: several ranks may write at once. A line
-that was cut short is skipped, measured again and written again.
+The choice is kept on disk. The file holds one JSON object per line, appended in one write: several ranks
+may write at once. A line that was cut short is skipped, measured again and written again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAX_TRIALS = 24
 
 
 class Setting(NamedTuple):
-    """The launch of a product: its tile ("128x128x64/4"), and the number of slices of the inner dimension."""
+    """The launch of a product: its tile ("128x128x64/4"), and the slices of the inner dimension."""
 
     tile: str
     slices: int = 1
@@ -44,10 +44,10 @@ class Tuner:
         slices: Sequence[int],
         measure: Callable[[Setting], float],
     ) -> Setting:
-        """Return the known setting for `key` if it is among these, or the one of least `measure` (seconds).
+        """Return the known setting for `key`, or the one of these with the least `measure`.
 
-        `measure` may raise UnsupportedError for a setting that cannot run; if none can, the first such
-        error is raised. Ties go to the setting that comes first.
+        `measure` returns seconds, and may raise UnsupportedError for a setting that cannot run; if none
+        can, the first such error is raised. Ties go to the setting that comes first.
         """
         known = self._known.get(key)
         if known is not None and known.tile in tiles and known.slices in slices:
@@ -127,7 +127,7 @@ def _read(path: Path) -> list[tuple[str, Setting]]:
 
 
 def _append(path: Path, entry: Mapping[str, object]) -> None:
-    """Append one line in one write, beginning with a line break, in case the line before was cut short."""
+    """Append a line in one write, after a line break, in case the line before was cut short."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -1,4 +1,6 @@
-"""Kernels of products and attention in every precision; each is the torch function with encoded operands.
+"""Kernels of products and attention in every precision.
+
+Each is called as the torch function, with encoded operands.
 
 `linear`           linear layers in INT8, forward alone or in all three products
 `matmul`           batched products of activations in INT8

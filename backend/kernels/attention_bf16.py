@@ -32,7 +32,7 @@ def attention_bf16(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute dropout(softmax(c Q K' + mask)) V on BF16 operands, at the speed of oneDNN's products.
+    """Compute dropout(softmax(c Q K' + mask)) V on BF16 operands, by oneDNN's products.
 
         S = H + R,   H = bf16(Q K'),   R = bf16(Q K' - H)      a second product: 16 bits of S
         y = bf16(D P) V,   P = softmax(c S + mask) in FP32,   D = keep / (1 - p)
@@ -147,7 +147,7 @@ class _Bf16Attention(torch.autograd.Function):
 
 
 class _Block(NamedTuple):
-    """Scores that are computed together: some heads, some of their rows, and the keys visible to them."""
+    """Scores that are computed together: some heads, some rows, and the keys visible to them."""
 
     heads: slice
     rows: slice
@@ -205,7 +205,7 @@ class _Heads(Heads):
 
 
 def _part(matrices: Tensor, some: slice, rows: slice) -> Tensor:
-    """Return some rows of some heads; one head as a dense batch of one, which torch does not copy."""
+    """Return some rows of some heads; one head as a dense batch, which torch does not copy."""
     part = matrices[some, rows]
     return part[0].unsqueeze(0) if len(part) == 1 else part
 

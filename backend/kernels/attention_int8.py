@@ -33,7 +33,7 @@ def attention_int8(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute dropout(softmax(c Q K' + mask)) V with Q K' in INT8, gradients through BF16 products.
+    """Compute dropout(softmax(c Q K' + mask)) V with Q K' in INT8 and gradients in BF16.
 
         S = c s_q s_k (Q K')      Q, K, V the INT8 codes with one scale per row; c is `scale`
         y = bf16(P) bf16(s_v V),  P = softmax(S + mask) in FP32

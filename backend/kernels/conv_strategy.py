@@ -1,6 +1,6 @@
-"""Decide when a convolution on a CPU unfolds its windows and multiplies them, and count the bytes. No torch.
+"""Decide when a convolution on a CPU multiplies unfolded windows. No torch.
 
-The kernels choose by this module, and the memory model counts by it.
+The kernels choose by this module, and the memory model counts bytes by it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
 def windows_bytes(
     precision: str, x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the workspace bytes of a conv2d's windows, forward and backward; zero through oneDNN.
+    """Return the workspace of a conv2d's windows, forward and backward; zero through oneDNN.
 
     x (n, C, h, w), W (c, C / groups, kh, kw), y (n, c, p, q).
     """

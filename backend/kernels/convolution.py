@@ -1,9 +1,9 @@
-"""Convolutions in INT8 and BF16 on CPUs: as products of unfolded windows, or through oneDNN, by shape.
+"""Convolutions in INT8 and BF16 on CPUs: products of unfolded windows, or oneDNN.
 
-Images and weights are computed with in channels-last order, whatever order the model's parameters have.
-The result stays in that order for the operators after it, as lowering knows. The gradient of the input
-returns in the input's own order: the operator before is several times slower if its gradient and its
-saved tensors lie in different orders.
+The shape decides which. Images and weights are computed with in channels-last order, whatever order the
+model's parameters have. The result stays in that order for the operators after it, as lowering knows. The
+gradient of the input returns in the input's own order: the operator before is several times slower if its
+gradient and its saved tensors lie in different orders.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from qsync.errors import UnsupportedError
 
 
 class _Geometry(NamedTuple):
-    """A convolution's hyperparameters; `extra` is the padding that "same" adds after (width, height)."""
+    """A convolution's geometry; `extra` is the padding that "same" adds after (width, height)."""
 
     stride: list[int]
     padding: list[int]
@@ -85,7 +85,9 @@ def conv1d_int8(
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Compute `conv2d_int8` of signals x (n, C, length) and W (c, C / groups, k), as images of height 1.
+    """Compute `conv2d_int8` of signals (n, C, length) and W (c, C / groups, k).
+
+    Signals are images of height 1.
 
     >>> conv1d_int8(torch.conv1d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
     """
@@ -168,7 +170,7 @@ def _geometry(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: 
 
 
 class _Image(torch.autograd.Function):
-    """Images unchanged, marked as channels-last if they can be either; gradients return in their order."""
+    """Images unchanged, but marked as channels-last; gradients return in the images' order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -253,7 +255,7 @@ class _Int8Convolution(torch.autograd.Function):
 
 
 class _WindowConvolution(torch.autograd.Function):
-    """A BF16 convolution that saves its input and its weight, and unfolds its windows again in backward."""
+    """A BF16 convolution that saves input and weight, and unfolds windows again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: _Geometry) -> Tensor:
@@ -307,7 +309,7 @@ def _window_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both in channels-last order."""
+    """Compute dx = fold(W' g) in FP32 and dW = g unfold(x)' in BF16, both channels-last."""
     pixels = g.permute(0, 2, 3, 1).contiguous()
     n, p, q, outputs = pixels.shape
     flat = pixels.view(n * p * q, outputs)
@@ -334,7 +336,7 @@ def _onednn_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same by one call of torch, which reads only the shape of an operand that was not saved."""
+    """Compute the same by one call of torch; of an unsaved operand it reads the shape alone."""
     absent = g.new_zeros(())
     dx, dw, _ = torch.ops.aten.convolution_backward(
         g,
@@ -378,7 +380,7 @@ def _through_onednn(
     dtype: torch.dtype,
     geometry: _Geometry,
 ) -> Tensor:
-    """Convolve by oneDNN, which takes activations with zero point 128, and scale per image afterwards."""
+    """Convolve by oneDNN, with activations of zero point 128, and scale per image afterwards."""
     shape = tuple(x_codes.shape)
     key = ("qconv", shape, geometry.groups, *geometry.stride, *geometry.padding, *geometry.dilation)
     arguments = (geometry.stride, geometry.padding, geometry.dilation, geometry.groups)
@@ -393,21 +395,21 @@ def _through_onednn(
 
 
 def _images_to_bf16(g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return BF16 of g (n, C, h, w) in channels-last order, and the FP32 sums of its channels (C)."""
+    """Return BF16 of g (n, C, h, w), channels-last, and the FP32 sums of its channels (C)."""
     flat = g.permute(0, 2, 3, 1).contiguous()
     rounded, sums = to_bf16_and_sum(flat.view(math.prod(flat.shape[:-1]), flat.shape[-1]))
     return rounded.view(flat.shape).permute(0, 3, 1, 2), sums
 
 
 def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
-    """Decode channels-last codes (n, C, h, w), one scale per first index, to BF16 in the same order."""
+    """Decode channels-last codes (n, C, h, w), one scale per first index, to BF16."""
     flat = codes.permute(0, 2, 3, 1)
     decoded = decode_rows(flat.reshape(len(flat), math.prod(flat.shape[1:])), scale)
     return decoded.view(flat.shape).permute(0, 3, 1, 2)
 
 
 def weight_to_bf16_channels_last(weight: Tensor) -> Tensor:
-    """Return BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order, oneDNN's own."""
+    """Return BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order."""
     if not weight.is_contiguous():
         return weight.to(torch.bfloat16, memory_format=torch.channels_last)
     shape = (len(weight), weight.shape[1], math.prod(weight.shape[2:]))
@@ -416,7 +418,7 @@ def weight_to_bf16_channels_last(weight: Tensor) -> Tensor:
 
 
 def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
-    """Return a weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is, else unchanged.
+    """Return a weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is.
 
     DDP requires the gradient to have the parameter's strides on every rank.
     """

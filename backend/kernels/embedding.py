@@ -1,4 +1,4 @@
-"""Embeddings in BF16 and INT8: the rows that a batch looks up are rounded, the table never is.
+"""Embeddings in BF16 and INT8: the rows of a batch are rounded, the table never is.
 
 A batch reads 1,024 rows of a table of 50,000: rounding the whole table would cost more than the rounding
 saves. The gain lies downstream, where sums of embeddings and the norm behind them run in 16 bits; the
@@ -32,9 +32,10 @@ def embedding_bf16(target: Callable[..., Tensor], out_type: str, *args: Any, **k
 
 
 def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Look up y = s round(W[i] / s), s = max |W[i]| / 127 per lookup, with the dW of `embedding_bf16`.
+    """Look up y = s round(W[i] / s), s = max |W[i]| / 127, with the dW of `embedding_bf16`.
 
-    The result is decoded already, in `out_type`, as that of other INT8 operators. Saves the indices only.
+    There is one s per lookup. The result is decoded already, in `out_type`, as that of other INT8
+    operators. Saves the indices only.
 
     >>> embedding_int8(F.embedding, "fp32", tokens, table)
     """
@@ -42,7 +43,7 @@ def embedding_int8(target: Callable[..., Tensor], out_type: str, *args: Any, **k
 
 
 class _Rounded(torch.autograd.Function):
-    """Rows (..., width) -> the values of their INT8 codes, in `dtype`; the gradient passes unchanged."""
+    """Rows -> the values of their INT8 codes, in `dtype`; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -33,7 +33,9 @@ def product_fp16(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
 
 def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the target on FP32 operands with TF32 products, forward and backward, whatever torch's switches.
+    """Run the target on FP32 operands with TF32 products, forward and backward.
+
+    torch's switches do not matter.
 
     >>> product_tf32(F.linear, "fp32", x, weight, bias)
     """
@@ -102,7 +104,7 @@ class _Nested(torch.autograd.Function):
 
 @contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """Allow TF32 in cuBLAS and cuDNN inside the context, if wanted; restore the settings afterwards."""
+    """Allow TF32 in cuBLAS and cuDNN inside the context, if wanted; restore the settings after."""
     if not wanted:
         yield
         return

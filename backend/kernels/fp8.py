@@ -1,4 +1,4 @@
-"""Linear layers in FP8 on GPUs that multiply it: E4M3 forward, E5M2 gradients, one scale per row.
+"""Linear layers in FP8 on GPUs: E4M3 forward, E5M2 gradients, one scale per row.
 
 Written to the interface of `torch._scaled_mm`, and not yet run on a GPU: the parity tests marked `cuda`
 check it.
@@ -103,9 +103,10 @@ class _Fp8Product(torch.autograd.Function):
 
 
 def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tensor) -> Tensor:
-    """Return row_scale column_scale (a b) in FP32 from FP8 a (M, K) and b (K, N), padded to multiples of 16.
+    """Return row_scale column_scale (a b) in FP32 from FP8 a (M, K) and b (K, N).
 
-    `torch._scaled_mm` with row scales returns BF16, so the product is rounded once more than in the equation.
+    Sizes are padded to multiples of 16. `torch._scaled_mm` with row scales returns BF16, so the product
+    is rounded once more than in the equation.
     """
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
     if rows == 0:

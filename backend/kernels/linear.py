@@ -1,4 +1,4 @@
-"""Linear layers in INT8: the forward product in INT8, the two backward products in 16 bits or in INT8 too."""
+"""Linear layers in INT8, with backward products in 16 bits or in INT8."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def linear_int8_all(
     *,
     activation: Activation | None = None,
 ) -> Tensor:
-    """Compute `linear_int8` with INT8 gradient products as well, their gradient rounded stochastically.
+    """Compute `linear_int8` with INT8 gradient products as well, rounded stochastically.
 
         dx = s_h (H W),    H = stochastic INT8 of g s_w, one scale s_h per row
         dW = s_k (K' X),   K = stochastic INT8 of g s_x, one scale s_k per output
@@ -256,7 +256,7 @@ def _scaled_back(product: Tensor, back: Tensor | None) -> Tensor:
 
 
 def _integer_gradients(g: Tensor, saved: _Saved, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same two products in INT8, dx in `dtype` and dW in FP32; each gradient is unbiased."""
+    """Compute the same products in INT8, dx in `dtype` and dW in FP32, both unbiased."""
     dx = dw = None
     if saved.weight is not None:
         weight = saved.weight

@@ -1,4 +1,4 @@
-"""Batched products of activations in INT8: the forward product in INT8, the two backward products in BF16."""
+"""Batched products of activations in INT8, with backward products in BF16."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _matrices(operand: Tensor, dim: int) -> Tensor:
 
 
 def _summed(gradient: Tensor, shape: torch.Size, dim: int) -> Tensor:
-    """Return the gradient of a broadcast operand: the sum, in FP32, over the broadcast dimensions."""
+    """Return a broadcast operand's gradient: the FP32 sum over the broadcast dimensions."""
     wanted = [1, *shape] if dim == -2 else [*shape, 1]
     wanted = wanted if len(shape) == 1 else list(shape)
     if list(gradient.shape) == wanted:
@@ -122,7 +122,7 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
 
 
 def _batched_products(a: Tensor, b: Tensor) -> Tensor:
-    """Compute exact integer products, in FP32, by 16-bit ones: torch has no batched INT8 product on GPUs."""
+    """Compute exact integer products by 16-bit ones: torch has no batched INT8 one on GPUs."""
     dtype = sixteen_bit_dtype(a.device)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
     left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]).to(dtype) for t in (a, b))
@@ -131,9 +131,9 @@ def _batched_products(a: Tensor, b: Tensor) -> Tensor:
 
 
 def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return codes * scale in the float of backward products, in the codes' memory order; `scale` broadcasts.
+    """Return codes * scale in the float of backward products, in the codes' memory order.
 
-    Takes one pass if the elements of each scale lie side by side in memory.
+    `scale` broadcasts. Takes one pass if the elements of each scale lie side by side in memory.
     """
     dtype, order = _gradient_dtype(codes.device), memory_order(codes)
     if (

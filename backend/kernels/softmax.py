@@ -1,4 +1,4 @@
-"""The passes over attention's scores between its products: softmax, dropout, rounding, and the gradient.
+"""The passes over attention's scores: softmax, dropout, rounding, and the gradient.
 
 Each function has a plain body, which reads like its equation, and a compiled one, which takes one pass
 over memory (`qsync.backend.casts.tvm.attention`).
@@ -17,7 +17,7 @@ from qsync.backend.casts.tvm.constants import SOFTMAX_UNITS
 
 
 class Scores(NamedTuple):
-    """Some rows of some heads' scores (high + low) factor + mask, and the dropout of their weights.
+    """Scores (high + low) factor + mask of some rows of some heads, and their dropout.
 
     high, low and mask (heads, rows, keys) are in BF16; row i sees the keys up to first + i. `kept` is
     INT16: -1 for a weight that dropout keeps, 0 for a dropped one (None: all are kept). `keep_factor` is
@@ -60,10 +60,10 @@ def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
 def softmax_gradient(
     scores: Scores, sums: Tensor, means: Tensor, d_weights: Tensor, d_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute D P again, and dS = factor P (D dW - means), both in BF16, from the sums of `softmax`.
+    """Compute D P again, and dS = factor P (D dW - means), both in BF16.
 
-    `d_weights` is the gradient of D P in BF16, and is overwritten. means (heads, rows) are the sums of P
-    D dW over rows. `d_mask` receives dS / factor in FP32, if given.
+    `sums` are those of `softmax`. `d_weights` is the gradient of D P in BF16, and is overwritten. means
+    (heads, rows) are the sums of P D dW over rows. `d_mask` receives dS / factor in FP32, if given.
     """
     library = None if d_mask is not None else compiled_for("softmax", scores.high, (torch.bfloat16,))
     _dropped(d_weights, scores)

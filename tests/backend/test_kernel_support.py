@@ -261,7 +261,7 @@ class Lacking(Kernels):
         super().__init__(torch.device("cpu"))
         self.kinds, self.device = kinds, torch.device(device)
 
-    def refusal(self, kind, precision):
+    def why_unsupported(self, kind, precision):
         return "no compiler" if kind in self.kinds and precision == "int8" else None
 
 
@@ -312,7 +312,7 @@ def test_refused_asks_kernels_only_for_what_needs_one(graph):
     asked = []
 
     class Asked(Lacking):
-        def refusal(self, kind, precision):
+        def why_unsupported(self, kind, precision):
             asked.append((kind, str(precision)))
 
     for precision in (FP32, BF16, INT8):

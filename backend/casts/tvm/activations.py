@@ -1,4 +1,4 @@
-"""The fused casts with an activation: dequantize and apply GELU or ReLU, and compute the gradient.
+"""The fused casts with GELU or ReLU: dequantize and apply it, and compute the gradient.
 
 GELU is max(x, 0) - |x| Phi(-|x|), and Phi(-z) is exp(-z^2 / 2) times a smooth function of z that a
 polynomial follows (for the tanh form 1 / (1 + exp(2 u(z)))). No two nearly equal numbers are subtracted: an
@@ -38,9 +38,9 @@ _DENSITY = 1 / math.sqrt(2 * math.pi)
 
 
 class _Digits(NamedTuple):
-    """Polynomials of an accuracy: exp, and Phi(-z) exp(z^2 / 2) = t (c0 + c1 t + ...), t = 1 / (1 + s z).
+    """Polynomials of an accuracy: exp, and Phi(-z) exp(z^2 / 2) = t (c0 + c1 t + ...).
 
-    On [0, 13.2], fitted like EXP.
+    t is 1 / (1 + s z). On [0, 13.2], fitted like EXP.
     """
 
     powers: tuple[float, ...]
@@ -213,7 +213,7 @@ def _relu(loops: Any, dtype: str, curve: _Curve) -> Any:
 
 
 def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
-    """Write the gradient in another type, and the sums of its columns, in blocks of rows as all sums."""
+    """Write the gradient in another type, and the sums of its columns, in blocks of rows."""
 
     def cast(value: Any) -> Any:
         return bf16(value) if out_dtype == "bfloat16" else value
@@ -247,7 +247,7 @@ def _gradient(curve: _Curve, dtype: str, out_dtype: str) -> Any:
 
 
 def _gradient_in_parts(curve: _Curve, dtype: str, out_dtype: str) -> Any:
-    """Write the same on a GPU: every thread sums 64 rows of a column, and a second round adds the parts."""
+    """Write the same on a GPU: a thread sums 64 rows of a column, a second round adds the parts."""
 
     def cast(value: Any) -> Any:
         return bf16(value) if out_dtype == "bfloat16" else value

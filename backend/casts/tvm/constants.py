@@ -1,4 +1,4 @@
-"""Constants that the compiled casts share with the code that calls them; importing them needs no TVM."""
+"""Constants that the compiled casts share with their callers; importing them needs no TVM."""
 
 from __future__ import annotations
 

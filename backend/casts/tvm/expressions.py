@@ -1,4 +1,4 @@
-"""The arithmetic of the fused casts per element: one definition for all loops and processors.
+"""The arithmetic of the fused casts per element: one definition for all processors.
 
 Scales are integers with the bits of FP32 numbers: as integers, magnitudes have the same order and NaN is the
 largest.
@@ -36,7 +36,7 @@ _ROUNDING = 12583039.0
 
 
 def magnitude(value: Any) -> Any:
-    """Return the bits of |value|. As integers they have the order of magnitudes, and NaN is the largest."""
+    """Return the bits of |value|: integers in the order of magnitudes, NaN the largest."""
     return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
 
 
@@ -58,12 +58,12 @@ def nearest(value: Any) -> Any:
 
 
 def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
-    """Return floor(value + u), u uniform in [0, 1) on 2^24 points, from a hash of position and seed.
+    """Return floor(value + u), u uniform on 2^24 points of [0, 1), by a hash.
 
     The result lies in [-127, 127]: 127 + u may round up to 128, which in eight bits is -128, and a row's
     largest element is 127 only to the last digit.
 
-    The hash is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, while a
+    The hash of position and seed is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, while a
     generator draws one number after the other.
     """
     h = T.Cast("uint32", i * columns + j) * T.uint32(0x9E3779B1) + seed
@@ -98,7 +98,7 @@ def polynomial(x: Any, coefficients: tuple[float, ...], multiply_add: Any) -> An
 
 
 def widened(value: Any, dtype: str) -> Any:
-    """Return FP32 of a buffer's element, BF16 by its bits: TVM would bind them as a whole number."""
+    """Return FP32 of a buffer's element, BF16 by its bits: TVM would bind BF16 as an integer."""
     if dtype == "float32":
         return value
     bits = T.Cast("uint32", T.reinterpret("uint16", value))
@@ -106,7 +106,7 @@ def widened(value: Any, dtype: str) -> Any:
 
 
 def bf16(value: Any) -> Any:
-    """Return BF16 of an FP32 number. NaN becomes 0x7FC00000 first: a GPU's 0x7FFFFFFF would round to -0."""
+    """Return BF16 of an FP32 number; NaN as 0x7FC00000, as 0x7FFFFFFF would round to -0."""
     # NaN is found by its bits: TVM simplifies `value == value` to true.
     unknown = magnitude(value) > T.int32(INFINITY_BITS)
     bits = T.Select(unknown, T.int32(NAN_BITS), T.reinterpret("int32", value))

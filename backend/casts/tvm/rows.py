@@ -249,7 +249,7 @@ def _fold() -> Any:
 
 
 def _fold_on_gpu() -> Any:
-    """Fold on a GPU: every pixel collects the windows that contain it, so no two threads share a sum."""
+    """Fold on a GPU: every pixel collects its windows, so no two threads share a sum."""
 
     @T.prim_func
     def fold(
@@ -343,7 +343,7 @@ def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
 
 
 def _scale_images(loops: Any, dtype: str) -> Any:
-    """Scale convolution results (images, pixels, channels) by image and add a bias; FP32 in place."""
+    """Scale results (images, pixels, channels) by image and add a bias; FP32 in place."""
     if dtype == "float32":
 
         @T.prim_func

@@ -1,4 +1,4 @@
-"""Run the loops of a fused cast: one after the other on a CPU, as blocks of threads on a GPU.
+"""Run the loops of a fused cast: in order on a CPU, as blocks of threads on a GPU.
 
 A program names what its loops run over, and its text serves both. On a GPU every plane (the outer index of
 three) and every row is a block, and the threads of a block take the columns in turn. A row is reduced in the
@@ -73,7 +73,10 @@ class Serial:
 
 
 class Threads:
-    """A GPU: blockIdx.y over planes (65,535 at most), blockIdx.x over rows, threadIdx.x over columns."""
+    """A GPU: blockIdx.y over planes (at most 65,535), blockIdx.x over rows.
+
+    threadIdx.x runs over columns.
+    """
 
     @staticmethod
     def planes(size: Any) -> Any:
