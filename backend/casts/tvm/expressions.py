@@ -63,8 +63,8 @@ def stochastic(value: Any, i: Any, j: Any, columns: Any, seed: Any) -> Any:
     The result lies in [-127, 127]: 127 + u may round up to 128, which in eight bits is -128, and a row's
     largest element is 127 only to the last digit.
 
-    The hash of position and seed is the finalizer of MurmurHash3 (public domain): a few integer operations that vectorize, while a
-    generator draws one number after the other.
+    The hash of position and seed is the finalizer of MurmurHash3 (public domain): a few integer
+    operations that vectorize, while a generator draws one number after the other.
     """
     h = T.Cast("uint32", i * columns + j) * T.uint32(0x9E3779B1) + seed
     h = T.bitwise_xor(h, T.shift_right(h, T.uint32(16))) * T.uint32(0x85EBCA6B)
