@@ -1,7 +1,7 @@
 """The kernels to choose from for each product, precision and device.
 
-What no device computes, and what hardware lacks, stands in `qsync.records.kernel_support`; here is added
-what this build of torch and this machine's compilers lack.
+`qsync.records.kernel_support` gives the reasons for products that no device, or not this hardware,
+computes. This module adds the reasons that depend on the build of torch and on this machine's compilers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The epilogue of every product: sums are brought back to real values on their way to memory.
+// The epilogue of every product: scale the sums back to real values, and store them.
 //
 //     out[m, n] = alpha * row_scale[m / rows_per_scale] * column_scale[n] * sum[m, n] + bias[n]
 //
@@ -18,7 +18,7 @@ namespace qsync {
 
 enum OutType : int { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
 
-/// What the epilogue needs; pointers to GPU memory, null for "all ones" (scales, alpha) and "zeros" (bias).
+/// Arguments of the epilogue; pointers to GPU memory, null for "all ones" (scales, alpha) and "zeros" (bias).
 struct Scaling {
   float const *alpha = nullptr;         // one number, read on the GPU: a gradient's power of two stays on the GPU
   float const *row_scale = nullptr;     // ceil(M / rows_per_scale)
@@ -57,8 +57,8 @@ struct ToFloat {
 
 /// Stores a tile into a contiguous row-major (rows, columns) matrix of any size, scaled.
 ///
-/// The base class walks the tile; where a row of the tile lies in the matrix is `row`: itself, or, for the input
-/// gradient of a strided convolution (`Strided`), the pixel that the tile's row stands for.
+/// The base class walks the tile; `matrix_row` gives the matrix's row of a tile's row: the same, or, for the input
+/// gradient of a strided convolution (`Strided`), that of a pixel.
 template <typename ThreadMap_, bool Strided>
 class ScaledOutput : public cutlass::epilogue::threadblock::PredicatedTileIterator<ThreadMap_, float> {
  public:
@@ -123,10 +123,10 @@ class ScaledOutput : public cutlass::epilogue::threadblock::PredicatedTileIterat
       for (int group = 0; group < Iterations::kGroup; ++group) {
         CUTLASS_PRAGMA_UNROLL
         for (int row = 0; row < Iterations::kRow; ++row) {
-          int const place = row + Iterations::kRow * (group + Iterations::kGroup * cluster);
+          int const slot = row + Iterations::kRow * (group + Iterations::kGroup * cluster);
           int const tile_row = this->thread_start_row() + row * Delta::kRow + group * Delta::kGroup +
                                cluster * Delta::kCluster;
-          store_row(matrix_row(tile_row), fragment, place);
+          store_row(matrix_row(tile_row), fragment, slot);
         }
       }
     }
@@ -166,7 +166,7 @@ class ScaledOutput : public cutlass::epilogue::threadblock::PredicatedTileIterat
     return (n * p.H + h) * p.W + w;  // beyond the last row where n >= N: the tile's padding
   }
 
-  CUTLASS_DEVICE void store_row(int row, Fragment const &fragment, int place) const {
+  CUTLASS_DEVICE void store_row(int row, Fragment const &fragment, int slot) const {
     if (row >= this->extent_row()) {
       return;
     }
@@ -177,7 +177,7 @@ class ScaledOutput : public cutlass::epilogue::threadblock::PredicatedTileIterat
       cutlass::Array<float, kVector> values;
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < kVector; ++i) {
-        float const sum = fragment[(place * Iterations::kColumn + c) * kVector + i];
+        float const sum = fragment[(slot * Iterations::kColumn + c) * kVector + i];
         values[i] = sum * scale * factor_[c * kVector + i] + bias_[c * kVector + i];
       }
       int64_t const offset = int64_t(row) * this->extent_column() + column(c);

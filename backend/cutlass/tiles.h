@@ -1,4 +1,4 @@
-// What the compiled architecture multiplies with, and the tiles to choose from.
+// The instructions of the compiled architecture, and the tiles to choose from.
 //
 // A tile is what one block of threads computes: M x N results, K of the inner dimension at a time. The first tile of
 // a list is compiled always, the others only with QSYNC_ALL_TILES: they cost about five seconds each.

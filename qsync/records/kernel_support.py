@@ -1,7 +1,7 @@
-"""Which kernels exist for a kind of operator, a precision, a device and a shape, and why the others do not.
+"""State which kernels exist, by kind of operator, precision, device and shape, and why others do not.
 
-Pure, from records: planning for a GPU, and explaining the plan, need no GPU. What a device turns out to
-lack (a compiler, a library) is not known here: profiles record it (`Profile.refused`).
+Everything is computed from records: planning for a GPU, and explaining the plan, need no GPU. Only a profile
+knows what a machine lacks (a compiler, a library): see `Profile.refused`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SIGNALS = "there is no INT8 convolution of signals on GPUs"
 _GROUPED = "CUTLASS has no grouped convolutions"
 _DILATED = "CUTLASS has no input gradient of dilated convolutions"
 
-# What is unsupported of a kind that is supported otherwise, by kind of device: (kind, precision, reason).
+# Unsupported shapes of kinds that are supported otherwise, by kind of device: (kind, precision, reason).
 # On CPUs oneDNN, or a product of windows, takes every shape (grouped 3.2, dilated 3.4 times as fast as
 # FP32; Zen 5).
 SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
