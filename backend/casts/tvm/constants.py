@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 THREADS_PER_BLOCK = 256  # of a GPU: a power of two
-ROWS_PER_PART = (
-    64  # rows that are reduced at once where columns are: by one thread of a GPU, into one sum of a CPU
-)
+# Rows that are reduced at once where columns are: by one thread of a GPU, or into one partial sum of a CPU.
+ROWS_PER_PART = 64
 # The largest magnitude that a row of zeros gets: its codes are zero, and its scale and the inverse of it
 # are normal FP32 numbers.
 SMALLEST_AMAX = 1e-35
