@@ -1,9 +1,9 @@
 """Convolutions in INT8 and BF16 on CPUs: products of unfolded windows, or oneDNN.
 
 The shape decides which. Images and weights are computed with in channels-last order, whatever order the
-model's parameters have. The result stays in that order for the operators after it, as lowering knows. The
-gradient of the input returns in the input's own order: the operator before is several times slower if its
-gradient and its saved tensors lie in different orders.
+model's parameters have. The result stays in that order for the operators after it, as lowering knows
+(`Run.channels_last`). The gradient of the input returns in the input's own order: the operator before is
+several times slower if its gradient and its saved tensors lie in different orders.
 """
 
 from __future__ import annotations
