@@ -139,7 +139,7 @@ class TestOnAGpu:
     def test_work_is_queued_on_the_current_stream(self):
         from qsync.backend.casts import library as compiled
 
-        library = compiled.library(autotune.architecture(torch.device("cuda")))
+        library = compiled.library(cuda_build.architecture(torch.device("cuda")))
         x = torch.zeros(512, 4096, device="cuda")
         codes = torch.empty_like(x, dtype=torch.int8)
         scale = torch.empty(512, dtype=torch.int32, device="cuda")

@@ -7,6 +7,7 @@ import shutil
 import pytest
 import torch
 
+from qsync.backend import cuda_build
 from qsync.backend.casts import autotune, cast_ops
 from qsync.backend.casts import library as compiled
 
@@ -43,7 +44,7 @@ def both(request, monkeypatch):
     if real and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     if real:
-        name = autotune.architecture(torch.device("cuda"))
+        name = cuda_build.architecture(torch.device("cuda"))
         library = compiled.library(name)
         assert library is not None, compiled.note(name)
     elif request.param == "cpu":
