@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from qsync.backend import cuda_build
-from qsync.backend.casts import autotune, build_cuda, cast_ops, epilogues, library
+from qsync.backend.casts import autotune, build_cuda, cast_ops, epilogues
+from qsync.backend.casts import library as compiled
 from qsync.backend.casts.tvm import activations, attention, columns, expressions
 from qsync.backend.casts.tvm import rows as fused
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
@@ -36,7 +37,7 @@ def test_every_program_has_kernels_for_every_architecture():
 
 
 def test_the_parts_of_a_column_are_those_that_the_programs_reduce():
-    assert library.ROWS_PER_PART == activations.ROWS_PER_PART == columns.ROWS_PER_PART
+    assert compiled.ROWS_PER_PART == activations.ROWS_PER_PART == columns.ROWS_PER_PART
 
 
 def test_a_row_of_zeros_has_the_same_magnitude_compiled_and_plain():
@@ -137,8 +138,6 @@ class TestOnAGpu:
             assert "ms fused" in verdict, (name, verdict)
 
     def test_work_is_queued_on_the_current_stream(self):
-        from qsync.backend.casts import library as compiled
-
         library = compiled.library(cuda_build.architecture(torch.device("cuda")))
         x = torch.zeros(512, 4096, device="cuda")
         codes = torch.empty_like(x, dtype=torch.int8)

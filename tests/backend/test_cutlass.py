@@ -743,7 +743,7 @@ def test_views_are_read_as_they_lie_or_copied(emulated):
     ],
 )
 def test_convolutions_that_cutlass_lacks_run_in_fp16(precision, x, weight, options, reason):
-    convolution._say_once.cache_clear()
+    convolution._warn_once.cache_clear()
     tensors = normal(x, weight, weight[:1])
     for attempt in range(2):
         said = (
