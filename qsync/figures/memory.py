@@ -20,10 +20,9 @@ _PARTS = {
 
 
 def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
-    """Draw how a step fills the memory of every class (`qsync.replayer.memory_breakdown`), one below the other.
+    """Draw the memory of a step of every class (`qsync.replayer.memory_breakdown`), one below the other.
 
-    The budget is drawn where it is near enough to be seen beside the peak; the title says in any case which
-    part of it is used.
+    The budget is drawn if it is less than twice the peak; the title always says which part of it is used.
 
     >>> steps(peaks(graph, plan, profiles, cluster), "memory.png")
     """
@@ -45,6 +44,7 @@ def steps(peaks: Mapping[str, Peak], path: str | Path) -> Path:
 
 
 def stack_parts(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
+    """Stack the parts of a memory curve, in MB, over the operators of forward and backward."""
     times = range(len(curve["throughout"]))
     parts = [[b / 1e6 for b in curve[part]] for part in _PARTS]
     axes.stackplot(
@@ -59,5 +59,6 @@ def stack_parts(axes: Axes, curve: Mapping[str, Sequence[int]]) -> None:
 
 
 def strip_axes(axes: Axes) -> None:
+    """Remove the upper and right frame of axes."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=INK, labelsize=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -46,7 +47,12 @@ def _draw_trade(axes: Axes, plans: Sequence[Plan], steps: Sequence[float]) -> No
     bounds = [max(plan.bound, floor) if plan.bound is not None else float("nan") for plan in plans]
     if any(bound < 0.99 * height for bound, height in zip(bounds, heights, strict=True)):
         # A plan as fast as one of these, or faster, is not below that one's bound: so back to the one before.
-        style = {"color": FAINT, "linewidth": 1, "linestyle": (0, (4, 3)), "label": "no plan is below"}
+        style: dict[str, Any] = {
+            "color": FAINT,
+            "linewidth": 1,
+            "linestyle": (0, (4, 3)),
+            "label": "no plan is below",
+        }
         axes.step(steps, bounds, where="pre", zorder=1, **style)
         axes.legend(frameon=False, fontsize=8, loc="upper right")
     faces = ["#0072b2" if value > 0.0 else "white" for value in added]

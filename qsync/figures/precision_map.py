@@ -22,10 +22,10 @@ from qsync.records.profiles import Sensitivity, shown
 def allocation(
     plan: Plan, graph: OpGraph, sensitivity: Sensitivity, path: str | Path, *, emulated: Collection[str] = ()
 ) -> Path:
-    """Which adjustable operator has which precision on which class, in model order, above what each precision
-    would cost.
+    """Draw the precision of every adjustable operator on every class, above the cost of each precision.
 
-    `emulated` names the classes that are emulated. Raises QSyncError if the graph has no adjustable operator.
+    Operators stand in model order.     `emulated` names the classes that are emulated. Raises QSyncError if
+    the graph has no adjustable operator.
 
     >>> allocation(plan, graph, sensitivity, "allocation.png", emulated={"weak"})
     """
@@ -76,13 +76,14 @@ def _draw_assignments(axes: Axes, plan: Plan, ops: Sequence[str]) -> None:
 
 
 def _draw_costs(axes: Axes, sensitivity: Sensitivity, ops: Sequence[str]) -> None:
-    """A point for each precision that was assessed, joined by a line from the least to the greatest."""
+    """Draw a point for each assessed precision, joined by a line from the least to the greatest."""
     size = 26 if len(ops) <= 60 else 9
     for precision, colour in PRECISION_COLOURS.items():
         points = [(i, sensitivity.omega.get(op, {}).get(precision, 0.0)) for i, op in enumerate(ops)]
         points = [(i, omega) for i, omega in points if omega > 0]  # a log axis has no zero
         if points:
-            axes.scatter(*zip(*points, strict=True), s=size, color=colour, zorder=3, linewidths=0)
+            at, omegas = zip(*points, strict=True)
+            axes.scatter(at, omegas, s=size, color=colour, zorder=3, linewidths=0)
     for i, op in enumerate(ops):
         values = [omega for omega in sensitivity.omega.get(op, {}).values() if omega > 0]
         if values:
@@ -94,9 +95,7 @@ def _draw_costs(axes: Axes, sensitivity: Sensitivity, ops: Sequence[str]) -> Non
 
 
 def _label_ops(axes: Axes, ops: Sequence[str], width: float) -> None:
-    """Names of single operators where they fit; of blocks otherwise, as many as fit; and a rule between
-    blocks.
-    """
+    """Label operators, or as many blocks as fit where operators do not, with a line between blocks."""
     blocks = [(block, len(list(members))) for block, members in groupby(ops, key=block_of)]
     begin, middles = 0, []
     for block, num_members in blocks:
@@ -108,16 +107,16 @@ def _label_ops(axes: Axes, ops: Sequence[str], width: float) -> None:
         axes.set_xticks(range(len(ops)), ops)
     else:
         inches_per_op = (width - 1.8) / len(ops)
-        kept: list[tuple[float, str]] = []
+        labelled: list[tuple[float, str]] = []
         for middle, block in middles:
-            if not kept or (middle - kept[-1][0]) * inches_per_op > 0.17:
-                kept.append((middle, block))
-        axes.set_xticks([middle for middle, _ in kept], [block for _, block in kept])
+            if not labelled or (middle - labelled[-1][0]) * inches_per_op > 0.17:
+                labelled.append((middle, block))
+        axes.set_xticks([middle for middle, _ in labelled], [block for _, block in labelled])
     axes.tick_params(axis="x", labelrotation=90, labelsize=7.5)
 
 
 def block_of(op: str) -> str:
-    """The block an operator belongs to: its name up to its first numbers, or the first part if it has none.
+    """Return the block of an operator: its name up to its first numbers, or its first part.
 
     >>> block_of("encoder.layer.3.attention.query"), block_of("stages.1.0.shortcut.0"), block_of("head")
     ('encoder.layer.3', 'stages.1.0', 'head')

@@ -44,8 +44,7 @@ def timelines(
     emulated: bool = False,
     title: str = "One training step",
 ) -> Path:
-    """One step as a lane per rank: compute, casts and waiting above, communication, which overlaps with it,
-    below.
+    """Draw one step as a lane per rank: compute, casts and waiting above, communication below.
 
     Events are (kind, start_s, duration_s), with a kind of KIND_COLOURS. Raises QSyncError for another kind or
     no lane.
@@ -77,7 +76,7 @@ def timelines(
 
 
 def lanes_of(timeline: Timeline, emulated: Collection[str] = ()) -> list[Lane]:
-    """The lanes of a replayed timeline: one per device class, whose ranks all do the same."""
+    """Return the lanes of a replayed timeline: one per device class, whose ranks all do the same."""
     lanes: list[Lane] = []
     for name, entry in timeline.classes.items():
         events = [(e.kind, e.start_s, e.duration_s) for e in timeline.events if e.device_class == name]

@@ -105,8 +105,8 @@ class Wiring:
         i = self.position.get(name)
         if i is None or not can_save_less(self.ops[i]):
             raise MismatchError(
-                f"the graph of {self.model} has no operator {shortened(name)} that could save less; those are "
-                f"following operators of the kinds {', '.join(FORMS)}"
+                f"the graph of {self.model} has no operator {shortened(name)} that could save less; those "
+                f"are following operators of the kinds {', '.join(FORMS)}"
             )
 
 

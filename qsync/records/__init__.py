@@ -1,1 +1,15 @@
-"""Records: what is measured, planned and predicted, read and written as JSON. No torch."""
+"""Records: what is measured, planned and predicted, as frozen dataclasses with JSON in and out. No torch.
+
+`graph`           the operators of a captured model
+`precision`       precisions, and the types that operands have in them
+`cluster`         device classes, ranks and links
+`datasheets`      peak rates of GPUs that need not be here
+`profiles`        measured costs of a device class; sensitivities of operators
+`plans`           an assignment of precisions per device class
+`levers`          what a plan changes beside precisions
+`save_less`       operators that can save less for backward, and their forms
+`kernel_support`  shapes that kernels do not serve
+`basis`           a folder with a plan and all it was made from
+`json_files`      read and write JSON files, and check their fields
+`identity_cache`  values computed once per record
+"""

@@ -1,4 +1,4 @@
-"""A folder that holds a plan with all it was made from, to be replayed, explained and checked later.
+"""Save and load a plan with all that it was made from, to be replayed, explained and checked later.
 
 plan.json  graph.json  cluster.json  sensitivity.json  profile-<class>.json
 """
@@ -19,7 +19,7 @@ from qsync.records.profiles import Profile, Sensitivity
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """What a plan is made from: the graph, the cluster, a profile per class, and the sensitivity."""
+    """The inputs of a plan: the graph, the cluster, a profile per class, and the sensitivity."""
 
     graph: OpGraph
     cluster: Cluster
@@ -37,10 +37,9 @@ class Basis:
 
     @classmethod
     def load(cls, folder: str | Path, cluster: Cluster | None = None) -> Basis:
-        """Read a basis, for its own cluster or the one given. Classes of data sheets are left without a
-        profile.
+        """Read a basis, for its own cluster or the one given.
 
-        FormatError names the file that is missing or malformed.
+        Classes of data sheets have no profile here. FormatError names the file that is missing or malformed.
         """
         folder = Path(folder)
         if not (folder / "graph.json").is_file():
@@ -54,13 +53,13 @@ class Basis:
         profiles = {
             c.name: Profile.load(folder / f"profile-{c.name}.json")
             for c in cluster.classes
-            if c.datasheet is None  # what is simulated is not on disk: see qsync.commands.what_if
+            if c.datasheet is None  # simulated profiles are not on disk: see qsync.commands.what_if
         }
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
 
 
 def save_plan(folder: str | Path, plan: Plan, basis: Basis) -> None:
-    """Write a plan beside what it was made from."""
+    """Write a plan beside its basis."""
     basis.save(folder)
     plan.save(Path(folder) / "plan.json")

@@ -1,7 +1,4 @@
-"""Device classes, how many ranks of each, and the link between them.
-
-Read from cluster.toml or from a running job.
-"""
+"""Clusters: device classes, the number of ranks of each, and the links between them."""
 
 from __future__ import annotations
 
@@ -20,12 +17,12 @@ from qsync.records.precision import Precision
 
 @dataclass(frozen=True, slots=True)
 class DeviceClass:
-    """What one kind of card can do.
+    """The abilities of one kind of card.
 
-    `emulated_share` is set when the class is emulated: the share of its core that such a rank is given.
-    `datasheet` names the data sheet of a device that is not here: what is planned for it is simulated.
-    `hardware` is the name of the GPU, or of the processor with a rank's threads, if it is known: a profile of
-    another is refused.
+    `emulated_share` is set when the class is emulated: the share of its core that such a rank gets.
+    `datasheet` names the data sheet of a device that is not here: a plan for it is simulated. `hardware` is
+    the name of the GPU, or of the processor with a rank's threads, if it is known: a profile of other
+    hardware is an error.
     """
 
     name: str
@@ -39,21 +36,23 @@ class DeviceClass:
 
     @property
     def carried_16bit(self) -> str | None:
-        """The 16-bit float that this class carries along edges, None if it has none.
+        """Return the 16-bit float that this class carries along edges, None if it has none.
 
-        FP16 is never carried: gradients leave an FP16 operator in true scale, which FP16 may not hold.
+        It is never FP16: gradients leave an FP16 operator in true scale, which FP16 may not hold.
         """
         return "bf16" if Precision.BF16 in self.precisions else None
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How ranks exchange gradients: an all-reduce of b bytes takes latency_s + b / bytes_per_s once all have
-    arrived. `num_ranks` is how many ranks it was measured between; None: as many as it is used for.
+    """A link over which ranks exchange gradients.
+
+    An all-reduce of b bytes takes latency_s + b / bytes_per_s once all ranks have arrived. `num_ranks` is the
+    number of ranks that it was measured between; None: as many as it is used for.
 
     On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
-    its speed alone (1 where a copy engine does the work). What it takes from compute is each class's own:
-    Profile.reduce_s_per_byte.
+    its speed alone (1 where a copy engine does the work). It slows compute by an amount that each class has
+    measured (`Profile.reduce_s_per_byte`).
     """
 
     latency_s: float
@@ -77,6 +76,7 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks of all classes."""
         return sum(device_class.count for device_class in self.classes)
 
     def __getitem__(self, name: str) -> DeviceClass:
@@ -87,7 +87,7 @@ class Cluster:
         raise FormatError(f"no device class {shortened(name)} in this cluster; it has {known}")
 
     def with_memory(self, budgets: Mapping[str, int]) -> Cluster:
-        """This cluster with other memory for some classes: name -> bytes.
+        """Return this cluster with other memory for some classes: name -> bytes.
 
         FormatError for an unknown class.
         """
@@ -97,6 +97,7 @@ class Cluster:
         return replace(self, classes=classes)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the cluster as a JSON object."""
         body = asdict(self)
         for entry in body["classes"]:
             if entry["hardware"] is None:  # as in files from before there was this field
@@ -191,7 +192,7 @@ def _device_class(entry: Any, where: str) -> DeviceClass:
 
 
 def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A class whose memory and precisions are its data sheet's, unless it says otherwise."""
+    """Complete a class with the memory and precisions of its data sheet, where it has none of its own."""
     try:
         sheet = datasheet(field(entry, "datasheet", str, where))
     except FormatError as error:
@@ -233,7 +234,7 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
 
 
 def _hosts(value: Mapping[str, Any], where: str) -> tuple[Link | None, int]:
-    """The link between hosts and how many these are; neither or both must be given."""
+    """Return the link between hosts and the number of hosts; neither or both must be given."""
     num_hosts = field({"num_hosts": 1, **value}, "num_hosts", int, where)
     entry = value.get("between")
     if num_hosts < 1:
@@ -248,7 +249,7 @@ def _hosts(value: Mapping[str, Any], where: str) -> tuple[Link | None, int]:
 
 
 def _check_known(entry: Mapping[str, Any], record: type, where: str) -> None:
-    """FormatError for a field that the record does not have: a misspelt one would otherwise be ignored."""
+    """Raise FormatError for a field that the record does not have, such as a misspelt one."""
     known = [entry.name for entry in fields(record)]
     for name in entry:
         if name not in known:

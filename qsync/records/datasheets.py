@@ -1,7 +1,7 @@
-"""What a device could do at best: peak rates, bandwidth and memory. A table of GPUs that need not be here.
+"""Data sheets: peak rates, bandwidth and memory of GPUs that need not be here.
 
-A data sheet bounds what an operator takes (roofline); it does not say how near an operator comes. What is
-planned from one is simulated, and labelled so.
+A data sheet bounds the time of an operator from below (roofline); it does not say how near an operator comes.
+A plan made from one is simulated, and labelled so.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from qsync.errors import FormatError, shortened
 from qsync.records.json_files import check_fields
 from qsync.records.precision import Precision
 
-# What every kernel of a GPU takes at least. No data sheet says it: launches of small kernels, back to back,
-# on data-centre GPUs of the last years take 2 to 10 microseconds (an assumption, ours).
+# The least time of a GPU kernel. No data sheet has it: launches of small kernels, back to back, take 2 to 10
+# microseconds on data-centre GPUs of the last years (an assumption).
 LAUNCH_S = 5e-6
 
 
@@ -24,9 +24,9 @@ LAUNCH_S = 5e-6
 class DataSheet:
     """One device: dense peak rates by type (operations per second, a multiply-add counted as two), memory.
 
-    `flops_per_s` names the types it multiplies in hardware, so it says which precisions it has. `launch_s` is
-    what the smallest operator takes. `capability` is CUDA's compute capability, None for a CPU. `source` says
-    where the numbers come from.
+    `flops_per_s` names the types that the device multiplies in hardware, and so its precisions. `launch_s`
+    is the time of the smallest operator. `capability` is CUDA's compute capability, None for a CPU. `source`
+    says where the numbers come from.
     """
 
     name: str
@@ -40,16 +40,17 @@ class DataSheet:
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
-        """The precisions that a plan may give this device, INT8 in all three products among them."""
+        """Return the precisions that a plan may give this device, INT8 in all three products among them."""
         has = set(self.flops_per_s) | ({str(Precision.INT8_ALL)} if "int8" in self.flops_per_s else set())
         return tuple(precision for precision in Precision if str(precision) in has)
 
     @property
     def backward_type(self) -> str:
-        """The type in which 8-bit operators multiply backward: the 16-bit float, FP32 if there is none."""
+        """Return the type in which 8-bit operators multiply backward: a 16-bit float, else FP32."""
         return next((name for name in ("bf16", "fp16") if name in self.flops_per_s), "fp32")
 
     def to_json(self) -> dict[str, Any]:
+        """Return the data sheet as a JSON object."""
         return asdict(self)
 
     @classmethod
@@ -73,7 +74,7 @@ def _nvidia(
     source: str,
     **teraflops: float,
 ) -> DataSheet:
-    """A row of the table, in the units of NVIDIA's data sheets; `source` is the title of its own."""
+    """Return a row of the table, from the units of NVIDIA's data sheets; `source` is the sheet's title."""
     rates = {type_name: rate * 1e12 for type_name, rate in teraflops.items()}
     return DataSheet(
         name, rates, gigabytes_per_s * 1e9, gigabytes * 10**9, cache_megabytes * 2**20, LAUNCH_S, capability,
@@ -118,7 +119,9 @@ DATASHEETS: dict[str, DataSheet] = {
 
 
 def datasheet(name: str) -> DataSheet:
-    """The data sheet of the device called `name`, in any case; FormatError with the nearest if there is none.
+    """Return the data sheet of a device by its name, in any case.
+
+    FormatError names the nearest if there is none.
 
     >>> datasheet("T4").flops_per_s["int8"]
     130000000000000.0

@@ -1,8 +1,8 @@
-"""OpGraph: the operators of a captured model, in the order they run. A record: no torch, JSON in and out.
+"""OpGraph: the operators of a captured model, in the order they run.
 
-An operator's *inputs* are the values it computes on, which lowering brings to the operator's type. What it
-reads as it is (parameters of a norm, running statistics, indices, boolean masks) stands in *kept*. Values are
-named by what makes them: an operator's name, or a graph input's.
+The *inputs* of an operator are the values that it computes on; lowering brings them to the operator's type.
+Its *kept* values are read as they are (parameters of a norm, running statistics, indices, boolean masks). A
+value has the name of the operator that makes it, or of the graph input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VERSION = 1
 
 
 class Role(StrEnum):
-    """Who chooses an operator's precision."""
+    """The source of an operator's precision."""
 
     ADJUSTABLE = "adjustable"  # the plan
     FOLLOWING = "following"  # its inputs: it runs in the widest type among them
@@ -46,6 +46,7 @@ class Input:
 
     @property
     def num_elements(self) -> int:
+        """Return the number of elements."""
         return num_elements(self.shape)
 
 
@@ -80,6 +81,7 @@ class Op:
 
     @property
     def num_elements(self) -> int:
+        """Return the number of elements of the result."""
         return num_elements(self.shape)
 
 
@@ -100,15 +102,17 @@ class OpGraph:
 
     @property
     def adjustable(self) -> tuple[Op, ...]:
+        """Return the adjustable operators, in order."""
         return tuple(op for op in self.ops if op.role is Role.ADJUSTABLE)
 
     @property
     def parameters(self) -> tuple[Input, ...]:
+        """Return the parameters that enter the graph."""
         return tuple(value for value in self.inputs if value.kind == "parameter")
 
     @property
     def hash(self) -> str:
-        """Identity of the model as a plan sees it: adjustable operators and parameter shapes."""
+        """Return the identity of the model as a plan sees it: adjustable operators and parameter shapes."""
         return _HASHES.of(self, self._hash)
 
     def _hash(self) -> str:
@@ -121,15 +125,16 @@ class OpGraph:
 
     @property
     def batch_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of what a step is given beside the model."""
+        """Return the shapes of the batch's tensors."""
         return tuple(value.shape for value in self.inputs if value.kind == "batch")
 
     @property
     def shapes_hash(self) -> str:
-        """Identity of one batch shape of that model: what a profile was measured for."""
+        """Return the identity of the model at one batch shape, as a profile was measured for it."""
         return _SHAPES_HASHES.of(self, lambda: digest([[op.name, op.shape] for op in self.ops]))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the graph as a JSON object."""
         body = {"model": self.model, "num_segments": self.num_segments}
         inputs = [asdict(value) for value in self.inputs]
         return {
@@ -142,6 +147,7 @@ class OpGraph:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> OpGraph:
+        """Read a graph; FormatError names what is missing or wrong."""
         check_header(value, "graph", VERSION)
         try:
             inputs = tuple(Input(**_tuples(entry)) for entry in field(value, "inputs", list, "graph"))
@@ -161,9 +167,7 @@ class OpGraph:
         return graph
 
     def _check_names(self) -> None:
-        """FormatError unless every operator reads what exists by then, and qsync has kernels for what may be
-        adjusted.
-        """
+        """Raise FormatError if an operator reads an unknown value, or is adjustable without a kernel."""
         known = {value.name for value in self.inputs}
         for op in self.ops:
             missing = [name for name in (*op.inputs, *op.kept) if name not in known]
@@ -181,10 +185,12 @@ class OpGraph:
             known.add(op.name)
 
     def save(self, path: str | Path) -> Path:
+        """Write graph.json, whole or not at all."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> OpGraph:
+        """Read graph.json; FormatError names what is missing or wrong."""
         return cls.from_json(read_json(path))
 
 
@@ -193,12 +199,12 @@ _SHAPES_HASHES: Remembered[str] = Remembered()
 
 
 def num_elements(shape: Iterable[int]) -> int:
-    """Product of the sizes; 1 for a scalar."""
+    """Return the product of the sizes; 1 for a scalar."""
     return reduce(lambda total, size: total * size, shape, 1)
 
 
 def digest(value: Any) -> str:
-    """A short, stable hash of a JSON-able value."""
+    """Return a short, stable hash of a JSON-able value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

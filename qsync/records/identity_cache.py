@@ -1,4 +1,4 @@
-"""What follows from a record alone is worked out once, and forgotten with the record."""
+"""Cache what follows from a record alone: it is computed once, and freed with the record."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Remembered(Generic[T]):
-    """A value for each record, which is known by identity: comparing graphs would cost more than it saves.
+    """A cache of one value per record, by identity: comparing graphs would cost more than it saves.
 
     A value must not hold its record, or neither would ever be freed.
 
@@ -22,7 +22,7 @@ class Remembered(Generic[T]):
         self._held: dict[int, tuple[weakref.ref[Any], T]] = {}
 
     def of(self, record: Any, make: Callable[[], T]) -> T:
-        """The value of this record, made if there is none yet."""
+        """Return the value of this record; make it if there is none yet."""
         key = id(record)
         found = self._held.get(key)
         if found is None:

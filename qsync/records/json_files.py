@@ -1,4 +1,4 @@
-"""Reading and writing qsync's JSON files: whole or not at all, and malformed ones named with their line."""
+"""Read and write qsync's JSON files: whole or not at all, with the line of what is malformed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_text(path: str | Path, text: str) -> Path:
 
 
 def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
+    """Return the process's umask, which can only be read by setting it."""
     mask = os.umask(0o077)
     os.umask(mask)
     return mask
@@ -89,7 +89,7 @@ def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
 
 
 def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...], where: str) -> Any:
-    """`value[name]`, checked to be there and of the expected type."""
+    """Return `value[name]`, checked to be there and of the expected type."""
     if name not in value:
         raise FormatError(f"{where} lacks the field {name!r}; write the file anew or add the field")
     found = value[name]
@@ -102,10 +102,9 @@ def field(value: Mapping[str, Any], name: str, expected: type | tuple[type, ...]
 
 
 def check_fields(record: Any, where: str) -> None:
-    """FormatError unless every field of a record, read from a file, is of the type that it is declared with.
+    """Raise FormatError unless every field of a record from a file has its declared type.
 
-    Numbers must be finite and not negative: what a file of ours holds is counts, sizes, seconds, bytes and
-    variances.
+    Numbers must be finite and not negative: files hold counts, sizes, seconds, bytes and variances.
     """
     for name, expected in _fields(type(record)).items():  # type: ignore[arg-type]  # classes are hashable
         _check(getattr(record, name), expected, f"{where}: field {name!r}")

@@ -1,4 +1,4 @@
-"""Levers: what a plan may change beside precisions, for each device class. A record: no torch.
+"""Levers: the changes that a plan may make beside precisions, for each device class.
 
 Shares of the batch and passes (micro-batches) are taken by `qsync.weigh_gradients` and `qsync.micro_batches`,
 blocks are recomputed by `qsync.wrap`; the size of DDP's buckets, and which operators save less for backward,
@@ -21,9 +21,10 @@ SHARE, ACCUMULATE, BUCKETS, RECOMPUTE, SAVE_LESS = LEVERS = (
 
 @dataclass(frozen=True, slots=True)
 class ClassLevers:
-    """One class: the samples that each of its ranks takes per optimizer step (None: as many as the graph was
-    captured with), in how many passes, and which blocks (paths of modules) compute forward once more in
-    backward.
+    """The levers of one class.
+
+    Each of its ranks takes `samples` per optimizer step (None: as many as the graph was captured with) in
+    `passes` micro-batches. The blocks `recomputed` (paths of modules) compute forward once more in backward.
     """
 
     samples: int | None = None
@@ -31,7 +32,7 @@ class ClassLevers:
     recomputed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """In words: "4 samples in 2 passes, layer.0 recomputed"."""
+        """Say the levers in words: "4 samples in 2 passes, layer.0 recomputed"."""
         parts = [f"{self.samples} samples" if self.samples is not None else "samples as captured"]
         parts[0] += f" in {self.passes} passes" if self.passes > 1 else ""
         if self.recomputed:
@@ -41,10 +42,10 @@ class ClassLevers:
 
 @dataclass(frozen=True, slots=True)
 class Without:
-    """The plan with one lever off, the others as they are and precisions chosen anew: what the lever bought
-    is the difference.
+    """The plan with one lever off, the others as they are, and precisions chosen anew.
 
-    None where there is no such plan; `reason` says why, or that the target is then missed.
+    Its difference from the plan is the gain of the lever. Fields are None where there is no such plan;
+    `reason` says why, or that the target is then missed.
     """
 
     step_s: float | None = None
@@ -56,9 +57,9 @@ class Without:
 class Levers:
     """The levers that a plan uses; a class not named uses none. In a plan each is named, with its samples.
 
-    `without` has what the plan would be with each lever turned off. How costs at other numbers of samples
-    were come by, the class's part of the plan says (`ClassPlan.origin`): "interpolated" or "proportional".
-    `untried` has levers that a search would have used, and why it could not.
+    `without` holds the plan with each lever switched off. `ClassPlan.origin` says how the costs at other
+    numbers of samples were found: "interpolated" or "proportional". `untried` names levers that a search
+    could not use, with the reasons.
 
     >>> Levers({"infer": ClassLevers(samples=4, passes=2)})
     """
@@ -72,7 +73,7 @@ class Levers:
 
     @property
     def used(self) -> tuple[str, ...]:
-        """The levers that some class of a plan uses."""
+        """Return the levers that some class of a plan uses."""
         entries = self.classes.values()
         found = {
             SHARE: len({entry.samples for entry in entries}) > 1,
@@ -82,6 +83,7 @@ class Levers:
         return tuple(name for name, is_used in found.items() if is_used)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the levers as a JSON object."""
         body: dict[str, Any] = {
             "classes": {name: asdict(entry) for name, entry in sorted(self.classes.items())}
         }
@@ -115,7 +117,7 @@ class Levers:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a profile was carried over to: the graph of one pass, the samples of a step, and the levers.
+    """The setting that a profile was carried over to: the graph of a pass, the samples of a step, the levers.
 
     `captured` is the hash of the shapes, and `captured_samples` the number of samples, that graph and profile
     were made with.
@@ -129,7 +131,7 @@ class Setting:
 
 
 def samples_of(graph: OpGraph) -> int:
-    """How many samples a graph was captured with: the first dimension of the first tensor of the batch.
+    """Return the number of samples a graph was captured with: the first size of the batch's first tensor.
 
     Raises FormatError for a graph whose batch has none.
 

@@ -1,4 +1,4 @@
-"""Plan: for each device class an assignment of precisions, and what was predicted for it."""
+"""Plans: for each device class an assignment of precisions, with the predictions for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """What replay predicted for one class under the plan.
+    """The prediction of replay for one class under the plan.
 
     Variance is in squared gradient norm, weighted n_c / N^2.
     """
@@ -48,7 +48,7 @@ class ClassPlan:
 
     @property
     def lowered(self) -> tuple[str, ...]:
-        """The operators that do not run in FP32."""
+        """Return the operators that do not run in FP32."""
         return tuple(op for op, precision in self.assignment.items() if precision is not Precision.FP32)
 
 
@@ -86,25 +86,25 @@ class Plan:
 
     @property
     def added_variance(self) -> float | None:
-        """Of all classes together; None if nothing was predicted."""
+        """Return the added variance of all classes together; None if nothing was predicted."""
         found = [entry.predicted.added_variance for entry in self.classes.values() if entry.predicted]
         return sum(found) if len(found) == len(self.classes) else None
 
     @property
     def gap(self) -> float | None:
-        """The part of the added variance that a better plan might not add; None if that is not known."""
+        """Return the part of the added variance that a better plan might not add; None if unknown."""
         added = self.added_variance
         if self.bound is None or added is None:
             return None
         return max(0.0, 1.0 - self.bound / added) if added > 0.0 else 0.0
 
     def pinned_by(self, op: str, precision: Precision) -> str | None:
-        """The pattern that pinned an operator to this precision when the plan was made, if one did."""
+        """Return the pattern that pinned an operator to this precision, if one did."""
         matching = (p for p, to in self.pins.items() if to is precision and fnmatch.fnmatchcase(op, p))
         return next(matching, None)
 
     def check_graph(self, graph: OpGraph) -> None:
-        """MismatchError unless this plan was made for `graph`; both sides are named."""
+        """Raise MismatchError unless this plan was made for `graph`; the message names both sides."""
         names = {op.name: op.kind for op in graph.adjustable}
         model = shortened(graph.model, quote=False)
         for class_name, class_plan in self.classes.items():
@@ -135,7 +135,7 @@ class Plan:
             )
 
     def pin(self, pattern: str, precision: str | Precision) -> Plan:
-        """A plan in which every operator that matches `pattern` has this precision in every class.
+        """Return a plan in which every operator that matches `pattern` has this precision in every class.
 
         Predictions are dropped: they were made for another assignment. Replay the result to have them again.
         """
@@ -160,8 +160,9 @@ class Plan:
         """Return a plan in which the following operators that match save less for backward.
 
         The change is to every class, or to one. Following operators are gelu, layer_norm, dropout and their
-        like. Lowering decides what they save then: their result if the next product saves it anyway, else one
-        or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are dropped, as by `pin`.
+        like. Lowering decides what they save then: their result if the next product saves it anyway, else
+        one or eight bits per element (`qsync.backend.compressed_saves.saved_ops`). Predictions are dropped,
+        as by `pin`.
 
         >>> plan.save_less("encoder.layer.*", device_class="infer")
         """
@@ -177,10 +178,10 @@ class Plan:
         return replace(self, classes={**self.classes, **changed}, step_s=None, bound=None)
 
     def diff(self, other: Plan) -> str:
-        """One line per operator and class whose precision differs, and per class in which others save less;
-        first, one for the buckets.
+        """Return the differences to another plan, one a line; empty if the plans run alike.
 
-        Empty if the plans run alike.
+        The first line is of the buckets, then one per operator and class whose precision differs, and one per
+        class in which other operators save less or that has other levers.
         """
         caps = [
             "DDP's own" if plan.bucket_cap_bytes is None else f"{plan.bucket_cap_bytes} bytes"
@@ -205,7 +206,7 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """Classes by name, operators in the order of the model: what is equal is written alike."""
+        """Return the plan as a JSON object, classes by name: equal plans are written alike."""
         classes = {
             name: {
                 "profile_hash": class_plan.profile_hash,
@@ -243,6 +244,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Plan:
+        """Read a plan; FormatError names the class or operator that is wrong."""
         check_header(value, "plan", VERSION)
         classes = {}
         for name, entry in field_of(value, "classes", dict, "plan").items():
@@ -290,7 +292,7 @@ class Plan:
 
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:
-    """MismatchError for a pattern of a class's plan that matches no operator that can save less; "*" may."""
+    """Raise MismatchError for a pattern, other than "*", that matches no operator that can save less."""
     where, model = (shortened(name, quote=False) for name in (device_class, graph.model))
     for pattern in patterns:
         if pattern != "*" and not ops_that_save_less(graph, [pattern]):
@@ -302,7 +304,7 @@ def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> 
 
 
 def _mapping(value: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A field that plans have only where it says something."""
+    """Return a field that a plan may leave out."""
     found: dict[str, Any] = field_of({name: {}, **value}, name, dict, "plan")
     return found
 

@@ -1,4 +1,4 @@
-"""Precisions: what an operator may be computed in, and which types its operands and its result then have.
+"""Precisions: the number formats of operators, and the types that operands and results have in them.
 
 Two vocabularies meet here. A *precision* is what a plan assigns to an operator (`int8` means INT8 forward and
 16-bit backward). A *type* is what a tensor is stored in on an edge of the lowered graph (`fp32`, `bf16`,
@@ -13,7 +13,7 @@ from qsync.errors import FormatError, shortened
 
 
 class Precision(StrEnum):
-    """What a plan may assign to an adjustable operator."""
+    """A precision that a plan may assign to an adjustable operator."""
 
     FP32 = "fp32"
     TF32 = "tf32"
@@ -28,7 +28,7 @@ class Precision(StrEnum):
 
     @classmethod
     def parse(cls, text: str) -> Precision:
-        """The precision called `text`; FormatError with the known names if there is none."""
+        """Return the precision called `text`; FormatError gives the known names if there is none."""
         try:
             return cls(text)
         except ValueError:
@@ -84,7 +84,7 @@ _ENCODED_PREFIX = {Precision.FP8: "fp8", Precision.INT8: "int8", Precision.INT8_
 
 
 def operand_type(kind: str, index: int, precision: Precision) -> str:
-    """The type in which an operator of this kind takes its `index`-th input at this precision."""
+    """Return the type in which an operator of this kind takes its `index`-th input at this precision."""
     if precision in (Precision.FP32, Precision.TF32) or kind in ROUNDS_WHAT_IT_READS:
         return "fp32"
     if precision in (Precision.BF16, Precision.FP16):
@@ -94,9 +94,9 @@ def operand_type(kind: str, index: int, precision: Precision) -> str:
 
 
 def rounded_type(kind: str, index: int, precision: Precision) -> str:
-    """The type to which an operator of this kind rounds what it computes with: its `index`-th input's type.
+    """Return the type to which an operator of this kind rounds its `index`-th input.
 
-    Of an embedding, which takes its table in FP32, the type of the rows that it looks up.
+    An embedding takes its table in FP32 and rounds the rows that it looks up.
     """
     if kind not in ROUNDS_WHAT_IT_READS:
         return operand_type(kind, index, precision)
@@ -104,14 +104,14 @@ def rounded_type(kind: str, index: int, precision: Precision) -> str:
 
 
 def is_encoded(type_name: str) -> bool:
-    """Whether a tensor of this type is data for one product only, not a value that is differentiated through.
+    """Return whether a tensor of this type is data for one product only.
 
-    FP16 belongs here: gradients leave an FP16 operator in true scale, so its inputs and its output are
-    carried wider.
+    Gradients do not pass through such a tensor. FP16 is such a type: gradients leave an FP16 operator in true
+    scale, so its inputs and its output are carried wider.
     """
     return type_name == "fp16" or type_name.startswith(("int8_", "fp8_"))
 
 
 def type_bytes(type_name: str, num_elements: int) -> int:
-    """Bytes that `num_elements` elements take in this type, scales not counted."""
+    """Return the bytes that `num_elements` elements take in this type, scales not counted."""
     return TYPE_BYTES.get(type_name, 4) * num_elements

@@ -1,6 +1,6 @@
-"""Profile: what a device class was measured to take for a graph. Sensitivity: what a precision costs.
+"""Profile: measured costs of a graph on a device class. Sensitivity: the added variance of a precision.
 
-Both are records: measured once, saved, and read by replay and allocation without torch.
+Both are measured once, saved, and read by replay and allocation without torch.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Cost:
 
     @property
     def total_s(self) -> float:
+        """Return the seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
 
@@ -56,7 +57,7 @@ _SAME_SHARE = 0.02
 
 
 def shown(device_class: str, origin: str) -> str:
-    """The name of a class as tables and texts show it: with where its costs come from, unless measured."""
+    """Return the name of a class for tables: with the origin of its costs, unless they are measured."""
     return device_class + _SHOWN.get(origin, f" ({origin})")
 
 
@@ -121,29 +122,30 @@ class Profile:
 
     @property
     def device(self) -> str | None:
-        """What it was measured on: "cpu" or "cuda"; None where the profile does not tell."""
-        told = self.machine.get("device")  # older profiles do not say; they list the machine's GPUs
-        return told or ("cpu" if self.machine.get("gpus") == [] else None)
+        """Return the device that it was measured on, "cpu" or "cuda"; None if that is unknown."""
+        stated = self.machine.get("device")  # older profiles do not say; they list the machine's GPUs
+        return stated or ("cpu" if self.machine.get("gpus") == [] else None)
 
     @property
     def hardware(self) -> str | None:
-        """The GPU it was measured on, or the processor with the rank's threads; None if it does not tell."""
-        told = self.machine.get("hardware")
-        if told is None and self.device == "cpu" and {"processor", "threads"} <= self.machine.keys():
+        """Return the GPU, or the processor with the rank's threads, that it was measured on, if known."""
+        stated = self.machine.get("hardware")
+        if stated is None and self.device == "cpu" and {"processor", "threads"} <= self.machine.keys():
             return processor_with(self.machine["processor"], self.machine["threads"])
-        return told
+        return stated
 
     @property
     def uncertainty(self) -> float:
-        """Standard deviation of (measured - predicted) / predicted to expect of a run's median step."""
+        """Return the standard deviation to expect of (measured - predicted) / predicted, median step."""
         return math.hypot(self.error, self.drift)
 
     @property
     def hash(self) -> str:
+        """Return a hash of the content."""
         return digest(self.to_json())
 
     def precisions_of(self, op: str) -> tuple[Precision, ...]:
-        """The precisions that were measured for an adjustable operator."""
+        """Return the precisions that were measured for an adjustable operator."""
         try:
             modes = (mode.partition(" ")[0] for mode in self.ops.get(op, {}))
             return tuple(dict.fromkeys(Precision.parse(mode) for mode in modes))
@@ -153,7 +155,7 @@ class Profile:
             ) from error
 
     def check_graph(self, graph: OpGraph) -> None:
-        """MismatchError unless this profile was measured for `graph` at its batch shape."""
+        """Raise MismatchError unless this profile was measured for `graph` at its batch shape."""
         name = shortened(self.device_class, quote=False)
         if self.graph_hash != graph.hash:
             mine, other = (
@@ -173,7 +175,7 @@ class Profile:
             )
 
     def _other_operators(self, graph: OpGraph) -> str:
-        """Which operators tell `graph` from the one that was measured, if their names do."""
+        """Name the operators in which `graph` differs from the one that was measured, if names differ."""
         here = {op.name for op in graph.ops}
         lacking = [op.name for op in graph.adjustable if op.name not in self.ops]
         surplus = [name for name in self.ops if name not in here]
@@ -182,11 +184,11 @@ class Profile:
         return f", which has no {_some(surplus)}" if surplus else ", whose parameters have other shapes"
 
     def graph_of(self, graph: OpGraph) -> OpGraph:
-        """The graph as this profile prices it: under its class's levers, where it was carried over to any."""
+        """Return the graph that this profile prices: under its class's levers, if it has any."""
         return self.setting.graph if self.setting else graph
 
     def check_class(self, device_class: DeviceClass) -> None:
-        """MismatchError unless this profile was measured on what the class is, as far as both say."""
+        """Raise MismatchError unless this profile was measured on the class's hardware, as far as known."""
         if self.origin not in _DEVICE_MEASURED:
             return
         name = shortened(self.device_class, quote=False)
@@ -216,13 +218,14 @@ class Profile:
             )
 
     def what_if(self, graph: OpGraph) -> Profile:
-        """This profile as if it had been measured for `graph`, wherever it was; everything shown says so."""
+        """Return this profile as if it had been measured for `graph`; all that is shown says so."""
         return replace(
             self, origin=WHAT_IF, graph_hash=graph.hash, shapes_hash=graph.shapes_hash,
             model=graph.model, batch=graph.batch_shapes,
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON object."""
         # Without what is written in another way below: of a large graph that is nearly everything.
         body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}))
         del body["setting"]
@@ -249,6 +252,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        """Read a profile; FormatError names what is missing or wrong."""
         check_header(value, "profile", PROFILE_VERSION)
         body = {key: item for key, item in value.items() if key not in ("kind", "version")}
         try:
@@ -270,16 +274,19 @@ class Profile:
         return profile
 
     def save(self, path: str | Path) -> Path:
+        """Write profile.json, whole or not at all."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
+        """Read profile.json; FormatError names what is missing or wrong."""
         return cls.from_json(read_json(path))
 
 
 def check_versions(profiles: Mapping[str, Profile]) -> None:
-    """MismatchError unless all were measured with one version of torch and with this one of qsync, patches
-    aside.
+    """Raise MismatchError unless all profiles have one version of torch and this one of qsync.
+
+    Patch releases count as equal.
     """
     for what in ("torch", "qsync"):
         known: dict[str, str] = {}
@@ -306,7 +313,7 @@ def _minor(version: object) -> str:
 
 
 def processor_with(processor: str, num_threads: int) -> str:
-    """How a processor is named as a rank's hardware: with the threads that the rank has of it."""
+    """Return the hardware name of a rank on a processor: with the number of the rank's threads."""
     return f"{processor}, {num_threads} thread{'s' if num_threads != 1 else ''}"
 
 
@@ -344,10 +351,12 @@ class Sensitivity:
             ) from None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the sensitivity as a JSON object."""
         return {"kind": "sensitivity", "version": SENSITIVITY_VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Sensitivity:
+        """Read a sensitivity; FormatError names what is missing or wrong."""
         check_header(value, "sensitivity", SENSITIVITY_VERSION)
         where = "sensitivity"
         omega = field(value, "omega", dict, where)
@@ -361,8 +370,10 @@ class Sensitivity:
         return sensitivity
 
     def save(self, path: str | Path) -> Path:
+        """Write sensitivity.json, whole or not at all."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:
+        """Read sensitivity.json; FormatError names what is missing or wrong."""
         return cls.from_json(read_json(path))

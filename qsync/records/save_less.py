@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from qsync.records.graph import Op, OpGraph, Role
 
-# What a following operator that saves less keeps for backward: if a consumer keeps its result anyway, and if
-# not. "plain" is what torch keeps, which is then no more than that result.
+# What a following operator that saves less saves for backward: if a consumer saves its result anyway, and if
+# not. "plain" is what torch saves, which is then no more than that result.
 FORMS: dict[str, tuple[str, str]] = {
     "gelu": ("output", "codes"),
     "silu": ("codes", "codes"),
@@ -21,14 +21,14 @@ FORMS: dict[str, tuple[str, str]] = {
 
 
 def can_save_less(op: Op) -> bool:
-    """Whether an operator can be run so that it saves less for backward."""
+    """Return whether an operator can be run so that it saves less for backward."""
     return op.role is Role.FOLLOWING and op.kind in FORMS and op.requires_grad
 
 
 def ops_that_save_less(graph: OpGraph, patterns: Iterable[str]) -> tuple[str, ...]:
-    """The operators that can save less and whose names match one of these patterns, in order.
+    """Return the operators that can save less and match one of these patterns, in order.
 
-    None in blocks that are computed once more in backward: what those keep waits for a moment only.
+    Operators in blocks that are recomputed in backward are left out: what those save lives only briefly.
 
     >>> ops_that_save_less(graph, ["encoder.layer.0.*"])
     """

@@ -1,4 +1,4 @@
-"""Modules that keep only what enters them, and compute forward once more in backward (torch's checkpoint)."""
+"""Activation recomputation: modules save only their inputs and compute forward again in backward."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from qsync.errors import MismatchError
+from qsync.errors import MismatchError, shortened
 
-# What was checkpointed here, to be undone when another plan comes.
-_checkpointed: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
+# Modules of each model that recompute by a plan, to be undone when another plan comes.
+_recomputing: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
-    """Make these modules of a model, and no others made so before, compute forward twice in training.
+    """Make exactly these modules of a model compute forward again in backward (torch's checkpoint).
 
-    In place, with the same class and state_dict. Raises MismatchError for a module that the model does not
-    have, before anything is changed.
+    The change is in place, with the same class and state_dict, and for training alone. Raises MismatchError
+    for a module that the model does not have, before anything is changed.
 
     >>> recompute(model, ["layers.0", "layers.1"])
     """
@@ -28,16 +28,16 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
     for path in paths:
         if path not in modules:
             raise MismatchError(
-                f"the plan recomputes {path!r}, which {type(model).__name__} does not have; plan again for "
-                "this model"
+                f"the plan recomputes {shortened(path)}, which {type(model).__name__} does not have; "
+                "plan again for this model"
             )
-    for module in _checkpointed.pop(model, []):
+    for module in _recomputing.pop(model, []):
         module.__dict__.pop("forward", None)
     chosen = [modules[path] for path in paths]
     for module in chosen:
-        module.forward = partial(_twice, module)  # type: ignore[method-assign]
+        module.forward = partial(_twice, module)
     if chosen:
-        _checkpointed[model] = chosen
+        _recomputing[model] = chosen
 
 
 def _twice(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

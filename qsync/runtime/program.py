@@ -1,9 +1,8 @@
-"""Running a model as a plan says: the backend that torch.compile calls, and the program it keeps for each
-model.
+"""Run a model as a plan says: the backend that torch.compile calls, and the program of each model.
 
 `attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same
-state_dict keys). Each graph the tracer hands over is kept as a Segment, so that another assignment rewrites
-the segments without tracing again.
+state_dict keys). The program holds each traced graph as a Segment, so that another assignment
+rewrites the segments without tracing again.
 """
 
 from __future__ import annotations
@@ -49,27 +48,32 @@ class _Entry:
 
 
 class _Placed:
-    """An observer told of nodes under the names that they bear in the joined graph."""
+    """An observer that sees nodes under their names in the joined graph."""
 
     def __init__(self, observer: Observer, program: Program) -> None:
         self._observer, self._program = observer, program
         if hasattr(observer, "taken"):
-            self.taken = self._placed_taken
+            self.taken = self._placed_taken  # an observer without this method is not shown operands
+
+    def began(self) -> None:
+        """Note that a traced graph is about to run."""
+        self._observer.began()
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        """Show a node under its name in the joined graph."""
         prefix = self._program.prefix
         if prefix and isinstance(node, Run):
             node = replace(node, op=prefix + node.op)
-        elif prefix and not node.of_parameter:
+        elif prefix and isinstance(node, Cast) and not node.of_parameter:
             node = replace(node, value=prefix + node.value)
         self._observer.seen(node, result, operands)
 
     def _placed_taken(self, op: str, index: int, operand: Any) -> Any:
-        return self._observer.taken(self._program.prefix + op, index, operand)
+        return self._observer.taken(self._program.prefix + op, index, operand)  # type: ignore[attr-defined]
 
 
 class Program:
-    """What runs in a model's place: its traced segments, rewritten for the assignment in force."""
+    """The program that runs in a model's place: its traced segments, rewritten for the present assignment."""
 
     def __init__(
         self,
@@ -79,10 +83,11 @@ class Program:
         saving_less: SavingChooser | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._choose, self._check, self._observer = choose, check, None
+        self._choose, self._check = choose, check
+        self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
         self._checked = False
-        self.prefix = ""  # what stands before the names of the segment that runs now
+        self.prefix = ""  # of the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
         parameter = next(model.parameters(), None)
@@ -91,7 +96,7 @@ class Program:
 
     @property
     def graph(self) -> OpGraph:
-        """The graph of the last call: its segments joined in the order they ran."""
+        """Return the graph of the last call: its segments joined in the order they ran."""
         return join(self._segments, type(self._model()).__name__)
 
     @property
@@ -100,17 +105,17 @@ class Program:
 
     @property
     def lowered(self) -> tuple[LoweredGraph, ...]:
-        """What the last call ran: the lowered graph of each segment, in order."""
+        """Return the lowered graph of each segment that the last call ran, in order."""
         return tuple(entry.lowered for entry in self._ran)
 
     def refused(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
-        """Operator -> why the device does not serve it in a precision that its kind has otherwise."""
+        """Return operator -> why the device does not serve it in a precision that its kind has."""
         return refused(graph, precision, self.kernels)
 
     def choose(
         self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
     ) -> None:
-        """Run another assignment from the next call on; an observer is told of every node that runs.
+        """Run another assignment from the next call on; an observer sees every node that runs.
 
         Without `saving_less` every operator saves what torch does.
         """
@@ -121,7 +126,7 @@ class Program:
             entry.run = self._rewrite(entry.segment, entry.lowered)
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The backend that torch.compile calls for each traced graph."""
+        """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
         model = self._model()
         assert model is not None, "a program outlived its model"
         segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
@@ -140,7 +145,7 @@ class Program:
         return run
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """One call of the model."""
+        """Call the model once."""
         if torch.is_autocast_enabled(self.device.type):
             raise UnsupportedError(
                 "torch.autocast is on and would undo qsync's casts; call the model outside of autocast"
@@ -151,8 +156,7 @@ class Program:
             forget_copies()
         if self._checked:
             return self._run(compiled, args, kwargs)
-        # Until a call has shown that the plan fits the model, a call that fails leaves no trace in running
-        # statistics.
+        # The first call shows whether the plan fits the model. If it fails, running statistics are restored.
         breaks = graph_breaks()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
@@ -213,10 +217,8 @@ def attach(
 
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call from a frame of ours: torch traces no frame of its own modules, and a bare Sequential has no
-    other.
-    """
-    return self._call_impl(*args, **kwargs)
+    """Call a model from a frame of ours: torch traces no frame of its own modules, such as Sequential's."""
+    return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -226,14 +228,14 @@ def detach(model: torch.nn.Module) -> None:
 
 
 def program_of(model: torch.nn.Module) -> Program:
-    """The program of a wrapped model; MismatchError if it was not wrapped."""
+    """Return the program of a wrapped model; raise MismatchError if it was not wrapped."""
     if model not in programs:
         raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
     return programs[model]
 
 
 def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
-    """One precision wherever the operator's kind has it, FP32 elsewhere.
+    """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
 
     With `kernels` (of the device) an operator that none of them serves in it runs in the next precision up,
     and a warning says so, once for each reason.
@@ -260,10 +262,10 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
 
 
 def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
-    """Operator -> why this device does not serve it in a precision that its kind has otherwise.
+    """Return operator -> why this device does not serve it in a precision that its kind has.
 
-    By its shapes (see qsync.records.kernel_support), or because there is no kernel: what that needs is not here, or what it
-    computes here is wrong.
+    The reason is its shapes (see qsync.records.kernel_support), or a kernel that is missing here or wrong
+    here.
     """
     by_shape = unsupported_by_shape(graph, kernels.device.type)
     found = {}
@@ -279,7 +281,7 @@ def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> d
 
 
 def _listed(names: list[str]) -> str:
-    """Who runs in the next precision up: all if they are few."""
+    """Name the operators that run in the next precision up: all if they are few."""
     if len(names) == 1:
         return f"{names[0]} runs"
     some = ", ".join(names[:3])
@@ -292,15 +294,17 @@ def _say_once(text: str) -> None:
 
 
 def following(assignment: Mapping[str, Precision]) -> Chooser:
-    """A plan's assignment. Operators it does not name run in FP32: they occur in graphs it was not made for
-    (evaluation).
+    """Choose the precisions of a plan's assignment.
+
+    Operators that it does not name run in FP32: they occur in graphs that it was not made for (evaluation).
     """
     return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
 
 
 def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
-    """The operators that match one of these patterns and can save less do, but for those in modules that are
-    recomputed (paths).
+    """Choose the operators that save less: those that match a pattern and can.
+
+    Operators inside `recomputed` modules (paths) are left out.
     """
     wanted, twice = tuple(patterns), tuple(f"{path}." for path in recomputed)
     return lambda graph: tuple(

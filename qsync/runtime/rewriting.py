@@ -30,28 +30,34 @@ from qsync.tracing.segments import Segment
 class KernelTable(Protocol):
     """What the pass needs of a backend: see qsync.backend.select."""
 
-    def cast(self, tensor: torch.Tensor, target: str) -> Any: ...
+    def cast(self, tensor: torch.Tensor, target: str) -> Any:
+        """Return a tensor in another type."""
 
-    def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]: ...
+    def cast_weight(self, weight: torch.Tensor, target: str) -> Any:
+        """Return a weight in another type, without a gradient."""
+
+    def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]:
+        """Return the kernel of a kind of operator in a precision."""
 
 
 class Observer(Protocol):
-    """Called after each node of the lowered graph has run, with what it returned and what it was given.
+    """An observer of a run: it sees each node of the lowered graph with its result and its operands.
 
-    One that has a method `taken(op, index, operand)` is also called before an adjustable operator runs in
-    FP32, with each of its operands, and what it returns is what the operator gets.
+    An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
+    that is about to run in FP32. The operator gets the value that the method returns.
     """
 
     def began(self) -> None:
-        """A traced graph is about to run."""
+        """Note that a traced graph is about to run."""
 
-    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None: ...
+    def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
+        """Note that a node has run."""
 
 
 def rewrite(
     segment: Segment, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None = None
 ) -> torch.fx.GraphModule:
-    """A GraphModule that computes the segment as the lowered graph says.
+    """Build a GraphModule that computes the segment as the lowered graph says.
 
     `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
     the numbers are the same.
@@ -67,6 +73,7 @@ class CastCall(torch.nn.Module):
         self._kernels, self._target = kernels, target
 
     def forward(self, value: Any) -> Any:
+        """Return the value in the target type."""
         if isinstance(value, (tuple, list)):  # what split and chunk return
             return type(value)(self.forward(item) for item in value)
         return self._kernels.cast(value, self._target)
@@ -80,6 +87,7 @@ class KernelCall(torch.nn.Module):
         self._kernel, self._traced, self._output = kernel, target, output
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the kernel."""
         return self._kernel(self._traced, self._output, *args, **kwargs)
 
 
@@ -98,6 +106,7 @@ class EpilogueCall(torch.nn.Module):
         self._activation = activation(run.form, **arguments)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the kernel with the activation."""
         return self._kernel(self._traced, self._output, *args, activation=self._activation, **kwargs)
 
 
@@ -109,39 +118,42 @@ class SavingCall(torch.nn.Module):
         self._run, self._traced = saving(kind, form), target
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the operator in its form."""
         return self._run(self._traced, *args, **kwargs)
 
 
 class Report(torch.nn.Module):
-    """Tells the observer that a node has run."""
+    """A call that shows the observer a node that has run."""
 
     def __init__(self, observer: Observer, node: Cast | Run) -> None:
         super().__init__()
         self._observer, self._node = observer, node
 
     def forward(self, result: Any, *operands: Any) -> Any:
+        """Return the result once the observer has seen it."""
         self._observer.seen(self._node, result, operands)
         return result
 
 
 class Taken(torch.nn.Module):
-    """Shows the observer an operand on its way into one operator."""
+    """A call that shows the observer an operand on its way into one operator."""
 
     def __init__(self, observer: Any, op: str, index: int) -> None:
         super().__init__()
         self._observer, self._op, self._index = observer, op, index
 
     def forward(self, operand: Any) -> Any:
+        """Return the operand that the observer gives for this one."""
         return self._observer.taken(self._op, self._index, operand)
 
 
-# Kinds whose BF16 is more than the traced call on BF16 operands.
-_OWN_BF16 = ("conv2d", "attention", "embedding")
+# Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
+_KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
 
 
 def needs_kernel(kind: str, mode: str) -> bool:
-    """Whether an adjustable operator runs through a kernel of the backend; else the traced call runs."""
-    return mode != "fp32" and (mode != "bf16" or kind in _OWN_BF16)
+    """Return whether an adjustable operator runs through a kernel of the backend, not the traced call."""
+    return mode != "fp32" and (mode != "bf16" or kind in _KINDS_WITH_BF16_KERNEL)
 
 
 class _Rewriter:
@@ -168,6 +180,7 @@ class _Rewriter:
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
 
     def module(self, segment: Segment) -> torch.fx.GraphModule:
+        """Return the rewritten module of a segment, or of a graph nested in it."""
         module = torch.fx.GraphModule(segment.module, torch.fx.Graph())
         graph = module.graph
         new: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -180,10 +193,10 @@ class _Rewriter:
                 continue
             if node.op == "get_attr":
                 if all(user in segment.nested for user in node.users):
-                    continue  # a checkpoint's body: its rewritten form takes its place
+                    continue  # the body of a recomputed graph: its rewritten form takes its place
                 _share(segment.module, module, str(node.target))
             if node in segment.nested:
-                new[node] = self._emit_checkpoint(module, segment, node, new)
+                new[node] = self._emit_recomputed(module, segment, node, new)
             elif name is None or node.op == "placeholder":
                 new[node] = graph.node_copy(node, lambda n: new[n])
             else:
@@ -207,9 +220,9 @@ class _Rewriter:
         name: str | None,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> Any:
-        """What the graph hands out, in the types that it was traced in, and contiguous where it was.
+        """Return the outputs of the graph in the types that they were traced in, contiguous where they were.
 
-        Kernels of convolutions return channels-last order, which nobody outside of the graph need expect.
+        Kernels of convolutions return channels-last order, which callers of the graph do not expect.
         """
 
         def handed_out(source: torch.fx.Node) -> torch.fx.Node:
@@ -256,7 +269,9 @@ class _Rewriter:
             if native or value not in op.inputs:
                 return taken
             encoded = is_encoded(run.operands[op.inputs.index(value)])
-            return Operand(self._node_of[value, self._carried[value]], taken) if encoded else taken
+            if not encoded:
+                return taken
+            return Operand(self._node_of[value, self._carried[value]], taken)  # type: ignore[arg-type]  # nodes
 
         args = torch.fx.map_arg(node.args, operand)
         kwargs = torch.fx.map_arg(node.kwargs, operand)
@@ -266,8 +281,8 @@ class _Rewriter:
             both = EpilogueCall(kernel, target, run, self._arguments(segment, node))
             return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
         if run.form != "plain":
-            call = SavingCall(op.kind, run.form, target)
-            return _call(module, f"{op.kind}_{run.form}", call, args, kwargs)
+            saving_call = SavingCall(op.kind, run.form, target)
+            return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
@@ -278,7 +293,7 @@ class _Rewriter:
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
 
     def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
-        """The arguments, beside the value, of the call that is computed in the epilogue of this one."""
+        """Return the arguments, beside the value, of the call that this node computes in its epilogue."""
         ran = {user: self._runs[segment.op_of[user]] for user in node.users if user in segment.op_of}
         follower = next(user for user, run in ran.items() if run.form == FUSED)
         positional = zip(("inplace",), follower.args[1:], strict=False)  # relu's; gelu has none
@@ -292,14 +307,14 @@ class _Rewriter:
         source: torch.fx.Node,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> torch.fx.Node:
-        """The node that stands for `source` in the type that operator `name` takes it in."""
+        """Return the node that stands for `source` in the type that operator `name` takes."""
         value = segment.value_of.get(source)
         if name is None or value is None or value not in self._ops[name].inputs:
             return new[source]
         taken = self._runs[name].operands[self._ops[name].inputs.index(value)]
         return self._node_of[value, taken] if taken != self._carried[value] else new[source]
 
-    def _emit_checkpoint(
+    def _emit_recomputed(
         self,
         module: torch.fx.GraphModule,
         segment: Segment,

@@ -1,4 +1,4 @@
-"""Casts of weights, once per optimizer step: micro-batches that accumulate gradients share one copy.
+"""Cast weights once per optimizer step: micro-batches that accumulate gradients share one copy.
 
 A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
 optimizer has stepped since, and a gradient is being accumulated. It serves training only: evaluation may swap
@@ -20,7 +20,8 @@ from qsync.backend.kernels.convolution import weight_gradient
 class Caster(Protocol):
     """What makes the copy: see qsync.backend.select."""
 
-    def cast_weight(self, weight: torch.Tensor, target: str) -> Any: ...
+    def cast_weight(self, weight: torch.Tensor, target: str) -> Any:
+        """Return the weight in another type, without a gradient."""
 
 
 class WeightCast(torch.nn.Module):
@@ -34,15 +35,16 @@ class WeightCast(torch.nn.Module):
         _steps.casts.add(self)
 
     def forget(self) -> None:
-        """Let go of the copy: it is not kept from one step to the next."""
+        """Free the copy: it does not last from one step to the next."""
         self._key = self._copy = None
 
     def forward(self, weight: torch.Tensor) -> Any:
+        """Return the weight in the target type: the copy of this step, or a new one."""
         if not torch.is_grad_enabled():
             return self._kernels.cast_weight(weight, self._target)
         key = (weight.data_ptr(), weight._version, _steps.count)
         # Without a gradient this is the first micro-batch: a loop that steps by hand through `.data` leaves
-        # no other mark. Inside backward it is a checkpoint that runs forward again.
+        # no other mark. Inside backward it is activation recomputation that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
         if key != self._key or first:
             self.forget()
@@ -50,34 +52,34 @@ class WeightCast(torch.nn.Module):
                 self._copy = self._kernels.cast_weight(weight, self._target)
             self._key = key
         if isinstance(self._copy, torch.Tensor):
-            return _Copied.apply(weight, self._copy)
+            return _Copied.apply(weight, self._copy)  # type: ignore[no-untyped-call]
         return self._copy
 
 
 class _Copied(torch.autograd.Function):
-    """A copy of a weight in another type; its gradient is the weight's, in the weight's type."""
+    """A copy of a weight in another type; its gradient goes to the weight, in the weight's type."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        """Return the copy; `weight` is there for autograd alone."""
         ctx.dtype, ctx.contiguous = weight.dtype, weight.is_contiguous()
         return copy.view_as(copy)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Return the gradient in the type and order of the weight."""
         if gradient.ndim == 4:
             return weight_gradient(gradient, ctx.dtype, ctx.contiguous), None
         return gradient.to(ctx.dtype), None
 
 
 def forget_copies() -> None:
-    """Let every weight be cast anew at its next use."""
+    """Make every weight be cast anew at its next use."""
     _steps.stepped()
 
 
 class _Steps:
-    """Counts optimizer steps of the whole process: an optimizer that writes through `.data` leaves no version
-    behind.
-    """
+    """A count of the optimizer steps of the process: one that writes through `.data` leaves no version."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -85,6 +87,7 @@ class _Steps:
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: Any) -> None:
+        """Count a step and free every copy."""
         self.count += 1
         for cast in self.casts:
             cast.forget()

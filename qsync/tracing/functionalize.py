@@ -1,9 +1,9 @@
-"""In-place calls made out of place, so that a cast copy never hides a write. Keeps numerics exactly.
+"""Make in-place calls out of place, so that the copy of a cast never hides a write. Numerics stay exactly.
 
-`x.add_(y)` after x was cast would write to the copy. Where nobody reads the written storage under another
-name, the call becomes `x.add(y)` and later readers of x read its result: the same numbers. Where somebody
-does (a write through a view, `setitem`), the call stays, and everything that shares the storage is reported
-so that it is kept in the traced type.
+`x.add_(y)` after x was cast would write to the copy. If no other name of the written storage is read later,
+the call becomes `x.add(y)` and later readers of x read its result: the same numbers. Otherwise (a write
+through a view, `setitem`) the call stays, and all nodes that share the storage are reported, to stay in the
+traced type.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from qsync.tracing.operator_table import call_name, classify, functional_name
 
 
 def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """Rewrite in-place calls of `graph` where that is safe; the nodes whose storage is still written to."""
+    """Rewrite in-place calls where that is safe; return the nodes whose storage is still written to."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     storage = _storages(graph)
     written: set[torch.fx.Node] = set()
@@ -38,14 +39,16 @@ def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
         if outside or read_later or not _keeps_type(node, target) or not _rewrite(node):
             written |= set(storage[target])
         else:
-            target.replace_all_uses_with(
-                node, delete_user_cb=lambda user, after=node: position[user] > position[after]
-            )
+            target.replace_all_uses_with(node, delete_user_cb=partial(_is_after, position, node))
     return written
 
 
+def _is_after(position: dict[torch.fx.Node, int], node: torch.fx.Node, user: torch.fx.Node) -> bool:
+    return position[user] > position[node]
+
+
 def _written_by(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The node whose storage a call writes to, None if it writes to none."""
+    """Return the node whose storage a call writes to, None if it writes to none."""
     if node.op not in ("call_function", "call_method"):
         return None
     out = node.kwargs.get("out")
@@ -59,9 +62,7 @@ def _written_by(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
-    """The arguments of a call that was asked to work in place by its `inplace` argument, None if it was
-    not.
-    """
+    """Return the arguments of a call whose `inplace` argument is true, None of any other."""
     if node.op != "call_function" or getattr(node.target, "__module__", None) != F.__name__:
         return None
     try:
@@ -72,7 +73,7 @@ def _inplace_flag(node: torch.fx.Node) -> inspect.BoundArguments | None:
 
 
 def _keeps_type(node: torch.fx.Node, target: torch.fx.Node) -> bool:
-    """Whether the call out of place has a result of the same type: in place, FP32 plus FP64 is FP32."""
+    """Return whether the call has the same type out of place: in place, FP32 plus FP64 is FP32."""
     dtype = target.meta["example_value"].dtype
     return all(
         other.meta["example_value"].dtype == dtype for other in node.all_input_nodes if _is_float(other)
@@ -104,8 +105,9 @@ def _find(node: torch.fx.Node, name: str) -> str | Callable[..., Any] | None:
 
 
 def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]:
-    """For each node, all nodes that may share its storage: what shared one when traced, and what calls itself
-    a view.
+    """Return for each node all nodes that may share its storage.
+
+    These shared a storage when traced, or are views by their name.
     """
     group: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     owner: dict[int, torch.fx.Node] = {}
@@ -131,7 +133,7 @@ def _unite(group: dict[torch.fx.Node, list[torch.fx.Node]], one: torch.fx.Node, 
 
 
 def _traced_storages(node: torch.fx.Node) -> list[int]:
-    """What identifies the storages of a node's traced result."""
+    """Return the identities of the storages of a node's traced result."""
     value = node.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else (value,)
     tensors = [tensor for tensor in values if isinstance(tensor, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""Which torch calls qsync knows: their kind, their role, and which of their arguments are products' operands.
+"""Classify torch calls: their kind, their role, and which of their arguments are operands of products.
 
 Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the type it was traced in.
 """
@@ -65,7 +65,7 @@ _OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "t
 
 
 def call_name(node: torch.fx.Node) -> str:
-    """The bare name of what a node calls: `linear`, `add`, `view`; in place with its underscore."""
+    """Return the bare name of a call: `linear`, `add`, `view`; in place with its underscore."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
@@ -73,7 +73,7 @@ def call_name(node: torch.fx.Node) -> str:
 
 
 def functional_name(name: str) -> str | None:
-    """The out-of-place spelling of an in-place call, None if the name is not one."""
+    """Return the out-of-place spelling of an in-place call, None if the name is not one."""
     if name in _OPERATOR_INPLACE:
         return _OPERATOR_INPLACE[name]
     if name.endswith("_") and not name.endswith("__"):
@@ -94,7 +94,7 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
 
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
-    """The nodes that an operator computes on, in the order of Op.inputs."""
+    """Return the nodes that an operator computes on, in the order of Op.inputs."""
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
     if not names:
         return list(node.all_input_nodes)
@@ -103,7 +103,7 @@ def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
 
 
 def constants(node: torch.fx.Node) -> Iterator[float]:
-    """The finite numbers among a call's arguments."""
+    """Return the finite numbers among a call's arguments."""
 
     def walk(value: Any) -> Iterator[float]:
         if isinstance(value, float) and abs(value) != float("inf") and value == value:
@@ -122,7 +122,7 @@ def names_a_type(node: torch.fx.Node) -> bool:
 
 
 def dropped(node: torch.fx.Node, kind: str) -> float:
-    """The part of its elements, or of attention's weights, that a call drops; 0 for any other call."""
+    """Return the part of its elements, or of attention's weights, that a call drops; 0 by default."""
     if kind == "attention":
         return _number(_argument(node, 4, "dropout_p", 0.0))
     if kind != "dropout":
@@ -132,7 +132,7 @@ def dropped(node: torch.fx.Node, kind: str) -> float:
 
 
 def _number(value: Any) -> float:
-    """A number that a call is given; of one that enters the graph the number it was traced with."""
+    """Return a number argument of a call; of one that enters the graph, the number it was traced with."""
     if isinstance(value, torch.fx.Node):
         value = value.meta.get("example_value", 1.0)
     return float(value.node.hint) if isinstance(value, torch.SymFloat) else float(value)

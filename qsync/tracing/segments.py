@@ -62,9 +62,10 @@ class Segment:
 
 
 def join(segments: Sequence[Segment], model: str) -> OpGraph:
-    """One OpGraph of the segments of one call, in order. A segment that ran twice (torch.compile uses one
-    graph for layers that are alike) has one precision for all its runs, so its operators stay fixed; later
-    runs bear their place's prefix.
+    """Join the segments of one call, in order, into one OpGraph.
+
+    A segment that ran twice (torch.compile uses one graph for layers that are alike) has one precision for
+    all its runs, so its operators stay fixed. Names of later runs begin with the position of the run.
     """
     inputs: dict[str, Input] = {}
     ops: list[Op] = []
@@ -92,9 +93,7 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
 
 
 def repeat_prefix(segments: Sequence[Segment], place: int) -> str:
-    """What stands before the names of a segment at this place of a call: nothing unless it ran in this call
-    before.
-    """
+    """Return the prefix of a segment's names at this position of a call: empty at its first run."""
     again = any(segment is segments[place] for segment in segments[:place])
     return f"segment{place + 1}:" if again else ""
 
@@ -105,8 +104,10 @@ def read_segment(
     names: dict[int, str],
     earlier: Sequence[Segment] = (),
 ) -> Segment:
-    """Read one traced graph. `names` maps the id of each parameter and buffer to its name; `earlier` segments
-    ran before it in the same call, and their names are taken.
+    """Read one traced graph into a segment.
+
+    `names` maps the id of each parameter and buffer to its name. `earlier` segments ran before it in the same
+    call, and their names are in use.
     """
     private = _copy(module)
     reader = _Reader(names, earlier)
@@ -123,8 +124,23 @@ def read_segment(
     return segment
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A traced call, read: the values it takes as operands, those it reads as they are, and its result."""
+
+    name: str
+    kind: str
+    role: Role
+    read: list[str]
+    value: torch.Tensor
+    kept: Sequence[str] = ()
+    magnitude: float = 0.0
+    drops: float = 0.0
+    because: str = ""
+
+
 class _Reader:
-    """Turns the nodes of a segment, and of the graphs nested in it, into operators and values."""
+    """A reader of a segment, and of the graphs nested in it, into operators and values."""
 
     def __init__(self, names: dict[int, str], earlier: Sequence[Segment]) -> None:
         self.names = names
@@ -144,7 +160,7 @@ class _Reader:
         self._depth: dict[str, int] = {}
 
     def enter(self, segment: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
-        """A tensor that enters the outermost graph."""
+        """Record a tensor that enters the outermost graph."""
         name = self.names.get(id(value))
         if name is None:
             prefix = f"segment{self._place}:" if self._place > 1 else ""
@@ -157,6 +173,7 @@ class _Reader:
         segment.value_of[node] = name
 
     def read(self, segment: Segment, nested: bool = False) -> None:
+        """Read every node of a segment, in order."""
         written = make_out_of_place(segment.module.graph)
         pinned = written | {user for node in written for user in node.users}
         for node in segment.module.graph.nodes:
@@ -175,7 +192,7 @@ class _Reader:
         segment.module.recompile()
 
     def _expose(self, segment: Segment) -> None:
-        """Mark the operators whose results are read by what is no operator: `setitem`, an RNN, `item`."""
+        """Mark the operators whose results other calls than operators read: `setitem`, an RNN, `item`."""
         exposed = {
             name
             for node, name in segment.op_of.items()
@@ -207,7 +224,7 @@ class _Reader:
         kind, role = classify(node)
         drops = dropped(node, kind)
         if kind == "dropout" and not drops:
-            kind = "view"  # it hands on what it is given
+            kind = "view"  # it returns its input
         read = [segment.value_of[o] for o in operands(node, kind) if o in segment.value_of]
         everything = [segment.value_of[o] for o in node.all_input_nodes if o in segment.value_of]
         kept = [name for name in dict.fromkeys(everything) if name not in read]
@@ -233,7 +250,7 @@ class _Reader:
         name = self._name(node, kind)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
-        self._add(segment, node, name, kind, role, read, kept, value, magnitude, drops, because)
+        self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, drops, because))
 
     def _is_float(self, name: str) -> bool:
         return self._dtype[name] in LARGEST
@@ -247,7 +264,7 @@ class _Reader:
         magnitude: float,
         node: torch.fx.Node,
     ) -> str:
-        """Why an operator's tensors keep it in the type it was traced in; empty if they do not."""
+        """Return why an operator's tensors fix it to the type it was traced in; empty if they do not."""
         types = [
             dtype
             for dtype in [*(self._dtype[name] for name in read), _dtype(value)]
@@ -256,7 +273,7 @@ class _Reader:
         other = next((dtype for dtype in types if dtype != "fp32"), None)
         if other is not None:  # their author's choice
             return f"the model has it in {other}"
-        if is_functorch_wrapped_tensor(value):  # kernels know nothing of torch.vmap's hidden dimension
+        if is_functorch_wrapped_tensor(value):  # kernels do not see torch.vmap's hidden dimension
             return "it runs under torch.vmap"
         if role is not Role.ADJUSTABLE:
             return ""
@@ -269,80 +286,56 @@ class _Reader:
             return "it computes on no floats"
         if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
             return "its input has no batch dimension, and scales are per image"
-        if kind == "matmul" and len(read) != len(set(read)):  # its two places would want two encodings of it
+        if kind == "matmul" and len(read) != len(set(read)):  # its two operands would need two encodings
             return "it multiplies a value by itself"
         return why_traced_as_is(node, kind)
 
-    def _add(
-        self, segment: Segment, node: torch.fx.Node, name: str, kind: str, role: Role, read: list[str],
-        kept: list[str], value: torch.Tensor, magnitude: float = 0.0, drops: float = 0.0, because: str = "",
-    ) -> None:  # fmt: skip
-        shape = _shape(value)
-        product = role is Role.ADJUSTABLE and kind != "embedding"
+    def _add(self, segment: Segment, node: torch.fx.Node, call: _Call) -> None:
+        name, kind, read, kept = call.name, call.kind, call.read, call.kept
+        shape = _shape(call.value)
+        product = call.role is Role.ADJUSTABLE and kind != "embedding"
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
+        drops = call.drops if kind == "attention" else 0.0
+        dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
-            name,
-            kind,
-            role,
-            tuple(read),
-            tuple(kept),
-            _dtype(value),
-            shape,
-            count,
-            value.requires_grad,
-            magnitude,
-            depth,
-            drops if kind == "attention" else 0.0,
-            is_dilated(node) if kind == "conv2d" else False,
-            because,
-        )
+            name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
+            call.value.requires_grad, call.magnitude, depth, drops, dilated, call.because,
+        )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
-        self._magnitude[name] = magnitude if kind in PASSES_MAGNITUDE else 0.0
+        self._magnitude[name] = call.magnitude if kind in PASSES_MAGNITUDE else 0.0
         segment.op_of[node] = name
         segment.value_of[node] = name
 
     def _read_nested(self, outer: Segment, node: torch.fx.Node) -> None:
-        """A checkpointed graph: its operators are listed in place; what enters it is one `input` operator
-        each.
-        """
+        """Read a recomputed graph: list its operators in place, with one `input` operator per tensor."""
         body = node.args[0]
         assert isinstance(body, torch.fx.Node) and isinstance(body.target, str)
         inner = Segment(getattr(outer.module, body.target))
         placeholders = [n for n in inner.module.graph.nodes if n.op == "placeholder"]
         for placeholder, argument in zip(placeholders, node.args[1:], strict=True):
-            source = outer.value_of.get(argument) if isinstance(argument, torch.fx.Node) else None
             value = _example(placeholder)
-            if source is None or value is None:
+            if not isinstance(argument, torch.fx.Node) or value is None or argument not in outer.value_of:
                 continue
+            source = outer.value_of[argument]
             if source in self.inputs and self.inputs[source].kind != "batch":
                 self._enter_parameter(inner, placeholder, source, shared=len(argument.users) > 1)
             else:
-                self._add(
-                    inner,
-                    placeholder,
-                    self._name(placeholder, "input"),
-                    "input",
-                    Role.FOLLOWING,
-                    [source],
-                    [],
-                    value,
-                )
+                name = self._name(placeholder, "input")
+                self._add(inner, placeholder, _Call(name, "input", Role.FOLLOWING, [source], value))
         self.read(inner, nested=True)
         outer.nested[node] = inner
 
     def _read_result(self, outer: Segment, node: torch.fx.Node, value: torch.Tensor) -> None:
-        """One of the results of a checkpointed graph, taken out by index: a view of a value inside."""
+        """Read a result of a recomputed graph, taken by index: a view of a value inside."""
         nested, index = node.args
         source = outer.nested[nested].output_values[index]  # type: ignore[index]
         assert source is not None, f"{node} takes something out of a checkpointed graph that is no tensor"
-        self._add(outer, node, self._name(node, "view"), "view", Role.FOLLOWING, [source], [], value)
+        self._add(outer, node, _Call(self._name(node, "view"), "view", Role.FOLLOWING, [source], value))
 
     def _enter_parameter(self, inner: Segment, placeholder: torch.fx.Node, source: str, shared: bool) -> None:
-        """A parameter inside a nested graph. Used there only it keeps its name; else that graph casts its
-        own.
-        """
+        """Name a parameter inside a nested graph: its own name if only that graph uses it, else an alias."""
         name = source
         if shared:
             name = self._unique(f"{source}@checkpoint")
@@ -350,9 +343,7 @@ class _Reader:
         inner.value_of[placeholder] = name
 
     def _read_output(self, segment: Segment, node: torch.fx.Node, nested: bool) -> None:
-        """What leaves the graph keeps the type it was traced in; what leaves a nested graph stays inside the
-        model.
-        """
+        """Read the outputs: those of the outermost graph have the types that they were traced in."""
         returned = node.args[0] if isinstance(node.args[0], (tuple, list)) else (node.args[0],)
         segment.output_values = [
             segment.value_of.get(item) if isinstance(item, torch.fx.Node) else None for item in returned
@@ -364,7 +355,7 @@ class _Reader:
             segment.op_of[node] = name
 
     def _name(self, node: torch.fx.Node, kind: str) -> str:
-        """Module path of an operator; its kind is added unless it is its module's own product."""
+        """Return an operator's module path, and its kind unless it is its module's own product."""
         base, path = _module_place(node)
         path = f"{self.roots.get(base, '')}.{path}".strip(".")
         own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
@@ -376,9 +367,9 @@ class _Reader:
 
 
 def _roots(segment: Segment) -> dict[str, str]:
-    """Where in the model the modules are that the traced frame calls by a local name, `self` or another.
+    """Return the path of each module that the traced frame calls by a local name, `self` or another.
 
-    Read off the parameters: one named `layers.0.fc.weight` that module `self.fc` uses shows that `self` is
+    Parameters show it: if module `self.fc` uses the one named `layers.0.fc.weight`, then `self` is
     `layers.0`.
     """
     votes: dict[str, list[str]] = {}
@@ -398,9 +389,7 @@ def _roots(segment: Segment) -> dict[str, str]:
 
 
 def _module_place(node: torch.fx.Node) -> tuple[str, str]:
-    """The local name from which a node's module was reached, and its path from there; empty for a node of no
-    module.
-    """
+    """Return the local name that leads to a node's module, and the path from there; empty for no module."""
     stack = node.meta.get("nn_module_stack")
     text = next(reversed(stack.values()))[0] if stack else ""
     base = re.match(r"^L\['([^']*)'\]", text)
@@ -408,7 +397,7 @@ def _module_place(node: torch.fx.Node) -> tuple[str, str]:
 
 
 def _example(node: torch.fx.Node) -> torch.Tensor | None:
-    """The traced result of a call; for several tensors (split) one that stands for all of them."""
+    """Return the traced result of a call: of several tensors (split) the largest, for all of them."""
     value = node.meta.get("example_value")
     if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
         return max(value, key=lambda item: num_elements(_shape(item)))  # type: ignore[no-any-return]
@@ -420,30 +409,26 @@ def _dtype(value: torch.Tensor) -> str:
 
 
 def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Sizes as plain integers; a symbolic size counts as the size it was traced with, without guarding on
-    it.
-    """
+    """Return sizes as plain integers; a symbolic size as it was traced, without guarding on it."""
     return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 
 def _argument_name(text: str) -> str:
-    """`l_kwargs_input_ids_` -> `input_ids`."""
+    """Return an argument's name: `l_kwargs_input_ids_` -> `input_ids`."""
     return re.sub(r"^l_(?:args|kwargs)?_?", "", text.lower()).strip("_") or text
 
 
 def _module_path(text: str) -> str:
-    """`L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
+    """Return a module's path: `L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"^L\['[^']*'\]", "", text)
     text = re.sub(r"\._(?:modules|orig_mod)\b", "", text)
-    text = re.sub(
-        r"\.forward\.args\[0\]", "", text
-    )  # the module itself, as qsync.runtime.activation_recomputation calls it
+    text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
     return text.strip(".").removesuffix("._call_impl")
 
 
 def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A private copy that shares the tensors: the tracer's graph stays untouched, metadata included."""
+    """Copy a graph, sharing its tensors: the tracer's graph stays untouched, metadata included."""
     copied = torch.fx.GraphModule(module, _copy_graph(module))
     for name, child in module.named_children():
         if isinstance(child, torch.fx.GraphModule):

@@ -1,4 +1,4 @@
-"""model -> segments -> OpGraph, through torch.compile's tracer; the model is left as it was."""
+"""Capture a model as segments and an OpGraph through torch.compile's tracer; the model stays as it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qsync.tracing.segments import Segment, join, read_segment
 
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
-    """The operators of `model` when it runs on these inputs.
+    """Capture the operators of `model` when it runs on these inputs.
 
     Runs the model once (its buffers and the random state are restored), on any device; on the meta device
     nothing is computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple
@@ -32,7 +32,7 @@ def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
 
 
 def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
-    """The segments of `model` on these inputs, in the order they run."""
+    """Return the segments of `model` on these inputs, in the order they run."""
     args, kwargs = call_arguments(example_inputs)
     check_batch(args, kwargs)
     names = tensor_names(model)
@@ -65,13 +65,14 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
 
 def graph_breaks() -> dict[str, int]:
-    """How often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
+    """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
 def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: int = 0) -> TracingError:
-    """The error for a model of which nothing can be lowered: where the graph broke since `before`, or that
-    none of the operators that were traced is a product in FP32.
+    """Return the error for a model of which nothing can be lowered.
+
+    It says where the graph broke since `before`, or that no traced operator is a product in FP32.
     """
     new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
     reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
@@ -84,7 +85,7 @@ def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: in
 
 
 def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments from a tensor, a tuple or a dict."""
+    """Return positional and keyword arguments from a tensor, a tuple or a dict."""
     if isinstance(example_inputs, dict):
         return (), example_inputs
     if hasattr(example_inputs, "keys"):  # Hugging Face's BatchEncoding and other mappings
@@ -95,8 +96,9 @@ def call_arguments(example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]
 
 
 def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """CalibrationError unless the example batch holds at least one tensor, also deep inside lists and dicts,
-    and no tensor is empty.
+    """Raise CalibrationError unless the example batch holds a tensor, and no empty one.
+
+    Tensors may lie deep inside lists and dicts.
     """
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
     if not tensors:
@@ -111,7 +113,7 @@ def check_batch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, str]:
-    """Id -> name of each parameter and buffer; a tied one bears its first name."""
+    """Return id -> name of each parameter and buffer; a tied one has its first name."""
     names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)
@@ -139,7 +141,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a model that was wrapped or compiled runs its plain forward."""
+    """Run the plain forward of a model that was wrapped or compiled."""
     compiled, model._compiled_call_impl = model._compiled_call_impl, None
     try:
         yield
@@ -148,11 +150,11 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def dynamo_settings() -> Any:
-    """The tracer's settings for qsync's graphs.
+    """Set the tracer up for qsync's graphs.
 
-    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
-    The recompile limit is lifted and made an error: past it torch runs the plain model without a word, that
-    is, in FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it.
+    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole
+    graph. The recompile limit is lifted and made an error: past it torch silently runs the plain model, in
+    FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it.
     """
     return torch._dynamo.config.patch(
         optimize_ddp=False,
@@ -164,7 +166,7 @@ def dynamo_settings() -> Any:
 
 
 def _reason(error: object) -> str:
-    """What the tracer says in one line: its first, the error that it met in the model, and where."""
+    """Return the tracer's message in one line: its first, the error that it met in the model, and where."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     reason = lines[0].rstrip(".") if lines else type(error).__name__
