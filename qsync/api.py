@@ -1,6 +1,4 @@
-"""The public verbs that need a model, wired from the rooms that do the work. Those that need none:
-planning.py.
-"""
+"""The public verbs that need a model: capture, profile, sensitivity, wrap. Those that need none: planning."""
 
 from __future__ import annotations
 
@@ -48,22 +46,41 @@ def profile(
     save_less: bool = False,
     loader: Iterable[Any] | None = None,
 ) -> Profile:
-    """Measure what each operator takes at each precision on this device, inside running steps of the real
-    model.
+    """Measure each operator's time at each precision on this device, in running steps of the real model.
 
-    `loss_fn(model, batch)` runs the model on a batch and returns a scalar; without it the model's own `.loss`
-    is used. Takes as many steps as are needed to know one to half a per cent, in at most `seconds` (each
-    once and the first twice in any case), or `rounds` of them. With `save_less` following operators are
-    also timed as they run when they save less for backward (`Plan.save_less`), which takes twice as long.
-    From `loader` a batch is taken before every step, and only timed: pass what the training loop iterates (a
-    DataLoader, or a generator that also moves batches to the device), and the profile knows how long a step
-    waits for it (`Profile.loading_s`); without it data loading is no part of what is predicted. The model's
-    weights, buffers, gradients and the random state are as before afterwards. Times are in seconds. Raises
-    CalibrationError for an empty batch, a loader that gives none or a loss that is not finite, TracingError
-    for a model that cannot be traced.
+    The model's weights, buffers, gradients and the random state are afterwards as they were before.
 
-    >>> profile = qsync.profile(model, batch)
-    >>> profile = qsync.profile(model, batch, loader=DataLoader(dataset, 8, num_workers=2))
+    Args:
+        model: runs where its parameters are; its hooks and `torch.compile` stay.
+        example_inputs: a real batch: a tensor, a tuple (positional) or a dict (keywords), or whatever
+            `loss_fn` takes.
+        loss_fn: `loss_fn(model, batch)` runs the model on a batch and returns a scalar. Without it the
+            model's own `.loss` counts.
+        device_class: what this device is, instead of what is detected.
+        precisions: those to time, instead of all that the device multiplies in hardware.
+        rounds: how many rounds to take: a step at each precision and at mixtures of them. Without it, as many
+            steps as it takes to know them to half a per cent.
+        seconds: the longest time to take steps for, without `rounds`; each is taken once and the first twice
+            in any case.
+        make_optimizer: the training loop's optimizer from parameters. Its time is part of a step.
+        progress: is called with what is being done now.
+        save_less: time following operators also as they save less for backward (`Plan.save_less`). This takes
+            twice as long.
+        loader: what the training loop takes its batches from (a DataLoader, or a generator that also moves
+            batches to the device): one before every step, which is only timed. The profile then knows how
+            long a step waits for it (`Profile.loading_s`). Without it data loading is no part of predictions.
+
+    Returns:
+        The profile: seconds by operator and precision, casts, bytes and what is outside of the graph.
+
+    Raises:
+        CalibrationError: an empty batch, a loader without batches, or a loss that is not finite.
+        TracingError: the model cannot be traced.
+        UnsupportedError: the device lacks a precision.
+
+    Example:
+        >>> profile = qsync.profile(model, batch)
+        >>> profile = qsync.profile(model, batch, loader=DataLoader(dataset, 8, num_workers=2))
     """
     if rounds is not None and rounds < 1:
         raise CalibrationError(
@@ -89,7 +106,7 @@ def profile(
 def naming_operators(
     program: runtime.Program, loss: Callable[[], torch.Tensor], trained: Sequence[torch.nn.Parameter]
 ) -> Iterator[None]:
-    """A CalibrationError inside comes out as one that names the operator that met NaN or Inf, if one did."""
+    """Raise a CalibrationError from inside as one that names the operator that met NaN or Inf, if any did."""
     try:
         yield
     except CalibrationError:
@@ -100,7 +117,7 @@ def naming_operators(
 def precisions_to_profile(
     device_class: DeviceClass, precisions: Sequence[Precision | str] | None = None
 ) -> tuple[Precision, ...]:
-    """The given precisions, or those worth choosing from. Raises UnsupportedError for one the class lacks."""
+    """Return these precisions, or those worth choosing from. UnsupportedError for one the class lacks."""
     chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(device_class)
     for precision in chosen:
         if precision not in device_class.precisions:
@@ -118,40 +135,57 @@ def sensitivity(
     precisions: Sequence[Precision | str] | None = None,
     seed: int = 0,
 ) -> Sensitivity:
-    """How much gradient variance each operator adds at each precision, from two FP32 steps per batch.
+    """Estimate the gradient variance that each operator adds at each precision.
 
-    `indicator` names another way to tell (see qsync.predictor.sensitivity.registry): "empirical" measures it with this
-    device's kernels, a step per operator, precision and batch. `seed` is for what an indicator draws. The
-    model is left as it was. Raises CalibrationError for NaN or Inf in the data, naming the operator that met
-    it, and for a gradient that is zero; UnsupportedError for an indicator or a precision that is not there.
+    The default indicator takes two FP32 steps per batch. The model is afterwards as it was before.
 
-    >>> sensitivity = qsync.sensitivity(model, [batch])
-    >>> truth = qsync.sensitivity(model, [batch], indicator="empirical", precisions=["bf16", "int8"])
+    Args:
+        model: runs where its parameters are.
+        batches: a list of real batches, each as for `qsync.profile`.
+        loss_fn: `loss_fn(model, batch)` returns a scalar. Without it the model's own `.loss` counts.
+        indicator: how to estimate, by name (qsync.predictor.sensitivity.registry). "empirical" measures the
+            variance with this device's kernels: a step per operator, precision and batch.
+        precisions: those to estimate, instead of all (with "empirical": all of this device).
+        seed: of whatever the indicator draws at random.
+
+    Returns:
+        The sensitivity: operator -> precision -> variance in squared gradient norm.
+
+    Raises:
+        CalibrationError: NaN or Inf in the data (the message names the operator that met it), a gradient that
+            is zero, or no batch.
+        UnsupportedError: an unknown indicator, or a precision that this device cannot measure.
+
+    Example:
+        >>> sensitivity = qsync.sensitivity(model, [batch])
+        >>> truth = qsync.sensitivity(model, [batch], indicator="empirical", precisions=["bf16", "int8"])
     """
-    judge = indicator_named(indicator)
+    indicate = indicator_named(indicator)
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
-        return _judged(
-            judge, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
+        return _scores(
+            indicate, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
         )
 
 
-def _judged(judge: Indicator, calibration: Calibration) -> Sensitivity:
-    """What an indicator says. Where that is NaN, or zero everywhere, the default one looks why: it names the
-    operator that met NaN or Inf, or from which on the gradient is zero.
+def _scores(indicate: Indicator, calibration: Calibration) -> Sensitivity:
+    """Return the scores of an indicator, all finite.
+
+    Where they are NaN, or zero everywhere, the default indicator raises the error: it names the operator that
+    met NaN or Inf, or from which on the gradient is zero.
     """
-    if judge is variance:
+    if indicate is variance:
         return variance(calibration)
-    looked = replace(calibration, precisions=())
+    without_scores = replace(calibration, precisions=())
     try:
-        found = judge(calibration)
+        found = indicate(calibration)
     except CalibrationError:
-        variance(looked)
+        variance(without_scores)
         raise
     scores = [(op, mode, score) for op, modes in found.omega.items() for mode, score in modes.items()]
     if not any(0.0 < score < math.inf for *_, score in scores) or any(math.isnan(s) for *_, s in scores):
-        variance(looked)
+        variance(without_scores)
     for op, mode, score in scores:
         if not math.isfinite(score):
             raise CalibrationError(
@@ -169,7 +203,7 @@ def calibrating(
     precisions: Sequence[Precision | str] | None = None,
     seed: int = 0,
 ) -> Iterator[Calibration]:
-    """What indicators are given: the model as it runs precisions, its batches and its trained parameters."""
+    """Yield the input of indicators: the model as it runs, its batches and its trained parameters."""
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
     with running(model) as program:
@@ -179,7 +213,7 @@ def calibrating(
 def _measurable(
     calibration: Calibration, model: torch.nn.Module, asked: Sequence[Precision | str] | None
 ) -> Calibration:
-    """With the precisions that this device has: what is measured has to run here."""
+    """Return the calibration for precisions of this device: a measured variance needs its kernels."""
     kernels = backend.select(device_of(model))
     if asked is None:
         return replace(calibration, precisions=kernels.precisions())
@@ -197,17 +231,30 @@ def wrap(
     device_class: str | None = None,
     save_less: bool = False,
 ) -> torch.nn.Module:
-    """Make the model run as the plan says for a device class, or in one precision wherever that is possible.
+    """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
-    In place: the same object, class and state_dict keys. The graph is traced at the first call and compared
-    with the plan's. With `save_less` every operator that can saves less for backward, at the price of some
-    time and, where it keeps eight bits, of some gradient error (see qsync.backend.compressed_saves.saved_ops); without it those
-    that the plan names (`Plan.save_less`). An operator that no kernel serves in the one precision runs in the
-    next one up, with a warning. Raises MismatchError for a plan of another model or class, UnsupportedError
-    for a precision that the device does not have.
+    In place: the object, its class and its state_dict keys stay. The graph is traced at the first call and
+    compared with the plan's.
 
-    >>> model = qsync.wrap(model, plan, device_class="infer")
-    >>> model = qsync.wrap(model, "bf16", save_less=True)
+    Args:
+        model: runs where its parameters are.
+        plan: a plan, or one precision by name. An operator that no kernel serves in the one precision runs in
+            the next one up, with a warning.
+        device_class: the class of this rank in the plan. Not needed for a plan of one class.
+        save_less: let every operator that can save less for backward, not only those that the plan names
+            (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
+            qsync.backend.compressed_saves.saved_ops).
+
+    Returns:
+        The model.
+
+    Raises:
+        MismatchError: the plan is of another model or has no such class.
+        UnsupportedError: the device does not have a precision.
+
+    Example:
+        >>> model = qsync.wrap(model, plan, device_class="infer")
+        >>> model = qsync.wrap(model, "bf16", save_less=True)
     """
     if isinstance(plan, str):
         precision = Precision.parse(plan)
@@ -215,8 +262,8 @@ def wrap(
         if precision not in kernels.precisions():
             known = ", ".join(kernels.precisions())
             raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
-        everything = runtime.saving(["*"]) if save_less else None
-        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=everything)
+        all_that_can = runtime.saving(["*"]) if save_less else None
+        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=all_that_can)
         return model
     if device_class is None:
         if len(plan.classes) > 1:
@@ -240,7 +287,7 @@ def wrap(
 
 
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
-    """The graph of the model as `loss_fn` calls it: like `capture`, for a batch that holds targets too."""
+    """Capture the graph of the model as `loss_fn` calls it, on a batch that holds targets too."""
     loss = loss_of(model, batch, loss_fn)
     with running(model) as program:
         loss()
@@ -250,7 +297,7 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
 
 
 class running:
-    """The model attached to a program for as long as something is measured on it, and left as it was."""
+    """A context in which a model runs through a program, to be measured; afterwards it is as before."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -271,7 +318,7 @@ class running:
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that training changes. Raises CalibrationError where there are none."""
+    """Return the parameters that training changes. Raises CalibrationError where there are none."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
         raise CalibrationError(
@@ -281,7 +328,7 @@ def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> Callable[[], torch.Tensor]:
-    """What runs the model on this batch and returns its loss. Raises CalibrationError for an empty batch."""
+    """Return a function that runs the model and returns its loss. CalibrationError for an empty batch."""
     if batch is None:
         raise CalibrationError("there is no example batch; pass one real batch, as the model is trained on")
     args, kwargs = call_arguments(batch)
@@ -291,12 +338,13 @@ def loss_of(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) ->
 
     def own_loss() -> torch.Tensor:
         output = model(*args, **kwargs)
-        loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-        if loss is None:
+        found = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
+        if found is None:
             raise QSyncError(
                 f"{type(model).__name__} returns no .loss; "
                 "pass loss_fn=lambda model, batch: ... that returns a scalar"
             )
+        loss: torch.Tensor = found
         return loss
 
     return own_loss

@@ -1,12 +1,16 @@
-"""Teaching a cost model on this device: its measured peaks, and a few operators chosen for what they
-teach.
+"""Cost models of a device, learned from its measured peaks and from a few single operators.
+
+Each operator is measured between neighbours as in a model: its inputs come from a thin product (16 wide), so
+that they and their gradients arrive in the type that a product hands on. An operator on images stands between
+two thin convolutions, so that images arrive in the memory order that convolutions hand on. All operators are
+parts of one module, which is profiled as any model is: with the kernels, casts and clocks of a real step.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +30,13 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 
 NUM_SAMPLES = 160
-# Calls that are measured together: so many fit into memory, and a step of them is short.
-PART = 40
-# Nothing that takes longer than a few milliseconds is measured: as many small ones teach more.
-_MOST_FLOPS = 3e9
-_POOL = 1500
-_COPIED = 2**26  # bytes: beyond every cache
-_THIN = 16
+# Operators that are measured together: so many fit into memory, and a step of them is short.
+NUM_PER_PROFILE = 40
+# Operators of a few milliseconds at most are measured: many small ones teach more than few large ones.
+_MAX_FLOPS = 3e9
+_POOL_SIZE = 1500
+_COPIED_BYTES = 2**26  # beyond every cache
+_THIN_WIDTH = 16
 _ON_IMAGES = ("conv2d", "batch_norm", "max_pool2d")
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,18 +59,18 @@ def learn(
     rounds: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> CostModel:
-    """A cost model of this device: from profiles measured on it, and from `num` single operators measured
-    now.
+    """Learn a cost model of this device, from `num` single operators that are measured now.
 
-    The operators are those that stand for most (KMeans over features) among the `wanted` ones and those that
-    models are usually made of. Its stated error is held out, and saved with it.
+    The operators represent the `wanted` ones and those of common models (KMeans over features). The `known`
+    profiles, measured on this device, are learned from as well. The model's stated error is measured on
+    held-out shapes, and saved with it.
 
     >>> qsync.cost_learning.learn([(graph, profile)]).save("costs.json")
     """
-    place = torch.device(device)
+    target = torch.device(device)
     progress("peaks of this device")
-    sheet = measure_sheet(place)
-    samples = measure(choose_calls(num, sheet, wanted), sheet, place, precisions, rounds, progress)
+    sheet = measure_sheet(target)
+    samples = measure(choose_calls(num, sheet, wanted), sheet, target, precisions, rounds, progress)
     for graph, profile in known:
         samples += samples_of(graph, profile, sheet)
     progress("fitting, and holding out")
@@ -74,10 +78,10 @@ def learn(
 
 
 def choose_calls(num: int, sheet: DataSheet, wanted: Iterable[Call] = ()) -> list[Call]:
-    """Half of `num` calls stand for the wanted ones, if any; the others for what models are made of."""
-    able = [call for call in dict.fromkeys(wanted) if can_measure(call) and call.flops <= _MOST_FLOPS]
+    """Choose `num` calls: half represent the wanted ones, if any, the others those of common models."""
+    able = [call for call in dict.fromkeys(wanted) if can_measure(call) and call.flops <= _MAX_FLOPS]
     found = choose(able, num // 2, sheet) if able else []
-    usual = [call for call in pool(_POOL) if can_measure(call) and call.flops <= _MOST_FLOPS]
+    usual = [call for call in pool(_POOL_SIZE) if can_measure(call) and call.flops <= _MAX_FLOPS]
     return found + choose(usual, num - len(found), sheet)
 
 
@@ -89,13 +93,13 @@ def measure(
     rounds: int = 3,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Sample]:
-    """The seconds of every call in every precision and direction on this device, of their casts and of the
-    operators around them.
-    """
+    """Measure every call in every precision and direction on this device, with casts and neighbours."""
     samples: list[Sample] = []
-    for start in range(0, len(calls), PART):
-        progress(f"measuring operators {start + 1} to {min(start + PART, len(calls))} of {len(calls)}")
-        graph, profile = profile_calls(calls[start : start + PART], device, precisions, rounds)
+    for start in range(0, len(calls), NUM_PER_PROFILE):
+        progress(
+            f"measuring operators {start + 1} to {min(start + NUM_PER_PROFILE, len(calls))} of {len(calls)}"
+        )
+        graph, profile = profile_calls(calls[start : start + NUM_PER_PROFILE], device, precisions, rounds)
         samples += samples_of(graph, profile, sheet)
     return samples
 
@@ -106,7 +110,7 @@ def profile_calls(
     precisions: Sequence[Precision] | None = None,
     rounds: int = 3,
 ) -> tuple[OpGraph, Profile]:
-    """Calls as the operators of one graph, and that graph's profile."""
+    """Return the graph whose operators are these calls, and its profile."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         bench = Bench(calls).to(device)
@@ -114,7 +118,8 @@ def profile_calls(
 
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         results = model(x)
-        return sum((y.float() * g).sum() for y, g in zip(results, gradients, strict=True))  # type: ignore[return-value]
+        total = sum((y.float() * g).sum() for y, g in zip(results, gradients, strict=True))
+        return cast(Tensor, total)
 
     one = torch.ones((), device=device)
     chosen = precisions or candidates(detect_class(device))
@@ -123,10 +128,10 @@ def profile_calls(
 
 
 def measure_sheet(device: torch.device) -> DataSheet:
-    """What this device reaches at best: products of each type, copies beyond caches, the least product."""
+    """Measure this device at its best: products of each type, copies beyond caches, the least product."""
     found = detect_class(device)
     clock = clock_for(device, None)
-    source = torch.ones(_COPIED // 4, device=device)
+    source = torch.ones(_COPIED_BYTES // 4, device=device)
     target, one = torch.empty_like(source), torch.ones(8, 8, device=device, requires_grad=True)
 
     def least(run: Callable[[], object], times: int) -> list[float]:
@@ -144,13 +149,13 @@ def measure_sheet(device: torch.device) -> DataSheet:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     name = machine()["processor"] if device.type == "cpu" else torch.cuda.get_device_name(device)
     return DataSheet(
-        found.name, measured_peaks(device), 2 * _COPIED / copy_s, found.memory_bytes, 2**25, launch_s,
+        found.name, measured_peaks(device), 2 * _COPIED_BYTES / copy_s, found.memory_bytes, 2**25, launch_s,
         capability, f"measured on {name}",
     )  # fmt: skip
 
 
 def can_measure(call: Call) -> bool:
-    """Whether a call can stand alone: its arguments follow from its shapes."""
+    """Return whether a call can be measured alone: its arguments follow from its shapes."""
     shapes = [argument.shape for argument in call.inputs]
     if any(0 in shape or not shape for shape in (*shapes, call.output)):
         return False
@@ -165,79 +170,80 @@ def can_measure(call: Call) -> bool:
 
 
 class Bench(nn.Module):
-    """Every one of some calls, each on values of its own. Called with any tensor; returns the results."""
+    """A module of some calls, each on values of its own; called with a scalar, returns their results."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
         self.cells = nn.ModuleList(_Cell(call) for call in calls)
 
     def forward(self, x: Tensor) -> list[Tensor]:
+        """Return every call's result times `x`."""
         return [cell() * x for cell in self.cells]
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of its results."""
-        return [cell.shape for cell in self.cells]  # type: ignore[misc]
+        """The shapes of the results."""
+        return [cast(_Cell, cell).shape for cell in self.cells]
 
 
 class _Cell(nn.Module):
-    """One call on values of its own.
-
-    What needs a gradient is made by a thin product (16 wide), so that it arrives in the type that a product
-    hands on; for what works on images, by a convolution, which hands them on in an order of its own. Another
-    reads its result, and brings the gradient in that order.
-    """
+    """One call on values of its own; a thin convolution reads a result that is images."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.call, self.kind = call, call.kind
-        self.made, self.given = nn.ModuleList(), nn.ParameterList()
+        self.values, self.given = nn.ModuleList(), nn.ParameterList()
         for argument in call.inputs:
             if argument.parameter:
                 scale = num_elements(argument.shape[1:]) ** -0.5
                 self.given.append(torch.randn(argument.shape) * scale)
             else:
-                self.made.append(_Made(argument, call.kind in _ON_IMAGES and len(argument.shape) == 4))
+                self.values.append(_Value(argument, call.kind in _ON_IMAGES and len(argument.shape) == 4))
         if call.kind in ("layer_norm", "batch_norm"):
             shape = call.inputs[0].shape
             flat = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d}.get(len(shape), nn.BatchNorm1d)
             self.norm: nn.Module = nn.LayerNorm(shape[-1]) if call.kind == "layer_norm" else flat(shape[1])
 
         images = call.kind in _ON_IMAGES and len(call.output) == 4
-        self.reads = nn.Parameter(torch.randn(_THIN, call.output[1], 1, 1)) if images else None
-        self.shape = (call.output[0], _THIN, *call.output[2:]) if images else call.output
+        self.reads = nn.Parameter(torch.randn(_THIN_WIDTH, call.output[1], 1, 1)) if images else None
+        self.shape = (call.output[0], _THIN_WIDTH, *call.output[2:]) if images else call.output
 
     def forward(self) -> Tensor:
-        result = self._run(*(made() for made in self.made), *self.given)
+        result = self._run(*(value() for value in self.values), *self.given)
         return result if self.reads is None else F.conv2d(result, self.reads)
 
-    def _run(self, *values: Tensor) -> Tensor:
+    def _run(self, *values: Any) -> Tensor:
+        result: Tensor
         if self.kind in _UNARY:
-            return _UNARY[self.kind](*values)
-        if self.kind in _BINARY:
-            return _BINARY[self.kind](*values)
-        if self.kind == "linear":
-            return F.linear(*values)
-        if self.kind == "attention":
-            return F.scaled_dot_product_attention(*values[:3])
-        if self.kind == "conv2d":
-            return F.conv2d(*values, **_geometry(self.call))
-        return self.norm(*values)
+            result = _UNARY[self.kind](*values)
+        elif self.kind in _BINARY:
+            result = _BINARY[self.kind](*values)
+        elif self.kind == "linear":
+            result = F.linear(*values)
+        elif self.kind == "attention":
+            result = F.scaled_dot_product_attention(*values[:3])
+        elif self.kind == "conv2d":
+            result = F.conv2d(*values, **_geometry(self.call))
+        else:
+            result = self.norm(*values)
+        return result
 
 
-class _Made(nn.Module):
-    """A value that an operator made, or, where nobody asks for its gradient, one that was given."""
+class _Value(nn.Module):
+    """A value that a thin product or convolution computes; a constant where it needs no gradient."""
+
+    value: Tensor
 
     def __init__(self, argument: Argument, image: bool) -> None:
         super().__init__()
         self.shape, self.image = argument.shape, image
         rows, columns = self.shape[0], num_elements(self.shape[1:])
         if argument.gradient and image:
-            self.left = nn.Parameter(torch.randn(rows, _THIN, *self.shape[2:]))
-            self.right = nn.Parameter(torch.randn(self.shape[1], _THIN, 1, 1) * _THIN**-0.5)
+            self.left = nn.Parameter(torch.randn(rows, _THIN_WIDTH, *self.shape[2:]))
+            self.right = nn.Parameter(torch.randn(self.shape[1], _THIN_WIDTH, 1, 1) * _THIN_WIDTH**-0.5)
         elif argument.gradient:
-            self.left = nn.Parameter(torch.randn(rows, _THIN))
-            self.right = nn.Parameter(torch.randn(columns, _THIN) * _THIN**-0.5)
+            self.left = nn.Parameter(torch.randn(rows, _THIN_WIDTH))
+            self.right = nn.Parameter(torch.randn(columns, _THIN_WIDTH) * _THIN_WIDTH**-0.5)
         else:
             self.register_buffer("value", torch.randn(self.shape))
 
@@ -250,7 +256,7 @@ class _Made(nn.Module):
 
 
 def _geometry(call: Call) -> dict[str, Any]:
-    """Stride, padding and groups of a convolution, from its shapes."""
+    """Return stride, padding and groups of a convolution, from its shapes."""
     x, weight, y = call.inputs[0].shape, call.inputs[1].shape, call.output
     stride = max(round(x[2] / y[2]), 1)
     padding = max(-(-((y[2] - 1) * stride + weight[2] - x[2]) // 2), 0)

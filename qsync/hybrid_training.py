@@ -1,34 +1,31 @@
-"""hybrid: what stands where DDP(model) stood in a torchrun script over unequal devices."""
+"""`hybrid`: stands where DDP(model) stood in a torchrun script over unequal devices."""
 
 from __future__ import annotations
 
 import logging
-import os
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync import api
 from qsync.allocator import doubts
 from qsync.backend.device_detection import device_of
-from qsync.distributed import job, liveness
-from qsync.distributed.agreement import agree, check_same
-from qsync.distributed.drift_monitor import Monitor, expected
+from qsync.distributed import ddp_profiling, drift_monitor, job, liveness
+from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
+from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.gradient_weighting import weigh_gradients
-from qsync.distributed.step_phases import Phases
-from qsync.errors import QSyncError
+from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
+from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.basis import Basis, save_plan
 from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.replayer import replay, under
+from qsync.replayer import under
 
 logger = logging.getLogger("qsync")
 
@@ -51,162 +48,130 @@ def hybrid(
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
 
-    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. Detects each rank's
-    device class, checks that all ranks agree on model and software, profiles every class on `example_batch`,
-    plans, and rewrites. The plan is cached on disk, so a restart does not profile again. `loss_fn(model,
-    batch)` returns the scalar loss; without it the model's own `.loss` is used. `loader` is what this rank's
-    loop takes its batches from: then a step's wait for the next one is profiled and planned with too.
-    `options` go to `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`); where
-    operators may save less, profiling takes twice as many steps. Under a plan with levers gradients are
-    weighed by samples; the loop then takes `plan.levers[CLASS].samples` a step, in `.passes` of
-    them (`qsync.micro_batches`).
+    Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. It detects each
+    rank's device class, checks that all ranks agree on model and software, profiles every class on
+    `example_batch`, plans, and rewrites the model. The plan is cached on disk, so a restart does not profile
+    again. If a rank dies or falls silent, the others stop and name it. When steps take a tenth longer than
+    predicted, rank 0 logs (logger "qsync") which rank's phase is to blame.
 
-    Returns the model in DistributedDataParallel; without a job (plain `python script.py`) the wrapped model
-    itself. Raises the same error on every rank: MismatchError when ranks differ, CalibrationError for a batch
-    that cannot be used, InfeasibleError when no plan fits the memory. If a rank dies or falls silent for
-    `timeout_s`, the others stop and name it. When steps take a tenth longer than predicted, rank 0 logs
-    (logger "qsync") which rank's phase is to blame.
+    Under a plan with levers gradients are weighed by samples; the loop then takes
+    `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).
 
-    >>> model = qsync.hybrid(model, batch, loss_fn=lambda model, batch: loss(model(batch["x"]), batch["y"]))
+    Args:
+        model: the same on every rank, with equal parameters.
+        example_batch: a real batch of this rank: a tensor, a tuple (positional) or a dict (keywords), or
+            whatever `loss_fn` takes. Not needed with a `plan`.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss. Without it the model's own `.loss` counts.
+        plan: run this plan; nothing is profiled then.
+        device_class: the name of this rank's class, instead of the detected one.
+        emulated_share: the share of its core that an emulated rank gets, in (0, 1].
+        precisions: those to choose from, instead of all that this rank multiplies in hardware.
+        make_optimizer: the training loop's optimizer from parameters: its time and memory are part of a step.
+        cache_dir: the folder of cached plans, instead of `~/.cache/qsync`.
+        bucket_cap_mb: the size of DDP's buckets in MiB, instead of the plan's or DDP's own.
+        timeout_s: seconds of silence after which a rank counts as dead; at least 1.
+        loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
+            and planned with.
+        **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
+            Where operators may save less, profiling takes twice as many steps.
+
+    Returns:
+        The model in DistributedDataParallel. Without a job (plain `python script.py`) the model itself.
+
+    Raises:
+        MismatchError: ranks differ in software, model, plan, batch shapes or options.
+        CalibrationError: the batch cannot be used: missing, empty, with NaN or Inf, or without a scalar loss.
+        TracingError: the model cannot be traced.
+        UnsupportedError: a device lacks a precision.
+        InfeasibleError: no plan fits the memory or reaches the target.
+        Every rank raises the same error.
+
+    Example:
+        >>> model = qsync.hybrid(model, batch, lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
-    device = device_of(model)
-    job.join_job(device)
-    distributed = job.world_size() > 1
-    if distributed:
-        _watch_once(timeout_s)
+    job.join_job(device_of(model))
+    if job.world_size() > 1:
+        liveness.watch_once(timeout_s)
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none",
     })  # fmt: skip
-    own = job.agree_on_class(model, emulated_share, device_class)
+    rank = job.detect_rank(model, emulated_share, device_class)
     folder = None
     if plan is None:
+        step = job.TrainingStep(model, example_batch, loss_fn)
         with shown_on_rank_zero("qsync: planning") as progress:
-            plan, folder = _make_plan(
-                model, example_batch, loss_fn, own, progress,
-                precisions=precisions, make_optimizer=make_optimizer, cache_dir=cache_dir,
-                bucket_cap_mb=bucket_cap_mb, loader=loader, options=options,
-            )  # fmt: skip
-    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
-        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # what the prediction assumes
-    chosen = plan
-    agree("wrapping the model", lambda: api.wrap(model, chosen, device_class=own.name) and None)
-    if not distributed:
-        return model
-    parallel = job.in_ddp(model, bucket_cap_mb)
-    share = plan.levers[own.name] if plan.levers else None
-    if share is not None and share.samples is not None:
-        weigh_gradients(parallel, share.samples, passes=share.passes)
-    if folder is not None:
-        _watch_drift(parallel, plan, folder, own.name)
-    return parallel
-
-
-# What watches over the steps of each model, for as long as the model lives.
-monitors: weakref.WeakKeyDictionary[DistributedDataParallel, Monitor] = weakref.WeakKeyDictionary()
-
-
-def _watch_drift(parallel: DistributedDataParallel, plan: Plan, folder: Path, name: str) -> None:
-    """Say so when steps take longer than planned. Rank 0 has what the plan was made from."""
-
-    def predict() -> dict[str, Any] | None:
-        if dist.get_rank() != 0:
-            return None
-        try:
-            basis = Basis.load(folder)
-            profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
-            timeline = replay(
-                basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+            profiling = ProfileOptions(
+                precisions, make_optimizer, loader, bucket_cap_mb, _may_save_less(options), progress
             )
-        except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
-            return None
-        return {c: phases.to_json() for c, phases in expected(timeline).items()}
-
-    predicted = agree("predicting the step", predict)[0]
-    if predicted is not None:
-        phases = {c: Phases(**seconds) for c, seconds in predicted.items()}
-        monitors[parallel] = Monitor(parallel, parallel.module, phases, name)
+            plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+    wrapped = _wrap(model, plan, rank.device_class.name, bucket_cap_mb)
+    if folder is not None and isinstance(wrapped, DistributedDataParallel):
+        drift_monitor.watch(wrapped, plan, folder, rank.device_class.name)
+    return wrapped
 
 
-_watched: list[dist.ProcessGroup] = []
+def _may_save_less(options: Mapping[str, Any]) -> bool:
+    return bool(options.get("saving_less")) or SAVE_LESS in (options.get("levers") or ())
 
 
-def _watch_once(timeout_s: float) -> None:
-    """Watch over the ranks of a job once, however many models of it are wrapped."""
-    group = dist.group.WORLD
-    if group is not None and not any(group is known for known in _watched):
-        _watched.append(group)
-        liveness.start(timeout_s)
-
-
-def _make_plan(
-    model: torch.nn.Module, batch: Any, loss_fn: api.LossFunction | None, own: Any,
-    progress: job.Progress, *, precisions: Any, make_optimizer: Any, cache_dir: str | Path | None,
-    bucket_cap_mb: float | None, loader: Iterable[Any] | None, options: dict[str, Any],
-) -> tuple[Plan, Path]:  # fmt: skip
-    from qsync.planning import plan as choose
-
-    graph = job.form_graph(model, batch, loss_fn)
-    formed = job.form_cluster(own, device_of(model), progress)
-    cluster = formed[0]
-    cap = int(bucket_cap_mb * 2**20) if bucket_cap_mb else None
-    key = job.basis_key(graph, cluster, {
-        "precisions": precisions, "optimizer": make_optimizer, "cap": cap,
-        **({"loader": "given"} if loader is not None else {}), **options,
+def _profile_and_plan(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    profiling: ProfileOptions,
+    cache_dir: str | Path | None,
+    options: Mapping[str, Any],
+) -> tuple[Plan, Path]:
+    """Return the plan of this job, the same on every rank, and its folder: cached, or made now."""
+    graph = job.form_graph(step)
+    formed = job.form_cluster(rank, profiling.progress)
+    folder = cache_folder(cache_dir) / cache_key(graph, formed[0], {
+        "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
+        "cap": profiling.bucket_cap_bytes,
+        **({"loader": "given"} if profiling.loader is not None else {}), **options,
     })  # fmt: skip
-    folder = _cache(cache_dir) / key
-    plan = _cached(folder)
+    plan = cached_plan(folder)
     if plan is None:
-        basis = job.form_basis(
-            model, batch, loss_fn, own, formed, graph=graph, precisions=precisions,
-            make_optimizer=make_optimizer, progress=progress, loader=loader, bucket_cap_mb=bucket_cap_mb,
-            save_less=bool(options.get("saving_less")) or SAVE_LESS in (options.get("levers") or ()),
-        )  # fmt: skip
-        progress("allocation")
-        plan = _on_rank_zero("planning", lambda: choose(
-            graph, basis.profiles, basis.sensitivity, basis.cluster, bucket_cap_bytes=cap, **options
-        ), folder, basis, options.get("budgets"))  # fmt: skip
+        basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
+        profiling.progress("allocation")
+        plan = Plan.from_json(from_rank_zero(
+            "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()
+        ))  # fmt: skip
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     return plan, folder
 
 
-def _on_rank_zero(
-    step: str, make: Callable[[], Plan], folder: Path, basis: Basis, budgets: Mapping[str, int] | None
+def _plan_and_save(
+    basis: Basis, folder: Path, bucket_cap_bytes: int | None, options: Mapping[str, Any]
 ) -> Plan:
-    """Rank 0 plans, files the plan and says what there is to doubt of it; every rank gets it."""
-
-    def planned() -> dict[str, Any] | None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return None
-        plan = make()
-        save_plan(folder, plan, basis)
-        profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
-        for doubt in doubts(basis.graph, plan, profiles, basis.cluster, budgets):
-            logger.warning("qsync: %s", doubt)
-        return plan.to_json()
-
-    return Plan.from_json(agree(step, planned)[0])
+    plan = choose_plan(
+        basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
+        bucket_cap_bytes=bucket_cap_bytes, **options,
+    )  # fmt: skip
+    save_with_warnings(folder, plan, basis, options.get("budgets"))
+    return plan
 
 
-def _cached(folder: Path) -> Plan | None:
-    """Rank 0's cached plan for every rank, None if there is none (or it is malformed: then it is made
-    anew).
-    """
-
-    def look() -> dict[str, Any] | None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return None
-        try:
-            return Plan.load(folder / "plan.json").to_json()
-        except QSyncError:
-            return None
-
-    found = agree("reading the plan cache", look)[0]
-    return Plan.from_json(found) if found is not None else None
+def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None) -> None:
+    """Write a plan beside its basis, and log the reasons to doubt it."""
+    save_plan(folder, plan, basis)
+    profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
+    for warning in doubts(basis.graph, plan, profiles, basis.cluster, budgets):
+        logger.warning("qsync: %s", warning)
 
 
-def _cache(cache_dir: str | Path | None) -> Path:
-    if cache_dir is not None:
-        return Path(cache_dir)
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qsync"
+def _wrap(
+    model: torch.nn.Module, plan: Plan, device_class: str, bucket_cap_mb: float | None
+) -> torch.nn.Module:
+    """Rewrite the model as the plan says and put it in DDP, in a job; weigh its gradients under levers."""
+    agree_locally("wrapping the model", lambda: api.wrap(model, plan, device_class=device_class))
+    if job.world_size() == 1:
+        return model
+    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
+        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
+    parallel = job.in_ddp(model, bucket_cap_mb)
+    share = plan.levers[device_class] if plan.levers else None
+    if share is not None and share.samples is not None:
+        weigh_gradients(parallel, share.samples, passes=share.passes)
+    return parallel

@@ -25,12 +25,34 @@ def plan(
 ) -> Plan:
     """Choose the precision of every operator on every device class.
 
-    See qsync.allocator.allocate for the options; with `levers` those are searched too, and
-    qsync.allocator.levers.search has more options (`other`, `trials`, `storage`, `seed`).
+    The plan adds the least gradient variance among those that reach the target step and fit the memory.
 
-    >>> plan = qsync.plan(graph, {"train": p0, "infer": p1}, sensitivity, cluster)
-    >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
-    >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, saving_less={"infer": ["*"]})
+    Args:
+        graph: of the model (`qsync.capture`).
+        profiles: device class -> its profile, for every class of the cluster.
+        sensitivity: of the model (`qsync.sensitivity`).
+        cluster: the device classes and the links between them.
+        levers: what may change beside precisions: "share", "accumulate", "buckets", "recompute" and
+            "save_less". Those named are searched.
+        **options: options of `qsync.allocator.allocate`: `target_s` (seconds of a step) or `slack` (a part of
+            the least step), `budgets` (class -> bytes), `pins` (pattern -> precision), `lower_all`, `margin`,
+            `together`, `saving_less` (class -> patterns), `bucket_cap_bytes`, `solver` ("milp" or "greedy"),
+            `gap` and `time_limit_s`. With `levers` also those of `qsync.allocator.search`: `other`, `trials`,
+            `storage`, `seed` and `progress`.
+
+    Returns:
+        The plan, with what is predicted for every class, and the variance that no plan can be below.
+
+    Raises:
+        InfeasibleError: nothing fits the memory or reaches the target; the message names the binding
+            constraint and by how much it is missed.
+        MismatchError: graph, profiles, sensitivity and cluster do not belong together.
+        FormatError: an option that cannot be used.
+
+    Example:
+        >>> plan = qsync.plan(graph, {"train": fast, "infer": slow}, sensitivity, cluster)
+        >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
+        >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, saving_less={"infer": ["*"]})
     """
     if levers:
         return search(graph, profiles, sensitivity, cluster, levers=levers, **options)
@@ -40,8 +62,23 @@ def plan(
 def replay(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster, **options: Any
 ) -> Timeline:
-    """What a step under this plan would take on every rank; see qsync.replayer.replay. Simulated.
+    """Predict what a step under a plan takes on every rank (simulated).
 
-    >>> timeline = qsync.replay(graph, plan, profiles, cluster)
+    Args:
+        graph: of the model (`qsync.capture`).
+        plan: a plan, or class -> operator -> precision.
+        profiles: device class -> its profile, for every class of the cluster.
+        cluster: the device classes and the links between them.
+        **options: options of `qsync.replayer.replay`, such as `bucket_cap_bytes` (the size of DDP's buckets).
+
+    Returns:
+        The timeline: events, seconds of a step, and wait and memory peak (bytes) of every class.
+
+    Raises:
+        MismatchError: graph, plan, profiles and cluster do not belong together.
+
+    Example:
+        >>> timeline = qsync.replay(graph, plan, profiles, cluster)
+        >>> timeline.step_s, timeline["infer"].wait_s
     """
     return simulate(graph, plan, profiles, cluster, **options)

@@ -23,9 +23,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 import qsync
 from qsync.backend.device_detection import machine
-from qsync.distributed import job, liveness
+from qsync.distributed import ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree
-from qsync.distributed.ddp_profiling import job_clock
 from qsync.experiments.demo import report
 from qsync.experiments.demo.runner import Runner, attached_runner
 from qsync.experiments.demo.runs import Planned, planned_runs, replayed
@@ -96,14 +95,16 @@ class Measuring:
         self._loss_fn = workload.loss
         show("finding out what this machine is")
         job.check_models(self._model)
-        self._own = job.own_class(self._model, place.measured_share(), FAST if dist.get_rank() == 0 else WEAK)
-        self._graph = job.form_graph(self._model, self._batch, self._loss_fn)
+        name = FAST if dist.get_rank() == 0 else WEAK
+        self._rank = job.detect_rank(self._model, place.measured_share(), name)
+        self._own = self._rank.device_class
+        self._graph = job.form_graph(job.TrainingStep(self._model, self._batch, self._loss_fn))
         on_cpu = place.device.type == "cpu"
         precisions = [
             p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]
         found = agree("sensitivity", lambda: self._sense(PROFILED))
-        self._sensitivity = job.mean_sensitivity(found)
+        self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise
         # share.
@@ -121,7 +122,7 @@ class Measuring:
         program = runtime.attach(model, lambda graph: {})
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
-            job_clock(self._place.device, self._own.emulated_share),
+            ddp_profiling.job_clock(self._place.device, self._own.emulated_share),
             ProfilerOptions(make_optimizer(workload.lr), self._show, loader=self._loader(workload)),
         )  # fmt: skip
 
@@ -137,14 +138,16 @@ class Measuring:
         agree("profiling", self._profiler.round)
         dist.barrier()
         agree("profiling the fast rank alone", lambda: self._alone.round() if self._alone else None)
-        self._links.append(job.form_cluster(self._own, self._place.device, self._show, rounds=2))
+        self._links.append(job.form_cluster(self._rank, self._show, rounds=2))
 
     def basis(self) -> Basis:
         """Return the basis from all rounds so far."""
         here = machine(self._place.device)
         profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
-        profile = job.with_toll(profile, median_measurement([exchanged for _, exchanged in self._links]))
-        profiles = job.first_of_each_class(agree("gathering profiles", profile.to_json))
+        profile = ddp_profiling.with_toll(
+            profile, median_measurement([exchanged for _, exchanged in self._links])
+        )
+        profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
         alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
         profiles[ALONE] = Profile.from_json(alone[0])
         link = median_measurement([exchanged for _, exchanged in self._links]).link

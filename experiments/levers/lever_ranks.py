@@ -17,6 +17,7 @@ from qsync.allocator import allocate, search
 from qsync.allocator.levers.save_less_steps import Patterns, savings
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
+from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness.measured_peak import step_peak_bytes
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_rank
 from qsync.experiments.memory.memory_runs import parts_of
@@ -61,12 +62,13 @@ def measure(
     def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
         return loss_fn(model(batch[0]), batch[1])
 
-    own = job.own_class(model, share, name)
-    whole = _basis(model, batch, loss, own, save_less=tight)
+    own = job.detect_rank(model, share, name)
+    whole = _basis(job.TrainingStep(model, batch, loss), own, save_less=tight)
     if tight:
         found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
     else:
-        half = _basis(model, tuple(t[: len(t) // 2] for t in batch), loss, own)
+        smaller = tuple(t[: len(t) // 2] for t in batch)
+        half = _basis(job.TrainingStep(model, smaller, loss), own)
         other = Sized(half.graph, half.profiles)
         found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
     plans = {title: Plan.from_json(plan) for title, plan in found.items()}
@@ -95,16 +97,11 @@ def measure(
     ]
 
 
-def _basis(
-    model: torch.nn.Module, batch: Any, loss: api.LossFunction, own: Any, save_less: bool = False
-) -> Basis:
+def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> Basis:
     torch._dynamo.reset()
-    graph = job.form_graph(model, batch, loss)
-    formed = job.form_cluster(own, torch.device("cpu"))
-    return job.form_basis(
-        model, batch, loss, own, formed, graph=graph, precisions=PRECISIONS,
-        make_optimizer=make_optimizer(1e-3), save_less=save_less,
-    )  # fmt: skip
+    graph = job.form_graph(step)
+    options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
+    return form_basis(step, rank, graph, job.form_cluster(rank), options)
 
 
 def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:

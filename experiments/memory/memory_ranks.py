@@ -117,7 +117,7 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
     profile = agree("profiling", lambda: qsync.profile(
         model, batch, loss, device_class=own, rounds=1, make_optimizer=make_optimizer(1e-3)
     ).to_json())  # fmt: skip
-    graph = job.form_graph(model, batch, loss)
+    graph = job.form_graph(job.TrainingStep(model, batch, loss))
     profiles = {entry["device_class"]: Profile.from_json(entry) for entry in profile}
     cluster = Cluster(tuple(replace(own, name=name) for name in profiles), Link(1e-4, 1e9))
 

@@ -1,7 +1,6 @@
-"""What ranks must agree on, before the first step: found out together, refused together, on every rank,
-without a hang.
+"""What ranks do together before the first step: they share results, and an error on one is raised on all.
 
-An error on one rank alone leaves the others waiting in a collective. Here every rank takes part in one
+An error on one rank alone would leave the others waiting in a collective. Here every rank takes part in one
 exchange whatever happens to it, and then all raise the same sentence.
 """
 
@@ -17,46 +16,78 @@ from qsync.errors import MismatchError, QSyncError
 
 T = TypeVar("T")
 
-_SHOWN = 100  # characters of a value that a message repeats
+_MAX_SHOWN_CHARACTERS = 100  # of a value that a message repeats
 
 
 def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """Run `fn` on every rank and give every rank the results of all, in rank order; or raise on every rank.
+    """Run `fn` on every rank and return the results of all ranks, in rank order; or raise on every rank.
 
-    If `fn` raised on any rank, all ranks raise what the first such rank raised (its subclass of QSyncError,
-    else QSyncError) and name that rank and `step_name`. What has no name of ours comes last: it may be a rank
-    that waited in vain for the one with the cause. A single process without a process group just runs
-    `fn`. Results must be JSON-able.
+    If `fn` raised on any rank, all ranks raise the error of the first such rank (its subclass of QSyncError,
+    else QSyncError), with that rank and `step_name` in the message. Errors that are no QSyncError come last:
+    such a rank may have waited in vain for the one with the cause. A single process without a process group
+    just runs `fn`. Results must be JSON-able.
 
-    >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster))
+    >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster).to_json())
     """
     if not _is_distributed(group):
         return [fn()]
+    # Encoded here and not in the collective: a result that is not JSON-able must be this rank's error, and no
+    # hang.
+    texts = _exchange(step_name, lambda: (None, json.dumps(fn())), group)[1]
+    return [json.loads(text) for text in texts]
+
+
+def agree_locally(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `fn` on every rank and return this rank's own result, of any type; or raise on every rank.
+
+    >>> graph = agree_locally("tracing the model", lambda: qsync.capture(model, batch))
+    """
+    if not _is_distributed(group):
+        return fn()
+    return _exchange(step_name, lambda: (fn(), ""), group)[0]
+
+
+def from_rank_zero(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Run `fn` on rank 0 alone and return its result on every rank; or raise on every rank.
+
+    The result must be JSON-able.
+
+    >>> plan = Plan.from_json(from_rank_zero("planning", lambda: make_plan().to_json()))
+    """
+    first = not _is_distributed(group) or dist.get_rank(group) == 0
+    found: Any = agree(step_name, lambda: fn() if first else None, group)[0]
+    return found  # type: ignore[no-any-return]  # rank 0's, so that it is no None of ours
+
+
+def _exchange(
+    step_name: str, fn: Callable[[], tuple[T, str]], group: dist.ProcessGroup | None
+) -> tuple[T, list[str]]:
+    """Run `fn`, which returns an object and a text; return this rank's object and the texts of all ranks."""
     cause: Exception | None = None
+    outcome: tuple[type[QSyncError] | None, str]
     try:
-        # Encoded here and not in the collective: a result that cannot be must be this rank's error, not a
-        # hang.
-        outcome: tuple[type[QSyncError] | None, Any] = (None, json.dumps(fn()))
+        own, text = fn()
+        outcome = (None, text)
     except Exception as error:
         cause = error
         kind = type(error) if isinstance(error, QSyncError) else QSyncError
         outcome = (kind, str(error) if isinstance(error, QSyncError) else f"{type(error).__name__}: {error}")
     outcomes: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(outcomes, outcome, group=group)
-    failed = [(rank, *outcome) for rank, outcome in enumerate(outcomes) if outcome[0] is not None]
+    failed = [(rank, *each) for rank, each in enumerate(outcomes) if each[0] is not None]
     for rank, kind, message in sorted(failed, key=lambda one: one[1] is QSyncError):
         raise kind(f"{step_name} failed on rank {rank}: {message}") from cause
-    return [json.loads(payload) for _, payload in outcomes]
+    return own, [text for _, text in outcomes]
 
 
 def check_same(facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Raise MismatchError on every rank unless all ranks hold the same facts, compared as text.
 
-    The message names the first fact, in this order, that differs, with both sides. Put what explains other
-    differences first (torch's version before the plan's hash).
+    The message names the first fact that differs, in the order given, with both sides. Give facts that explain
+    others first (torch's version before the plan's hash).
 
-    >>> check_same({"torch": torch.__version__, "the plan": plan_hash}) qsync.errors.MismatchError: torch
-    differs between ranks: rank 0 has 2.13.0, rank 1 has 2.12.0; make it the same ...
+    >>> check_same({"torch": torch.__version__, "the plan": plan_hash})
+    qsync.errors.MismatchError: torch differs between ranks: rank 0 has 2.13.0, rank 1 has 2.12.0; make it ...
     """
     gathered = agree(
         "comparing ranks", lambda: {str(name): str(value) for name, value in facts.items()}, group
@@ -77,23 +108,21 @@ def _is_distributed(group: dist.ProcessGroup | None) -> bool:
 
 
 def _ranks(values: list[str], wanted: str) -> str:
-    """The ranks that hold this value: "1", or "1 (and 6 more)"."""
+    """Return the ranks that hold this value: "1", or "1 (and 6 more)"."""
     holders = [rank for rank, value in enumerate(values) if value == wanted]
     return str(holders[0]) if len(holders) == 1 else f"{holders[0]} (and {len(holders) - 1} more)"
 
 
 def _around_difference(one: str, two: str) -> tuple[str, str]:
-    """Both values; long ones cut to the part where they begin to differ, so that the difference can be
-    seen.
-    """
-    if max(len(one), len(two)) <= _SHOWN:
+    """Return both values; long ones are cut to the part in which they begin to differ."""
+    if max(len(one), len(two)) <= _MAX_SHOWN_CHARACTERS:
         return one, two
     pairs = enumerate(zip(one, two, strict=False))
     start = next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
-    begin = max(0, start - _SHOWN // 4)
+    begin = max(0, start - _MAX_SHOWN_CHARACTERS // 4)
     return _cut(one, begin), _cut(two, begin)
 
 
 def _cut(text: str, begin: int) -> str:
-    end = begin + _SHOWN
+    end = begin + _MAX_SHOWN_CHARACTERS
     return ("..." if begin else "") + text[begin:end] + ("..." if end < len(text) else "")

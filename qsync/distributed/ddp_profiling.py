@@ -1,17 +1,18 @@
-"""A profile in the company that training has: all ranks step together, through DDP, as they will.
+"""Profiles taken in steps of the job: all ranks step together, through DDP, as they will in training.
 
 Alone a rank finds its caches warm. Beside peers that compute, and all-reduces that run on its cores, the same
 operators take a few per cent longer, those that wait for memory up to a quarter (CPU, gloo, two ranks). So
-the steps that are timed are whole steps of the job, and what communication adds to them tells how fast the
-links are in use. That needs clocks that tell a rank's work from waiting. Where some rank has none (GPUs,
-several threads a rank), the ranks step together without DDP, copies to buckets are timed by themselves, and
-links stay as they were measured between barriers.
+the steps that are timed are whole steps of the job, and the time that communication adds to them tells how
+fast the links are in use. That needs clocks that tell a rank's work from waiting. Where some rank has none
+(GPUs, several threads a rank), the ranks step together without DDP, copies to buckets are timed by
+themselves, and links stay as they were measured between barriers.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,133 +20,246 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from qsync.distributed.agreement import agree
+from qsync import api
+from qsync.backend.device_detection import machine
+from qsync.distributed import job
+from qsync.distributed.agreement import agree, agree_locally
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
+from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
-from qsync.records.cluster import Cluster, DeviceClass
+from qsync.predictor.profiling.runner import check_finite, check_scalar
+from qsync.records.basis import Basis
+from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.link_calibration import in_use
-from qsync.runtime import program as runtime
+from qsync.runtime.program import Program
 
-# For how long ranks wait for the gradients of one that failed in the midst of a step: seconds, or steps.
-LEAST_PATIENCE_S, PATIENCE = 30.0, 20
+# Profiling a class takes at most this long, apart from the rounds that are needed in any case.
+PROFILE_S = 30.0
+# How long ranks wait for the gradients of one that failed in the midst of a step: the longer of some seconds
+# and some steps.
+MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
 
 
-class Lockstep:
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """How the classes of a job are profiled.
+
+    `precisions` are those to profile, None for all that are worth choosing from. `loader` is what this rank's
+    loop takes its batches from: one is taken before every step, and only timed. With `save_less` following
+    operators are also timed as they save less for backward, which takes twice as many steps.
+    """
+
+    precisions: Sequence[Precision | str] | None = None
+    make_optimizer: MakeOptimizer = torch.optim.AdamW
+    loader: Iterable[Any] | None = None
+    bucket_cap_mb: float | None = None
+    save_less: bool = False
+    progress: job.Progress = job.silent
+
+    @property
+    def bucket_cap_bytes(self) -> int | None:
+        """The size of DDP's buckets in bytes; None for DDP's own."""
+        return int(self.bucket_cap_mb * 2**20) if self.bucket_cap_mb else None
+
+    def of_profiler(self, num_precisions: int) -> ProfilerOptions:
+        """Return the part of these options that one rank's profiler takes."""
+        return ProfilerOptions(
+            self.make_optimizer, self.progress, self.save_less, self.loader, num_precisions
+        )
+
+
+def form_basis(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    graph: OpGraph,
+    formed: tuple[Cluster, LinkMeasurement],
+    options: ProfileOptions,
+) -> Basis:
+    """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
+
+    `formed` is what `job.form_cluster` returned. The link of the basis's cluster is the one measured, as fast
+    as the steps say. The ranks of a class measure alike; the first one's profile stands for the class. Each
+    rank takes the sensitivity on its own batch, and the mean over ranks counts.
+    """
+    cluster, link = formed
+    if job.world_size() > 1:
+        cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
+    else:
+        profile = api.profile(
+            step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=PROFILE_S,
+            precisions=options.precisions, make_optimizer=options.make_optimizer, progress=options.progress,
+            save_less=options.save_less, loader=options.loader,
+        )  # fmt: skip
+        profiles = {rank.device_class.name: profile}
+    options.progress("sensitivity")
+    found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
+    return Basis(graph, cluster, profiles, mean_sensitivity(found))
+
+
+def _profile_together(
+    step: job.TrainingStep,
+    rank: job.Rank,
+    graph: OpGraph,
+    cluster: Cluster,
+    link: LinkMeasurement,
+    options: ProfileOptions,
+) -> tuple[Cluster, dict[str, Profile]]:
+    """Return the cluster with its link as fast as it is in use, and the profiles of all classes."""
+    with api.running(step.model) as program:
+        profiler = DdpProfiler(program, step, rank, options)
+        profiler.fill(PROFILE_S)
+        profile = with_toll(profiler.profile(machine(rank.device)), link)
+        profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
+        cluster = profiler.cluster_in_use(graph, profiles, cluster)
+    del profiler
+    gc.collect()  # a DDP that is gone takes its hooks along
+    return cluster, profiles
+
+
+class DdpProfiler:
     """The profiler of one rank of a job (or of a single process), a step at a time with all others.
 
-    `bare` runs the model itself: a rank whose data or kernels are unusable finds out while nobody waits for
-    its gradients. `in_ddp` puts it in DDP, on the process group it is given, and returns what runs it there.
-    Where classes have different numbers of precisions, those with fewer begin their round again. With
-    `save_less` a round has each step a second time, in which operators save less. Raises on every rank what
-    any of them raised.
+    The first steps run the model without DDP: a rank whose data or kernels are unusable finds out while
+    nobody waits for its gradients. Where classes have different numbers of precisions, those with fewer begin
+    their round again. Raises on every rank the error that any of them met.
 
-    >>> together = Lockstep(program, bare, in_ddp, parameters, own, device, precisions)
-    >>> together.fill(seconds=30.0)
+    >>> profiler = DdpProfiler(program, step, rank, ProfileOptions(save_less=True))
+    >>> profiler.fill(seconds=30.0)
     """
 
     def __init__(
-        self,
-        program: runtime.Program,
-        bare: Callable[[], torch.Tensor],
-        in_ddp: Callable[[dist.ProcessGroup], Callable[[], torch.Tensor]],
-        parameters: Sequence[torch.nn.Parameter],
-        own: DeviceClass,
-        device: torch.device,
-        precisions: Sequence[Precision],
-        make_optimizer: MakeOptimizer = torch.optim.AdamW,
-        progress: Callable[[str], None] = lambda text: None,
-        loader: Iterable[Any] | None = None,
-        save_less: bool = False,
+        self, program: Program, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions
     ) -> None:
-        clock = job_clock(device, own.emulated_share)
-        self._own = own
-        # Whether steps go through DDP.
-        self.in_ddp = all(agree("profiling", lambda: isinstance(clock, ShareClock))) and _has_peers()
-        most = max(agree("profiling", lambda: len(precisions)))
-        made: list[Profiler] = []
-        stepping = bare
-
-        def loss() -> torch.Tensor:
-            return stepping()
-
-        options = ProfilerOptions(make_optimizer, progress, save_less, loader, most)
-        agree("profiling", lambda: made.append(
-            Profiler(program, loss, parameters, precisions, clock, options)
+        self._rank, self._bucket_cap_bytes = rank, options.bucket_cap_bytes
+        self.precisions = agree_locally(
+            "profiling", lambda: api.precisions_to_profile(rank.device_class, options.precisions)
+        )
+        parameters = agree_locally("profiling", lambda: api.trained_parameters(step.model))
+        clock = job_clock(rank.device, rank.device_class.emulated_share)
+        tells_waiting = agree("profiling", lambda: isinstance(clock, ShareClock))
+        self.in_ddp = all(tells_waiting) and job.world_size() > 1  # whether steps go through DDP
+        self.model = step.model  # what steps run: DDP around the model where they go through it
+        self._loss = _checked_loss(program, step.loss(), parameters)
+        most = max(agree("profiling", lambda: len(self.precisions)))
+        self.profiler = agree_locally("profiling", lambda: Profiler(
+            program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
         ))  # fmt: skip
-        self.profiler = made[0]
-        if _has_peers():
-            # Of each step, the rank that takes longest: all time it in the same way, and wait for it.
-            everyone = agree("profiling", self.profiler.typical_s)
-            typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-            self.profiler.set_typical_s(typical_s)
-            patience = timedelta(seconds=max(LEAST_PATIENCE_S, PATIENCE * max(typical_s)))
-            if self.in_ddp:
-                stepping = in_ddp(dist.new_group(timeout=patience))
+        if job.world_size() > 1:
+            self._step_together(step, options)
+
+    def _step_together(self, step: job.TrainingStep, options: ProfileOptions) -> None:
+        """Time steps on all ranks in the same way, that of the slowest, and from now on through DDP."""
+        everyone = agree("profiling", self.profiler.typical_s)
+        typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
+        self.profiler.set_typical_s(typical_s)
+        if self.in_ddp:
+            patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
+            self.model = job.in_ddp(step.model, options.bucket_cap_mb, dist.new_group(timeout=patience))
+            self._loss = replace(step, model=self.model).loss()
 
     @property
     def num_choices(self) -> int:
-        """How many steps a round has, on every rank."""
+        """The number of steps of a round, the same on every rank."""
         return self.profiler.num_choices
 
     def measure(self, k: int) -> None:
-        """The k-th step of a round, on all ranks."""
+        """Take the k-th step of a round, on all ranks."""
         agree("profiling", partial(self.profiler.measure, k))
 
     def fill(self, seconds: float) -> None:
-        """As many steps as it takes until every rank knows them to half a per cent, in `seconds`."""
+        """Take steps until every rank knows them to half a per cent, for at most `seconds`."""
         k = 0
         while any(agree("profiling", lambda: self.profiler.wants_more(seconds))):
             self.measure(k)
             k = (k + 1) % self.num_choices
 
-    def profile(self, machine: Mapping[str, object], slow: Sequence[float] | None = None) -> Profile:
-        """This rank's profile. Through DDP, copies to buckets are in the operators' backward times."""
-        found = self.profiler.profile(self._own.name, machine, self._own.emulated_share, slow)
+    def profile(self, machine: Mapping[str, object], drift: Sequence[float] | None = None) -> Profile:
+        """Return this rank's profile. Through DDP, copies to buckets are in the operators' backward times.
+
+        `drift` has for each of the samples the factor by which the machine was slow, if it is known.
+        """
+        own = self._rank.device_class
+        found = self.profiler.profile(own.name, machine, own.emulated_share, drift)
         return replace(found, bucket_s_per_byte=0.0) if self.in_ddp else found
 
-    def cluster_in_use(
-        self,
-        graph: OpGraph,
-        profiles: Mapping[str, Profile],
-        cluster: Cluster,
-        bucket_cap_bytes: int | None,
-    ) -> Cluster:
-        """The cluster with its link as fast as the steps of the profile say; the same on every rank."""
+    def cluster_in_use(self, graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> Cluster:
+        """Return the cluster with its link as fast as the profile's steps say; the same on every rank."""
         if not self.in_ddp:
             return cluster
         samples = zip(self.profiler.waits(), self.profiler.samples(), strict=True)
-        own = [[sample[1], wait_s] for (_, wait_s), sample in samples]
+        own = [(work_s, wait_s) for (_, wait_s), (_, work_s, _) in samples]
         everyone = agree("gathering steps", lambda: own)
-        rounds = range(self.num_choices)
-        names = agree("gathering steps", lambda: [
-            self._own.name,
-            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in rounds],
-            [self.profiler.saves_less(k) for k in rounds],
-        ])  # fmt: skip
-        plans: list[dict[str, dict[str, Precision]]] = []
-        for k in rounds:
-            plans.append({})
-            for name, chosen, _ in names:
-                plans[k].setdefault(name, {op: Precision(p) for op, p in chosen[k].items()})
+        classes, plans, plain = self._round()
         runs = []
         for (k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
-            if any(less[k] for _, _, less in names):
-                continue  # links are the same there, and what saves less is no part of these plans
+            if not plain[k]:
+                continue  # links are the same there, and these plans do not say what saves less
             # Of the rank that works longest: the others wait for it.
-            rank = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
-            runs.append((plans[k], names[rank][0], ranks[rank][1]))
-        return in_use(graph, profiles, cluster, runs, bucket_cap_bytes)
+            longest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
+            runs.append((plans[k], classes[longest], ranks[longest][1]))
+        return in_use(graph, profiles, cluster, runs, self._bucket_cap_bytes)
+
+    def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
+        """Return what a round is: each rank's class; per step the assignments; whether nothing saves less."""
+        steps = range(self.num_choices)
+        everyone: list[Any] = agree("gathering steps", lambda: [
+            self._rank.device_class.name,
+            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in steps],
+            [self.profiler.saves_less(k) for k in steps],
+        ])  # fmt: skip
+        plans: list[dict[str, dict[str, Precision]]] = [{} for _ in steps]
+        for name, assignments, _ in everyone:
+            for plan, assignment in zip(plans, assignments, strict=True):
+                plan.setdefault(name, {op: Precision(p) for op, p in assignment.items()})
+        plain = [not any(less[k] for _, _, less in everyone) for k in steps]
+        return [name for name, _, _ in everyone], plans, plain
 
 
 def job_clock(device: torch.device, emulated_share: float | None = None) -> Clock:
-    """The clock for a rank of a job: on a CPU, with one thread, it leaves out what others do on its core."""
-    if not _has_peers() or device.type == "cuda" or torch.get_num_threads() > 1:
+    """Return the clock for a rank: on a CPU, with one thread, it leaves out what others do on its core."""
+    if job.world_size() == 1 or device.type == "cuda" or torch.get_num_threads() > 1:
         return clock_for(device, emulated_share)
     return ShareClock(emulated_share or 1.0)
 
 
-def _has_peers() -> bool:
-    return dist.is_initialized() and dist.get_world_size() > 1
+def _checked_loss(
+    program: Program, loss: Callable[[], torch.Tensor], parameters: Sequence[torch.nn.Parameter]
+) -> Callable[[], torch.Tensor]:
+    """Return the loss, checked to be one finite number; the error names the operator that met NaN or Inf."""
+
+    def checked() -> torch.Tensor:
+        with api.naming_operators(program, loss, parameters):
+            found = loss()
+            check_scalar(found)
+            check_finite(found)
+        return found
+
+    return checked
+
+
+def with_toll(profile: Profile, link: LinkMeasurement) -> Profile:
+    """Return the profile with the time that an all-reduce takes from its class's compute."""
+    return replace(profile, reduce_s_per_call=link.toll_s_per_call, reduce_s_per_byte=link.toll_s_per_byte)
+
+
+def first_of_each_class(found: Sequence[Mapping[str, Any]]) -> dict[str, Profile]:
+    """Return profiles by class, from what each rank measured (JSON), in rank order."""
+    profiles: dict[str, Profile] = {}
+    for entry in found:
+        profile = Profile.from_json(entry)
+        profiles.setdefault(profile.device_class, profile)
+    return profiles
+
+
+def mean_sensitivity(entries: Sequence[Mapping[str, Any]]) -> Sensitivity:
+    """Return the mean of what each rank found on its own batch (JSON)."""
+    found = [Sensitivity.from_json(entry) for entry in entries]
+    first = found[0]
+    omega = {
+        op: {mode: sum(entry.omega[op][mode] for entry in found) / len(found) for mode in modes}
+        for op, modes in first.omega.items()
+    }
+    return replace(first, omega=omega, num_batches=sum(entry.num_batches for entry in found))

@@ -1,7 +1,7 @@
-"""A running job against its prediction: if steps take longer, which rank and phase is to blame.
+"""A running job against its prediction: where steps take longer, which rank and phase is to blame.
 
-Ranks say now and then, through the job's store, how long their phases take; rank 0 compares. Nothing waits
-for anybody, and no collective is added.
+Now and then each rank publishes the medians of its phases in the job's store, and rank 0 compares. No rank
+waits for another, and no collective is added.
 """
 
 from __future__ import annotations
@@ -9,28 +9,34 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync.distributed import step_phases
+from qsync.distributed.agreement import from_rank_zero
 from qsync.distributed.step_phases import Phases
-from qsync.replayer import Timeline
+from qsync.errors import QSyncError
+from qsync.records.basis import Basis
+from qsync.records.plans import Plan
+from qsync.replayer import Timeline, replay, under
 
 logger = logging.getLogger("qsync")
 
-EVERY = 50
-TOLERANCE = 0.1
-_SHOWN = {"blocked": "communication", "loading": "data loading"}
+STEPS_PER_COMPARISON = 50
+TOLERANCE = 0.1  # relative
+_PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """A job that is slower than predicted, and where: a rank's phase, measured and predicted seconds."""
+    """A job that is slower than predicted, and the rank's phase to blame, measured and predicted."""
 
     step_s: float
     predicted_step_s: float
@@ -51,7 +57,7 @@ class Drift:
 
 
 def expected(timeline: Timeline) -> dict[str, Phases]:
-    """The phases of every class as replay predicts them."""
+    """Return the phases of every class as replay predicts them."""
     found = {}
     for name, entry in timeline.classes.items():
         own = [event for event in timeline.events if event.device_class == name]
@@ -63,72 +69,77 @@ def expected(timeline: Timeline) -> dict[str, Phases]:
     return found
 
 
-def as_seen(predicted: Phases, measured: Phases) -> Phases:
-    """What was predicted, by the phases that a rank can tell apart: where nobody saw its loader, what was
-    predicted of it is to be looked for in the host's part; and where no loader was profiled, what is seen of
-    one is all new.
+def as_measurable(predicted: Phases, measured: Phases) -> Phases:
+    """Return the prediction in the phases that the rank could tell apart.
+
+    Where the rank's loader was not seen, its predicted time moves to the host's. Where no loader was
+    profiled, all of a measured loading time is new.
     """
     if measured.loading_s > 0.0:
         return predicted
     return replace(predicted, host_s=predicted.host_s + predicted.loading_s, loading_s=0.0)
 
 
-def judge(
+def find_drift(
     predicted: Mapping[str, Phases],
     measured: Sequence[tuple[str, Phases]],
     tolerance: float = TOLERANCE,
 ) -> Drift | None:
-    """Who makes the step longer than predicted by more than `tolerance`; None if it is not. Pure.
+    """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
 
-    `measured` is (class, median phases) by rank. Work of a rank's own is blamed before communication: ranks
-    that wait for a slow one are blocked, but not to blame.
+    `measured` is (class, median phases) by rank. A rank's own work is blamed before communication: ranks that
+    wait for a slow one are blocked, but not to blame.
     """
-    step = statistics.median(steps.period_s for _, steps in measured)
-    planned = max(steps.period_s for steps in predicted.values())
-    if step <= (1.0 + tolerance) * planned:
+    step_s = statistics.median(phases.period_s for _, phases in measured)
+    planned_s = max(phases.period_s for phases in predicted.values())
+    if step_s <= (1.0 + tolerance) * planned_s:
         return None
-    planned_of = [as_seen(predicted[name], steps) for name, steps in measured]
+    planned_of = [as_measurable(predicted[name], phases) for name, phases in measured]
     excess = [
-        (getattr(steps, f"{phase}_s") - getattr(planned_of[rank], f"{phase}_s"), rank, name, phase)
-        for rank, (name, steps) in enumerate(measured)
+        (getattr(phases, f"{phase}_s") - getattr(planned_of[rank], f"{phase}_s"), rank, name, phase)
+        for rank, (name, phases) in enumerate(measured)
         for phase in ("loading", "host", "compute", "optimizer")
     ]
-    most = max(excess)
-    if most[0] < 0.5 * (step - planned):  # nobody's own work: what is left is the least blocked rank's wait
-        most = min(
-            (steps.blocked_s - predicted[name].blocked_s, rank, name, "blocked")
-            for rank, (name, steps) in enumerate(measured)
+    largest = max(excess)
+    if largest[0] < 0.5 * (step_s - planned_s):
+        # No rank's own work: what is left is the wait of the rank that is blocked least.
+        largest = min(
+            (phases.blocked_s - predicted[name].blocked_s, rank, name, "blocked")
+            for rank, (name, phases) in enumerate(measured)
         )
-    over, rank, name, phase = most
-    own = getattr(planned_of[rank], f"{phase}_s")
-    return Drift(step, planned, rank, name, _SHOWN.get(phase, phase), own + over, own)
+    over_s, rank, name, phase = largest
+    planned_phase_s = getattr(planned_of[rank], f"{phase}_s")
+    return Drift(
+        step_s, planned_s, rank, name, _PHASE_NAMES.get(phase, phase), planned_phase_s + over_s,
+        planned_phase_s,
+    )  # fmt: skip
 
 
 class Monitor:
-    """Watches the steps of a model in DDP and, on rank 0, says once when they drift from the prediction.
+    """A watch over the steps of a model in DDP: rank 0 logs once when they drift from the prediction.
 
-    >>> monitor = Monitor(ddp, ddp.module, expected(timeline), "infer")
-    >>> monitor.drift            # on rank 0: what was last seen, None if all is as predicted
+    >>> monitor = Monitor(ddp, expected(timeline), "infer")
+    >>> monitor.drift            # on rank 0: the last drift, None if all is as predicted
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        trained: torch.nn.Module,
+        parallel: DistributedDataParallel,
         predicted: Mapping[str, Phases],
         device_class: str,
-        every: int = EVERY,
+        num_steps: int = STEPS_PER_COMPARISON,
         tolerance: float = TOLERANCE,
     ) -> None:
         self.drift: Drift | None = None
         self._predicted, self._class, self._tolerance = dict(predicted), device_class, tolerance
-        self._timer = step_phases.PhaseTimer(model, trained, kept=every)
+        self._timer = step_phases.PhaseTimer(parallel, parallel.module, num_steps)
         self._timer.when_full = self._publish
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store: Any = dist.PrefixStore("qsync/drift", distributed_c10d._get_default_store())
+        store = distributed_c10d._get_default_store()
+        self._store: Any = distributed_c10d.PrefixStore("qsync/drift", store)
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Time no more steps."""
         self._timer.stop()
 
     def _publish(self) -> None:
@@ -140,12 +151,37 @@ class Monitor:
 
     def _compare(self) -> None:
         keys = [str(rank) for rank in range(self._world_size)]
-        if not self._store.check(keys):  # somebody has not got so far yet: next time
+        if not self._store.check(keys):  # some rank has not got so far yet: compare next time
             return
         entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        found = judge(self._predicted, [(name, Phases(**steps)) for name, steps in entries], self._tolerance)
+        measured = [(name, Phases(**seconds)) for name, seconds in entries]
+        found = find_drift(self._predicted, measured, self._tolerance)
         if found is not None and (
             self.drift is None or (found.rank, found.phase) != (self.drift.rank, self.drift.phase)
         ):
             logger.warning("qsync: %s", found)
         self.drift = found
+
+
+# The monitor of each model, for as long as the model lives.
+monitors: weakref.WeakKeyDictionary[DistributedDataParallel, Monitor] = weakref.WeakKeyDictionary()
+
+
+def watch(parallel: DistributedDataParallel, plan: Plan, folder: Path, device_class: str) -> None:
+    """Start a monitor of a model in DDP against its plan, whose basis rank 0 has in `folder`."""
+
+    def predict() -> dict[str, dict[str, float]] | None:
+        try:
+            basis = Basis.load(folder)
+            profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
+            timeline = replay(
+                basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+            )
+        except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
+            return None
+        return {name: phases.to_json() for name, phases in expected(timeline).items()}
+
+    predicted = from_rank_zero("predicting the step", predict)
+    if predicted is not None:
+        phases = {name: Phases(**seconds) for name, seconds in predicted.items()}
+        monitors[parallel] = Monitor(parallel, phases, device_class)

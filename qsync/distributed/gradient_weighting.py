@@ -1,11 +1,11 @@
 """Batches of unequal size, and in several passes: the gradient stays the mean over all samples of a step.
 
-DDP averages over ranks, which is the mean over samples only where every rank has as many. Here rank r, which
-computes the mean over its own b_r samples (in k_r passes, whose gradients autograd adds up), scales it by
+DDP averages over ranks, which is the mean over samples only where all ranks have equally many. Here rank r
+computes the mean over its own b_r samples (in k_r passes, whose gradients autograd adds up) and scales it by
 
-    b_r / (k_r B),   B = sum over ranks of b_r                                                     (ours)
+    b_r / (k_r B),   B = sum over ranks of b_r
 
-and the scaled gradients are summed: the gradient of the mean over all B samples, exactly.
+The sum of the scaled gradients is the gradient of the mean over all B samples, exactly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError
 
 
 class _Share:
-    """What DDP's hook is given: by what this rank's gradients are scaled before they are summed."""
+    """The state of DDP's hook: the factor of this rank's gradients before they are summed."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -41,15 +41,26 @@ def weigh_gradients(
 ) -> torch.nn.Module:
     """Make DDP's gradient the mean over all samples of a step, however many of them this rank has.
 
-    Called on every rank, with its own number of `samples` per optimizer step, and of `passes` in which it
-    takes them (micro-batches of equal size: see `micro_batches`); the loss must be a mean over samples. Call
-    it again when the shares change (a last, smaller batch). `total` is how many samples all ranks should have
-    together, as a plan says. Returns the model. Warns where the model holds BatchNorm, whose statistics are
-    those of whatever a rank has in one pass. Raises the same error on every rank: UnsupportedError for a
-    model that is not in DistributedDataParallel, FormatError for no samples or passes, MismatchError where
-    the ranks do not have `total` samples.
+    Called on every rank; again when the shares change (a last, smaller batch). The loss must be a mean over
+    samples. Warns where the model holds BatchNorm, whose statistics are those of one rank and pass.
 
-    >>> model = qsync.weigh_gradients(DistributedDataParallel(model), samples=12 if strong else 4)
+    Args:
+        model: in DistributedDataParallel.
+        samples: how many samples this rank has per optimizer step.
+        passes: in how many micro-batches of equal size it takes them (see `micro_batches`).
+        total: how many samples all ranks should have together, as a plan says; checked if given.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: the model is not in DistributedDataParallel.
+        FormatError: no samples or passes, or samples that the passes do not divide.
+        MismatchError: the ranks do not have `total` samples.
+        Every rank raises the same error.
+
+    Example:
+        >>> model = qsync.weigh_gradients(DistributedDataParallel(model), samples=12 if strong else 4)
     """
     group = model.process_group if isinstance(model, DistributedDataParallel) else None
 
@@ -81,7 +92,7 @@ def weigh_gradients(
 
 
 def check_share(samples: int, passes: int = 1) -> None:
-    """FormatError unless so many samples can be taken in so many passes of equal size."""
+    """Raise FormatError unless the samples can be taken in passes of equal size."""
     for what, number in (("samples", samples), ("passes", passes)):
         if type(number) is not int or number < 1:
             raise FormatError(f"{what} must be a whole number of at least 1 on every rank, found {number!r}")
@@ -92,17 +103,28 @@ def check_share(samples: int, passes: int = 1) -> None:
 
 
 def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[Any]:
-    """The parts of a batch, one pass each; gradients are exchanged in the last one alone.
+    """Yield the parts of a batch, one pass each; gradients are exchanged in the last one alone.
 
-    `batch` is a tensor, or tuples, lists and mappings of them, cut along the first dimension of each tensor;
-    all else goes into every part. Run forward AND backward of a part before taking the next one, with a loss
-    that is a mean over the part's samples; after `weigh_gradients(..., passes=passes)` the sum of the passes
-    is the gradient of the whole. Raises FormatError where a tensor cannot be cut into equal parts,
-    UnsupportedError for a model that is not in DistributedDataParallel.
+    Run forward AND backward of a part before taking the next one, with a loss that is a mean over the part's
+    samples. After `weigh_gradients(..., passes=passes)` the sum of the passes is the gradient of the whole.
 
-    >>> for part in qsync.micro_batches(model, batch, passes=4):
-    ...     loss_fn(model, part).backward()
-    >>> optimizer.step()
+    Args:
+        model: in DistributedDataParallel.
+        batch: a tensor, or tuples, lists and mappings of them. Each tensor is cut along its first dimension;
+            tensors without dimensions and all else go into every part.
+        passes: the number of parts.
+
+    Yields:
+        The parts, in order, of the batch's own type.
+
+    Raises:
+        FormatError: a tensor cannot be cut into equal parts.
+        UnsupportedError: the model is not in DistributedDataParallel.
+
+    Example:
+        >>> for part in qsync.micro_batches(model, batch, passes=4):
+        ...     loss_fn(model, part).backward()
+        >>> optimizer.step()
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedError(
@@ -131,7 +153,7 @@ def _part(batch: Any, k: int, passes: int) -> Any:
 
 
 def _sum_scaled(share: _Share, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """DDP's communication hook: scale what this rank brings, then sum."""
+    """Scale this rank's gradients, then sum over ranks: DDP's communication hook."""
     buffer = bucket.buffer().mul_(share.factor)
     work = dist.all_reduce(buffer, group=share.group, async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

@@ -1,9 +1,9 @@
-"""A rank that dies: the others say which one, and stop, instead of waiting for it in a collective for ever.
+"""Ranks that die: the others name the dead one and stop, instead of waiting in a collective for ever.
 
-Every rank counts up a key of its own in the job's rendezvous store once a second and reads everybody else's.
-Gloo notices a peer whose connection closes, but names an address; NCCL notices nothing; and neither notices a
-host that vanishes or a process that is stopped. The main thread may sit inside a collective and cannot be
-interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
+Once a second every rank counts up a key of its own in the job's rendezvous store and reads the keys of all
+others. Gloo notices a peer whose connection closes, but names an address. NCCL notices nothing. Neither
+notices a host that vanishes or a process that is stopped. The main thread may be inside a collective and
+cannot be interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -31,16 +31,17 @@ DEFAULT_TIMEOUT_S = 30.0
 
 _FINISHED = "finished"
 _FAREWELL = "error: "
+_watched_groups: list[dist.ProcessGroup] = []
 
 
 def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
     """Watch over the other ranks of the default process group, from a daemon thread, until `finish`.
 
-    If a rank shows no sign of life for `timeout_s`, or says that it leaves with an error, or the store itself
-    is gone, this process prints one sentence that names it and exits with code 3. Call it on every rank,
-    after `init_process_group`. Time in which a rank holds the interpreter counts as silence, so leave room
-    for it. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout under
-    1 s.
+    This process prints one sentence and exits with code 3 if a rank shows no sign of life for `timeout_s`,
+    if a rank leaves with an error, or if the store is gone. Call it on every rank, after
+    `init_process_group`. Time in which a rank holds the interpreter counts as silence, so choose a timeout
+    beyond it. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout
+    under 1 s.
 
     >>> with liveness.start(timeout_s=30):
     ...     train()  # an exception in here tells the others why this rank leaves
@@ -53,19 +54,27 @@ def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
         return Watch(None, 0, 1, timeout_s)
     # A connection of our own: on the shared one, every call would wait for the blocking calls of the main
     # thread.
-    store = distributed_c10d._get_default_store().clone()
+    store: Any = distributed_c10d._get_default_store()
+    store = store.clone()
     store.set_timeout(datetime.timedelta(seconds=timeout_s))
-    watch = Watch(
-        dist.PrefixStore("qsync/liveness", store), dist.get_rank(), dist.get_world_size(), timeout_s
-    )
+    store = distributed_c10d.PrefixStore("qsync/liveness", store)
+    watch = Watch(store, dist.get_rank(), dist.get_world_size(), timeout_s)
     watch.begin()
     return watch
 
 
-class Pulses:
-    """What was last heard of each rank, and when. Pure: the clock is an argument.
+def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Start watching the ranks of this job, unless that was done: once, however many models are wrapped."""
+    group = dist.group.WORLD
+    if group is not None and not any(group is watched for watched in _watched_groups):
+        _watched_groups.append(group)
+        start(timeout_s)
 
-    `patience_s` is how long a round may take before we conclude that we ourselves stood still.
+
+class Pulses:
+    """The last beat of each rank, and when it was heard. Pure: the clock is an argument.
+
+    `patience_s` is the longest that a round may take. After a longer one this process itself stood still.
     """
 
     def __init__(self, ranks: Iterable[int], now_s: float, patience_s: float) -> None:
@@ -75,9 +84,9 @@ class Pulses:
         self._patience_s = patience_s
 
     def hear(self, now_s: float, beats: Mapping[int, str]) -> None:
-        """Take in one round. A rank is alive at `now_s` if its beat is not the one heard before."""
+        """Take in the beats of one round. A rank is alive at `now_s` if its beat has changed."""
         if now_s - self._heard_s > self._patience_s:
-            # A suspended machine, or this interpreter was held: judge nobody by that time.
+            # The machine was suspended or this interpreter was held: that time says nothing of other ranks.
             self.since_s = dict.fromkeys(self.since_s, now_s)
         self._heard_s = now_s
         for rank, beat in beats.items():
@@ -85,19 +94,21 @@ class Pulses:
                 self._beats[rank], self.since_s[rank] = beat, now_s
 
     def forget(self, rank: int) -> None:
-        """Judge this rank no more: it has finished."""
+        """Expect no more beats of this rank: it has finished."""
         self.since_s.pop(rank, None)
 
     def silent(self, now_s: float, timeout_s: float) -> list[int]:
-        """The ranks not heard of for longer than `timeout_s`, the longest silent first."""
+        """Return the ranks silent for longer than `timeout_s`, the longest silent first."""
         ranks = [rank for rank, since_s in self.since_s.items() if now_s - since_s > timeout_s]
         return sorted(ranks, key=lambda rank: (self.since_s[rank], rank))
 
 
 class Watch:
-    """One rank's watch over the others, made by `start`. Use `with`, or end it by `finish` or `fail`."""
+    """The watch of one rank over the others, made by `start`. Use `with`, or end it by `finish` or `fail`."""
 
-    def __init__(self, store: dist.Store | None, rank: int, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, store: distributed_c10d.Store | None, rank: int, world_size: int, timeout_s: float
+    ) -> None:
         self.rank = rank
         self.timeout_s = timeout_s
         self._store = store
@@ -127,10 +138,10 @@ class Watch:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.finish()
             return
-        blamed = self._blame(error)
-        self.fail(blamed or _sentence(error))
-        if blamed:
-            raise QSyncError(blamed) from error
+        sentence = self._named_dead(error)
+        self.fail(sentence or _sentence(error))
+        if sentence:
+            raise QSyncError(sentence) from error
 
     def begin(self) -> None:
         """Start the threads. Called by `start`."""
@@ -143,18 +154,18 @@ class Watch:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """At the interpreter's end, for scripts that do not end the watch: say how it went."""
+        """End the watch when the interpreter ends, for scripts that do not end it themselves."""
         error = getattr(sys, "last_value", None)
         if error is None:
             self.finish()
             return
-        blamed = self._blame(error)
-        if blamed:
-            _print(blamed)
-        self.fail(blamed or _sentence(error))
+        sentence = self._named_dead(error)
+        if sentence:
+            _print(sentence)
+        self.fail(sentence or _sentence(error))
 
-    def _blame(self, error: BaseException) -> str | None:
-        """If `error` may come from a collective, and a rank has died: the sentence that names it."""
+    def _named_dead(self, error: BaseException) -> str | None:
+        """Return the sentence that names a dead rank, if `error` may come from a collective with it."""
         if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
             return None
         # A living rank beats once an interval. If a peer said why it left, the other thread repeats it now.
@@ -167,21 +178,19 @@ class Watch:
             return
         self._ended.set()
         atexit.unregister(self._leave)
-        # A thread that is inside the store when Python ends takes the process down with SIGABRT, so a slow
-        # answer is waited for.
+        # A thread that is inside the store when Python ends takes the process down with SIGABRT, so wait for
+        # a slow answer.
         for thread in self._threads:
             thread.join(max(2 * self._interval_s, 10.0))
             if thread.is_alive():
-                return  # the store does not answer: there is nobody to tell
+                return  # the store does not answer, so no rank would read a farewell
         with contextlib.suppress(RuntimeError):  # the store is gone: likewise
             self._store.set(f"beat/{self.rank}", farewell)
             if self.rank == 0:
                 self._wait_until_read()
 
     def _wait_until_read(self) -> None:
-        """Rank 0 may serve the store, which ends with it: let the others read its farewell first, for a few
-        rounds.
-        """
+        """Let the others read rank 0's farewell, for a few rounds: the store may end with rank 0."""
         assert self._store is not None
         end_s = time.monotonic() + 4 * self._interval_s
         unread = set(self._pulses.since_s)
@@ -190,7 +199,7 @@ class Watch:
             time.sleep(self._interval_s / 10)
 
     def _watch_ranks(self) -> None:
-        """Beat, read and judge, once an interval, until the end of this rank or of all others."""
+        """Exchange beats once an interval until this rank or all others have ended; stop at a dead one."""
         count = 0
         try:
             while self._pulses.since_s and not self._ended.is_set():
@@ -198,18 +207,17 @@ class Watch:
                 beats = self._exchange(count)
                 self._round_s = time.monotonic()
                 self._pulses.hear(self._round_s, beats)
-                self._judge(beats)
+                self._stop_at_dead(beats)
                 self._ended.wait(self._interval_s)
         except RuntimeError as error:
-            # Once rank 0 has finished, the store may end with it; what can no longer be watched is left
-            # alone.
+            # Once rank 0 has finished, the store may end with it; then there is nothing to watch.
             if 0 in self._pulses.since_s or self.rank == 0:
                 self._stop(self._lost_store(str(error).splitlines()[0]))
         finally:
             self._round_s = math.inf
 
     def _exchange(self, count: int) -> dict[int, str]:
-        """Publish our beat and read the others'. Ranks that have not begun their watch are left out."""
+        """Publish this rank's beat and return the others', without ranks that have not begun their watch."""
         assert self._store is not None
         self._store.set(f"beat/{self.rank}", str(count))
         for other in set(self._pulses.since_s) - self._met:
@@ -222,7 +230,7 @@ class Watch:
         values = self._store.multi_get([f"beat/{other}" for other in ranks])
         return {other: value.decode() for other, value in zip(ranks, values, strict=True)}
 
-    def _judge(self, beats: Mapping[int, str]) -> None:
+    def _stop_at_dead(self, beats: Mapping[int, str]) -> None:
         assert self._store is not None
         for other, beat in beats.items():
             if beat == _FINISHED:
@@ -237,9 +245,7 @@ class Watch:
             self._stop(self._stopped(silent[0], self.timeout_s))
 
     def _watch_store(self) -> None:
-        """A store whose host vanished does not even refuse: notice that the other thread waits for an
-        answer.
-        """
+        """Stop when the other thread waits too long for the store: one whose host vanished never answers."""
         awake_s = time.monotonic()
         while not self._ended.wait(self._interval_s):
             now_s = time.monotonic()
@@ -282,5 +288,5 @@ def _sentence(error: BaseException) -> str:
 
 
 def _print(sentence: str) -> None:
-    """To stderr without Python's buffer, whose lock another thread may hold."""
+    """Write to stderr without Python's buffer, whose lock another thread may hold."""
     os.write(2, f"{sentence}\n".encode())

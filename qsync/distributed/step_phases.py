@@ -1,15 +1,15 @@
-"""Where each rank's time goes in steps of a real training loop, seen from hooks: nobody's loop is changed.
+"""Where each rank's time goes in steps of a real training loop, timed by hooks: the loop is not changed.
 
 A step, as a rank sees it, from one optimizer step to the next:
 
     host        from the end of the optimizer's step to the start of forward: zero_grad, logging, all but
-    loading     waiting for the next batch, within that time: for a torch DataLoader
+    loading     the wait for the next batch within that time, for a torch DataLoader
     compute     forward, loss and backward, to this rank's own last gradient
-    blocked     from there to the start of the optimizer's step: communication, and waiting for other ranks;
-                and before forward, as long as DDP hands out buffers (running statistics)
+    blocked     from there to the start of the optimizer's step: communication, and the wait for other ranks;
+                and, before forward, the time in which DDP hands out buffers (running statistics)
     optimizer   the optimizer's step
 
-and `period` is all of it. Looks cost about a microsecond each, one per parameter and step.
+and `period` is all of it. A timing hook costs about a microsecond; there is one per parameter and step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
 
-KEPT = 256
+NUM_KEPT_STEPS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +44,44 @@ class Phases:
 
     @property
     def period_s(self) -> float:
+        """The whole step."""
         return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
 
     def to_json(self) -> dict[str, float]:
+        """Return the fields by name."""
         return asdict(self)
 
 
 def median(steps: Iterable[Phases]) -> Phases:
-    """The median of each phase over steps. Raises statistics.StatisticsError where there are none."""
+    """Return the median of each phase over steps. Raises statistics.StatisticsError where there are none."""
     taken = list(steps)
     return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 def mean(steps: Iterable[Phases]) -> Phases:
-    """The mean of each phase over steps: what a rank pays that is paused now and then."""
+    """Return the mean of each phase over steps, which a rank pays that is paused now and then."""
     taken = list(steps)
     return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 class PhaseTimer:
-    """Times the steps of `model` from now on, in whatever loop; `steps` holds the last ones.
+    """A timer of the steps of `model` from now on, in whatever loop; `steps` holds the last ones.
 
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
     gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
-    first forward on; evaluation between two steps counts as host. The first step is not counted. Batches of
-    what is no DataLoader count as host, unless the loop says `with timer.fetching()`. `when_full`, if set, is
-    called whenever `kept` steps are there.
+    first forward on. Evaluation between two steps counts as host. The first step is not counted. The wait for
+    batches that are of no DataLoader counts as host, unless the loop takes them in `with timer.fetching()`.
+    `when_full`, if set, is called whenever there are `num_kept` steps.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
     >>> median(timer.steps).blocked_s
     """
 
-    def __init__(self, model: torch.nn.Module, trained: torch.nn.Module, kept: int = KEPT) -> None:
-        self.steps: deque[Phases] = deque(maxlen=kept)
+    def __init__(
+        self, model: torch.nn.Module, trained: torch.nn.Module, num_kept: int = NUM_KEPT_STEPS
+    ) -> None:
+        self.steps: deque[Phases] = deque(maxlen=num_kept)
         self.when_full: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
@@ -92,33 +96,35 @@ class PhaseTimer:
         self._fetching = False
         self._thread = threading.get_ident()
         self._own = {id(p) for p in parameters}
-        here = weakref.ref(self)  # hooks must not keep the timer alive: whoever holds it decides
+        here = weakref.ref(self)  # hooks must not keep the timer alive: its owner decides
         self._hooks = [
-            _around_fetches(self),
-            before_calls(model, lambda: _tell(here, "_forward")),
-            *([] if trained is model else [before_calls(trained, lambda: _tell(here, "_forward_inside"))]),
-            *(p.register_post_accumulate_grad_hook(lambda _: _tell(here, "_gradient")) for p in parameters),
-            *self._around_optimizer_steps(here),
+            _LoaderHook(self),
+            CallHook(model, lambda: _notify(here, "_forward")),
+            *([] if trained is model else [CallHook(trained, lambda: _notify(here, "_forward_inside"))]),
+            *(_on_gradient(p, lambda: _notify(here, "_gradient")) for p in parameters),
+            *self._optimizer_hooks(here),
         ]
 
-    def _around_optimizer_steps(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
-        """Hooks of all optimizers of the process: they go when the timer goes, stopped or not."""
+    def _optimizer_hooks(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
+        """Time the steps of all optimizers of the process until the timer is gone, stopped or not."""
         begins = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: _tell(here, "_step_begins", optimizer)
+            lambda optimizer, *_: _notify(here, "_step_begins", optimizer)
         )
-        ended = register_optimizer_step_post_hook(lambda optimizer, *_: _tell(here, "_step_ended", optimizer))
+        ended = register_optimizer_step_post_hook(
+            lambda optimizer, *_: _notify(here, "_step_ended", optimizer)
+        )
         for hook in (begins, ended):
             weakref.finalize(self, hook.remove)
             yield hook
 
     def stop(self) -> None:
-        """Time no more, and leave no hook behind."""
+        """Time no more steps, and remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def settle(self) -> None:
-        """Turn what was marked into `steps`. On a GPU this waits for it, once."""
+        """Compute `steps` from the marks. On a GPU this waits for the marks, once."""
         self._clock.settle()
         between = self._clock.seconds
         for step in self._marks:
@@ -135,14 +141,16 @@ class PhaseTimer:
         self._marks.clear()
 
     def restart(self) -> None:
-        """Forget the step under way: what comes next is not this loop's."""
+        """Forget the step under way: the time since is not this loop's."""
         self._ended = self._begun = self._inside = None
         self._fetches = []
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
-        """What runs inside waits for the next batch. Only in the loop's own thread, and only the outermost:
-        a loader may read from another, and threads that load ahead keep nobody waiting.
+        """Count the time inside as the wait for the next batch.
+
+        It counts in the loop's own thread alone, since threads that load ahead keep nobody waiting; and once
+        where a loader reads from another.
         """
         waits = self._ended is not None and self._begun is None and not self._fetching
         if not waits or threading.get_ident() != self._thread:
@@ -167,11 +175,11 @@ class PhaseTimer:
         self._last_gradient = self._clock.now()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._steps_ours(optimizer):
+        if self._is_ours(optimizer):
             self._stepping = self._clock.now()
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        if not self._steps_ours(optimizer):
+        if not self._is_ours(optimizer):
             return
         now = self._clock.now()
         if self._ended is not None and self._begun is not None and self._last_gradient is not None:
@@ -185,10 +193,10 @@ class PhaseTimer:
             self.settle()
             if self.when_full is not None:
                 self.when_full()
-                self.restart()  # what that took is nobody's step
+                self.restart()  # the time of that call belongs to no step
 
-    def _steps_ours(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer, of all in the process, is the one of our parameters."""
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether this optimizer, of all in the process, is the one of our parameters."""
         return any(id(p) in self._own for group in optimizer.param_groups for p in group["params"][:1])
 
 
@@ -205,56 +213,60 @@ class _Marks:
     fetches: list[tuple[Any, Any]]
 
 
-class _around_fetches:
-    """Tells a timer of every batch that a DataLoader of this process is asked for.
+class _LoaderHook:
+    """A hook that notifies a timer of every batch that any DataLoader of this process is asked for.
 
-    All loaders' iterators share one `__next__`; it is put back once nobody listens.
+    All loaders' iterators share one `__next__`; it is put back with the last hook.
     """
 
-    _listening: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
+    _timers: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
 
     def __init__(self, timer: PhaseTimer) -> None:
         self._timer = weakref.ref(timer)
-        self._listening.add(timer)
+        self._timers.add(timer)
         if _LoaderIterator.__next__ is _next_batch:
-            _LoaderIterator.__next__ = _told_next_batch
+            _LoaderIterator.__next__ = _timed_next_batch  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
+        """Notify the timer no more."""
         timer = self._timer()
         if timer is not None:
-            self._listening.discard(timer)
-        if not self._listening and _LoaderIterator.__next__ is _told_next_batch:
-            _LoaderIterator.__next__ = _next_batch
+            self._timers.discard(timer)
+        if not self._timers and _LoaderIterator.__next__ is _timed_next_batch:
+            _LoaderIterator.__next__ = _next_batch  # type: ignore[method-assign]
 
 
 _next_batch = _LoaderIterator.__next__
 
 
-def _told_next_batch(batches: Any) -> Any:
-    with ExitStack() as all_told:
-        for timer in list(_around_fetches._listening):
-            all_told.enter_context(timer.fetching())
+def _timed_next_batch(batches: Any) -> Any:
+    with ExitStack() as fetching:
+        for timer in list(_LoaderHook._timers):
+            fetching.enter_context(timer.fetching())
         return _next_batch(batches)
 
 
-class before_calls:
-    """Calls `then` before every call of `model`, outside of what torch.compile traces."""
+class CallHook:
+    """A hook that calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
         # Not kept alive: what is timed may go, and its timer with it (a DDP whose model was grown).
-        self._model, self._compiled = weakref.ref(model), model._compiled_call_impl
+        self._model = weakref.ref(model)
+        self._compiled: Callable[..., Any] | None = model._compiled_call_impl
         self._hook = None
-        if self._compiled is None:
+        compiled = self._compiled
+        if compiled is None:
             self._hook = model.register_forward_pre_hook(lambda *_: then())
             return
 
         def call(*args: Any, **kwargs: Any) -> Any:
             then()
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
 
         self._call = model._compiled_call_impl = call
 
     def remove(self) -> None:
+        """Call `then` no more."""
         if self._hook is not None:
             self._hook.remove()
             return
@@ -263,7 +275,11 @@ class before_calls:
             model._compiled_call_impl = self._compiled
 
 
-def _tell(here: weakref.ref[PhaseTimer], what: str, *args: Any) -> None:
+def _on_gradient(parameter: torch.nn.Parameter, then: Callable[[], None]) -> Any:
+    return parameter.register_post_accumulate_grad_hook(lambda _: then())  # type: ignore[no-untyped-call]
+
+
+def _notify(here: weakref.ref[PhaseTimer], method: str, *args: Any) -> None:
     timer = here()
     if timer is not None:
-        getattr(timer, what)(*args)
+        getattr(timer, method)(*args)

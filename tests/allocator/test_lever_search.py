@@ -19,7 +19,7 @@ from qsync.allocator import allocate, check_plan, search
 from qsync.allocator.levers.search import Search
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError
-from qsync.hybrid_training import _on_rank_zero
+from qsync.hybrid_training import save_with_warnings
 from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import Plan
@@ -163,13 +163,12 @@ def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
 
 def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
     basis = Basis(GRAPH, CLUSTER, PROFILES, SENSITIVITY)
-    plan = _on_rank_zero(
-        "planning", lambda: planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST),
-        tmp_path, basis, None,
-    )  # fmt: skip
+    plan = planning.plan(*PARTS, levers=["buckets", "recompute"], trials=3, **FAST)
+    save_with_warnings(tmp_path, plan, basis, None)
+    assert Plan.load(tmp_path / "plan.json") == plan
     levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
     twice = allocate(GRAPH, under(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST)
-    assert _on_rank_zero("planning", lambda: twice, tmp_path, basis, None) == twice
+    save_with_warnings(tmp_path, twice, basis, None)
     assert Plan.load(tmp_path / "plan.json") == twice and checked(plan, None)
 
 

@@ -13,7 +13,7 @@ from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 from qsync.allocator import allocate, doubts
 from qsync.commands import main
 from qsync.commands.what_if import load_basis
-from qsync.distributed import job
+from qsync.distributed.plan_cache import cache_key
 from qsync.errors import FormatError, MismatchError
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
@@ -104,7 +104,7 @@ def test_plans_are_kept_apart_by_what_the_ranks_run_on():
 
     def key(**changes: object) -> str:
         cluster = Cluster((replace(CLASS, **changes),), cluster_of().link)
-        return job.basis_key(GRAPH, cluster, {})
+        return cache_key(GRAPH, cluster, {})
 
     keys = [key(), key(hardware="Xeon, 1 thread"), key(hardware="Xeon, 2 threads")]
     keys += [key(emulated_share=share) for share in (0.25, 0.5)]

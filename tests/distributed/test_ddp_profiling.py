@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 def test_ranks_with_other_precisions_keep_step_and_copies_count_once(tmp_path):
     body = """
-from qsync import jobs
+from qsync.distributed import job
 from qsync.predictor.profiling.profiler import Profiler
 
 if rank == 1:  # as where one rank's steps are long, and would be timed in another way
@@ -24,14 +24,14 @@ if rank == 1:  # as where one rank's steps are long, and would be timed in anoth
 chosen = ["fp32", "bf16"] if rank else ["fp32"]
 names = ["strong", "weak"]
 calls = []
-in_ddp = jobs.in_ddp
+in_ddp = job.in_ddp
 
 def counted(*args, **options):
     parallel = in_ddp(*args, **options)
     parallel.register_forward_pre_hook(lambda *_: calls.append(1))
     return parallel
 
-jobs.in_ddp = counted
+job.in_ddp = counted
 validation, basis = qsync.validate(
     make(), batch(seed=rank), loss_fn, num_plans=2, turns=2, steps=2, precisions=chosen,
     device_class=names[rank],
@@ -70,21 +70,21 @@ dist.destroy_process_group()
 def test_a_rank_that_fails_ends_the_profile_on_all(tmp_path, call):
     """At the 6th step the ranks are still on their own, at the 14th the other waits for its gradients."""
     body = """
-from qsync import lockstep
+from qsync.distributed import ddp_profiling
 
-lockstep.LEAST_PATIENCE_S, lockstep.PATIENCE = 3.0, 0
+ddp_profiling.MIN_PATIENCE_S, ddp_profiling.PATIENCE_STEPS = 3.0, 0
 if rank == 1:
-    from qsync.predictor import profiler
-    step = profiler._timed_step
+    from qsync.predictor.profiling.profiler import Profiler
+    step = Profiler._forward_and_backward
 
-    def failing(recorder, loss, parameters):
+    def failing(self):
         failing.calls += 1
         if failing.calls == CALL:
             raise qsync.errors.CalibrationError("the kernel broke")
-        return step(recorder, loss, parameters)
+        return step(self)
 
     failing.calls = 0
-    profiler._timed_step = failing
+    Profiler._forward_and_backward = failing
 before = time.monotonic()
 attempt("broken")
 say(f"soon: {time.monotonic() - before < 60}")

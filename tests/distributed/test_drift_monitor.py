@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from graphs import cluster_of, mlp, profile_of
 
-from qsync.distributed.drift_monitor import expected, judge
+from qsync.distributed.drift_monitor import expected, find_drift
 from qsync.distributed.step_phases import Phases
 from qsync.records.graph import Input
 from qsync.replayer import replay
@@ -24,22 +24,23 @@ def ranks(**slower: Phases) -> list[tuple[str, Phases]]:
 
 
 def test_a_job_as_predicted_is_nobody_s_fault():
-    assert judge(PREDICTED, ranks()) is None
-    assert judge(PREDICTED, ranks(infer=Phases(0.01, 0.30, 0.02, 0.02))) is None  # within a tenth
+    assert find_drift(PREDICTED, ranks()) is None
+    assert find_drift(PREDICTED, ranks(infer=Phases(0.01, 0.30, 0.02, 0.02))) is None  # within a tenth
 
 
 def test_a_loader_that_becomes_slow_is_blamed_and_not_the_host():
     predicted = {"train": Phases(0.01, 0.20, 0.10, 0.02, 0.02), "infer": PREDICTED["infer"]}
     measured = [("train", Phases(0.01, 0.20, 0.10, 0.02, 0.12)), ("infer", Phases(0.01, 0.28, 0.12, 0.02))]
-    found = judge(predicted, measured)
+    found = find_drift(predicted, measured)
     assert (found.rank, found.phase, found.phase_s) == (0, "data loading", 0.12)
     assert "data loading on rank 0 (train) takes 120 ms, predicted 20 ms" in str(found)
     # A loader that nobody sees is within the host's part, and was predicted to be there.
     measured[0] = ("train", Phases(0.13, 0.20, 0.10, 0.02))
-    found = judge(predicted, measured)
+    found = find_drift(predicted, measured)
     assert (found.rank, found.phase, found.predicted_phase_s) == (0, "host", pytest.approx(0.03))
     assert (
-        judge(predicted, [("train", Phases(0.03, 0.20, 0.10, 0.02)), ("infer", PREDICTED["infer"])]) is None
+        find_drift(predicted, [("train", Phases(0.03, 0.20, 0.10, 0.02)), ("infer", PREDICTED["infer"])])
+        is None
     )
 
 
@@ -57,7 +58,7 @@ def test_a_loader_that_becomes_slow_is_blamed_and_not_the_host():
     ],
 )
 def test_the_rank_and_phase_that_grew_are_blamed_and_not_those_that_wait(measured, rank, phase):
-    found = judge(PREDICTED, ranks(**measured))
+    found = find_drift(PREDICTED, ranks(**measured))
     assert found is not None and (found.rank, found.phase) == (rank, phase)
     assert f"{phase} on rank {rank}" in str(found) and "longer than the predicted 330 ms" in str(found)
 
@@ -88,12 +89,11 @@ def test_what_is_expected_of_a_class_makes_up_its_step():
 SCRIPT = """
 import logging, time
 import torch, qsync
-from qsync import hybrids
-from qsync.distributed.drift_monitor import EVERY
+from qsync.distributed.drift_monitor import STEPS_PER_COMPARISON, monitors
 
 class Rows(torch.utils.data.Dataset):
     delay_s = 0.0
-    def __len__(self): return 10 * EVERY
+    def __len__(self): return 10 * STEPS_PER_COMPARISON
     def __getitem__(self, index):
         time.sleep(self.delay_s)
         return torch.randn(64, 64)
@@ -111,13 +111,13 @@ slow = torch.distributed.get_rank() == 1
 optimizer = torch.optim.AdamW(model.parameters())
 batches = iter(batches)
 for host_s, rows.delay_s in ((0.02, 0.0), (0.0, 0.02)) if slow else ((0.0, 0.0), (0.0, 0.0)):
-    for step in range(2 * EVERY + 6):
+    for step in range(2 * STEPS_PER_COMPARISON + 6):
         optimizer.zero_grad()
         time.sleep(host_s)
         loss(model, next(batches)).backward()
         optimizer.step()
     if not slow:
-        print("seen", hybrids.monitors[model].drift.rank, hybrids.monitors[model].drift.phase, flush=True)
+        print("seen", monitors[model].drift.rank, monitors[model].drift.phase, flush=True)
 """
 
 

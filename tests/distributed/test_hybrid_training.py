@@ -22,11 +22,12 @@ def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
     """
     body = """
 from pathlib import Path
-from qsync import api, jobs, runtime
+from qsync.distributed import ddp_profiling
+from qsync.runtime import program
 
 profiled = []
-form_basis = jobs.form_basis
-jobs.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
+form_basis = ddp_profiling.form_basis
+ddp_profiling.form_basis = lambda *args, **options: profiled.append(1) or form_basis(*args, **options)
 
 share = 0.25 if rank == 1 else None
 options = {"loss_fn": loss_fn, "emulated_share": share, "cache_dir": cache}
@@ -52,7 +53,7 @@ mine = parameters(model)
 theirs = mine.clone()
 dist.broadcast(theirs, 0)
 say(f"identical: {torch.equal(mine, theirs)} {bool(mine.isfinite().all())}")
-(lowered,) = runtime.program_of(net).lowered
+(lowered,) = program.program_of(net).lowered
 modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
 say(f"modes: {sorted({modes[op] for op in ('inner.0', 'inner.1', 'head')})}")
 
@@ -82,9 +83,10 @@ def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
     """In FP32 a budget holds only if the weak rank's first blocks save less."""
     body = """
 from pathlib import Path
-from qsync import jobs, lockstep, runtime
+from qsync.distributed import ddp_profiling
 from qsync.lowering.incremental import lower
 from qsync.records.save_less import ops_that_save_less
+from qsync.runtime import program
 from qsync.predictor.memory.peak import peak_memory
 
 class Deep(torch.nn.Module):
@@ -98,18 +100,19 @@ class Deep(torch.nn.Module):
             x = block(x)
         return x
 
-jobs.PROFILE_S = 0.1
-runs, in_use, cluster_in_use = [], lockstep.in_use, lockstep.Lockstep.cluster_in_use
-lockstep.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
+ddp_profiling.PROFILE_S = 0.1
+profiler = ddp_profiling.DdpProfiler
+runs, in_use, cluster_in_use = [], ddp_profiling.in_use, profiler.cluster_in_use
+ddp_profiling.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
 
-def looked(self, *args):
+def observed(self, *args):
     cluster = cluster_in_use(self, *args)
     every = [k for k, _ in self.profiler.waits()]
     plain = [k for k in every if not self.profiler.saves_less(k)]
     say(f"links: {len(runs) == len(plain) < len(every)}")
     return cluster
 
-lockstep.Lockstep.cluster_in_use = looked
+profiler.cluster_in_use = observed
 wide = batch(size=1024)
 net, name = Deep(), ["strong", "weak"][rank]
 graph = qsync.capture(net, wide[0])
@@ -125,7 +128,7 @@ model = qsync.hybrid(
     make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), precisions=["fp32"],
 )
 loss_fn(model, wide).backward()
-(lowered,) = runtime.program_of(net).lowered
+(lowered,) = program.program_of(net).lowered
 plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))
 able = ops_that_save_less(graph, plan[name].saving_less)
 ran = [n.op for n in lowered.nodes if getattr(n, "form", "plain") != "plain"]
@@ -142,7 +145,7 @@ dist.destroy_process_group()
 def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
     body = """
 from pathlib import Path
-from qsync import runtime
+from qsync.runtime import program
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 
@@ -153,7 +156,7 @@ plan = Plan(graph.model, graph.hash, {"strong": strong, "weak": weak})
 net = make()
 model = qsync.hybrid(net, plan=plan, device_class=["strong", "weak"][rank])
 loss = train(model)
-(lowered,) = runtime.program_of(net).lowered
+(lowered,) = program.program_of(net).lowered
 modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
 say(f"modes: {modes['inner.0']} {bool(loss.isfinite())}")
 mine, theirs = parameters(model), parameters(model)
@@ -225,11 +228,11 @@ class Untraceable(Net):
 torch.manual_seed(0)
 attempt("untraceable", model=Untraceable())
 attempt("lacking", precisions=["bf16", "tf32"])
-from qsync import devices
-processor = devices._processor
-devices._processor = lambda: "Xeon" if rank else "EPYC"
+from qsync.backend import device_detection
+processor = device_detection._processor
+device_detection._processor = lambda: "Xeon" if rank else "EPYC"
 attempt("hardware", device_class="c")
-devices._processor = processor
+device_detection._processor = processor
 attempt("memory", budgets={"c": 1}, device_class="c")
 attempt("well", cache_dir=cache)
 dist.destroy_process_group()

@@ -21,7 +21,7 @@ TIMEOUT_S = 2
 HEADER = f"""
 import os, signal, sys, time
 import torch, torch.distributed as dist
-from qsync import liveness
+from qsync.distributed import liveness
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 watch = liveness.start(timeout_s={TIMEOUT_S})

@@ -14,9 +14,9 @@ def test_a_model_grows_in_a_job_and_is_planned_for_anew(tmp_path):
     body = """
 import gc, weakref
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from qsync import hybrid_training
-from qsync.distributed import job
-from qsync.runtime.program import program_of
+from qsync.distributed import ddp_profiling
+from qsync.distributed.drift_monitor import monitors
+from qsync.runtime import program
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.plans import Plan
 
@@ -41,7 +41,7 @@ def same(model):
     dist.broadcast(theirs, 0)
     return torch.equal(mine, theirs)
 
-job.PROFILE_S = 0.5
+ddp_profiling.PROFILE_S = 0.5
 torch.manual_seed(0)
 options = {"loss_fn": loss_of, "cache_dir": cache}
 model = qsync.hybrid(Gpt(1, 16, 2, 16, 50), tokens(0), **options)
@@ -52,10 +52,10 @@ small = model.module
 checked = qsync.verify_expansion(small, big, tokens(0))
 say(f"lossless: {checked.passed} {same(big)}")
 old = weakref.ref(model)
-monitored = old() in hybrid_training.monitors
+monitored = old() in monitors
 del model
 gc.collect()
-say(f"old: {monitored} {old() is None} {len(hybrid_training.monitors)} {len(_global_optimizer_pre_hooks)}")
+say(f"old: {monitored} {old() is None} {len(monitors)} {len(_global_optimizer_pre_hooks)}")
 alone = loss_of(small, tokens(1)).item()
 small.zero_grad()
 loss_of(small, tokens(rank)).backward()  # no exchange of gradients any more
@@ -67,7 +67,7 @@ del small, grads, others
 
 model = qsync.hybrid(big, tokens(0), **options)
 before = loss_of(model, tokens(1)).item()
-graph = program_of(big).graph
+graph = program.program_of(big).graph
 plans = [Plan.load(path) for path in sorted(__import__("pathlib").Path(cache).glob("*/plan.json"))]
 say(f"plans: {len(plans)} {sum(plan.graph_hash == graph.hash for plan in plans)}")
 loss = steps(model, 2)

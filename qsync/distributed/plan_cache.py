@@ -1,0 +1,65 @@
+"""Plans on disk, so that a job that starts again does not profile again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qsync
+from qsync.distributed.agreement import from_rank_zero
+from qsync.errors import QSyncError
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph, digest
+from qsync.records.plans import Plan
+
+
+def cache_folder(given: str | Path | None) -> Path:
+    """Return the folder of all cached plans: the given one, or the user's own cache."""
+    if given is not None:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "qsync"
+
+
+def cache_key(graph: OpGraph, cluster: Cluster, options: Mapping[str, object]) -> str:
+    """Return the name of a plan's folder: a hash of model, batch shapes, classes, versions and options.
+
+    The link is left out: it is measured anew in every job and never twice the same.
+    """
+    classes = [
+        [
+            *(c.name, c.device, c.hardware, c.emulated_share, c.count, c.memory_bytes),
+            [str(p) for p in c.precisions],
+        ]
+        for c in cluster.classes
+    ]
+    versions = [qsync.__version__, torch.__version__]
+    chosen = {name: _stable(value) for name, value in options.items()}
+    return digest([graph.hash, graph.shapes_hash, classes, versions, chosen])
+
+
+def cached_plan(folder: Path) -> Plan | None:
+    """Return rank 0's plan in this folder on every rank; None where there is none or it is malformed."""
+
+    def read() -> dict[str, Any] | None:
+        try:
+            return Plan.load(folder / "plan.json").to_json()
+        except QSyncError:
+            return None
+
+    found = from_rank_zero("reading the plan cache", read)
+    return Plan.from_json(found) if found is not None else None
+
+
+def _stable(value: object) -> str:
+    """Return text that is the same in every run: of a function its name and code, not its address."""
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        constants = [repr(constant) for constant in code.co_consts if not hasattr(constant, "co_code")]
+        return digest([code.co_qualname, code.co_code.hex(), constants])
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return str(value)
