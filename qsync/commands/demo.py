@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, WeakShare, console, print_json
+from qsync.commands.options import MAX_SEED, Json, WeakShare, check_folder, console, print_json
 
 
 def demo(
@@ -18,7 +18,7 @@ def demo(
     ),
     weak_share: WeakShare = 0.5,
     seeds: Annotated[int, typer.Option(help="How many seeds to train with.")] = 1,
-    seed: Annotated[int, typer.Option(help="The first seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="The first seed.")] = 0,
     steps: Annotated[
         int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
     ] = None,
@@ -28,6 +28,7 @@ def demo(
     from qsync.experiments.demo.launch import run_demo
     from qsync.experiments.demo.report import closing_lines, table
 
+    check_folder("--out", out)
     content = run_demo(
         workload=workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed, steps=steps
     )

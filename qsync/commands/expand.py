@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from qsync.commands.options import Json, console, pairs_of, print_json, working
+from qsync.commands.options import MAX_SEED, Json, console, pairs_of, print_json, working
 from qsync.errors import QSyncError, UnsupportedError
 
 
@@ -47,7 +47,7 @@ def expand(
         ),
     ] = None,
     depth: Annotated[str, typer.Option(help="zero or cancel: how new blocks are silenced.")] = "zero",
-    seed: Annotated[int, typer.Option(help="Says what is drawn.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Says what is drawn.")] = 0,
     inputs: Annotated[
         Path | None,
         typer.Option(

@@ -13,7 +13,7 @@ import typer
 
 import qsync
 from qsync.commands import demo, diff, doctor, expand, explain, learn, plan, replay, validate
-from qsync.errors import QSyncError
+from qsync.errors import QSyncError, shortened
 
 app = typer.Typer(
     help="Train one model synchronously over unequal devices, and let nobody wait.",
@@ -39,7 +39,8 @@ def main() -> None:
     except _UsageError as error:
         context = getattr(error, "ctx", None)
         hint = f"; see {context.command_path} --help" if context is not None else ""
-        _fail(error.format_message().rstrip(".") + hint, 2)  # type: ignore[attr-defined]  # click.UsageError
+        message = error.format_message()  # type: ignore[attr-defined]  # a click.UsageError
+        _fail(shortened(message, 400, quote=False).rstrip(".") + hint, 2)
     except (KeyboardInterrupt, typer.Abort):
         _fail("interrupted", 130)
     except BrokenPipeError:
@@ -49,7 +50,8 @@ def main() -> None:
         path = error.filename2 or error.filename  # the second is where a finished file should have gone
         if path is None:
             raise
-        _fail(f"cannot write or read {path}: {error.strerror}; name another path", 2)
+        shown = shortened(str(path), 200, quote=False)
+        _fail(f"cannot write or read {shown}: {error.strerror}; name another path", 2)
     sys.exit(code if isinstance(code, int) else 0)
 
 

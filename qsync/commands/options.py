@@ -14,6 +14,8 @@ from rich.console import Console
 
 from qsync.errors import QSyncError
 
+MAX_SEED = 2**32 - 1  # of NumPy's generators
+
 # Where there is no terminal to ask, rich would assume 80 columns and cut tables to pieces.
 console = Console(width=None if sys.stdout.isatty() else 120)
 
@@ -76,6 +78,13 @@ def _bytes(text: str) -> int:
     if number < 1:
         raise QSyncError(f"--memory must be positive, found {text!r}; give bytes, or a number with K, M or G")
     return number
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Raise QSyncError unless the folder is there or can be made: a long run would fail at its end."""
+    there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), folder)
+    if there.exists() and not there.is_dir():
+        raise QSyncError(f"{option} {folder} cannot be made: {there} is a file; name a folder")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import typer
 from qsync.commands import pareto as pareto_plans
 from qsync.commands import tables
 from qsync.commands.options import (
+    MAX_SEED,
     ClusterFile,
     Force,
     Json,
@@ -111,7 +111,7 @@ def plan(
             help="Keep trials here: to go on later, and for several processes.", show_default="nowhere"
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search for levers.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search for levers.")] = 0,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -154,7 +154,7 @@ def plan(
 def _bucket_cap_bytes(megabytes: float | None) -> int | None:
     if megabytes is None:
         return None
-    if not 1 <= megabytes * 2**20 < math.inf:
+    if not 1 <= megabytes * 2**20 < 2**63:
         raise QSyncError(f"--bucket-cap-mb must be positive, found {megabytes}; DDP's own is 25")
     return int(megabytes * 2**20)
 

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from qsync.commands import tables
-from qsync.commands.options import BasisFolder, ClusterFile, Force, Json, PlanFile, console, print_json
+from qsync.commands.options import (
+    MAX_SEED,
+    BasisFolder,
+    ClusterFile,
+    Force,
+    Json,
+    PlanFile,
+    console,
+    print_json,
+)
 
 
 def replay(
@@ -20,7 +29,7 @@ def replay(
     steps: Annotated[
         int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of these steps.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of these steps.")] = 0,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

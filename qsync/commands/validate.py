@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from qsync.commands.options import Json, WeakShare, console, print_json
+from qsync.commands.options import MAX_SEED, Json, WeakShare, check_folder, console, print_json
 
 
 def validate(
@@ -15,7 +15,7 @@ def validate(
     ranks: Annotated[int, typer.Option(help="1, or 2 unequal ones.")] = 2,
     plans: Annotated[int, typer.Option(help="How many random plans to run.")] = 8,
     turns: Annotated[int, typer.Option(help="How often each plan takes its turn.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of the plans.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the plans.")] = 0,
     weak_share: WeakShare = 0.5,
     out: Annotated[Path, typer.Option(help="Folder for validation.json and the profiles.")] = Path(
         "validation"
@@ -28,6 +28,7 @@ def validate(
     """
     from qsync.experiments.prediction.validation_ranks import kinds_table, run_validation, table
 
+    check_folder("--out", out)
     found = run_validation(
         model, num_ranks=ranks, num_plans=plans, turns=turns, seed=seed, weak_share=weak_share, out=out
     )

@@ -83,8 +83,8 @@ def _exchange(
 def check_same(facts: Mapping[str, object], group: dist.ProcessGroup | None = None) -> None:
     """Raise MismatchError on every rank unless all ranks hold the same facts, compared as text.
 
-    The message names the first fact that differs, in the order given, with both sides. Give facts that explain
-    others first (torch's version before the plan's hash).
+    The message names the first fact that differs, in the order given, with both sides. Give facts that
+    explain others first (torch's version before the plan's hash).
 
     >>> check_same({"torch": torch.__version__, "the plan": plan_hash})
     qsync.errors.MismatchError: torch differs between ranks: rank 0 has 2.13.0, rank 1 has 2.12.0; make it ...

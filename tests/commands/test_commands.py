@@ -423,6 +423,9 @@ def test_a_class_without_a_profile_is_named(refused, folder):
         ("--bucket-cap-mb", "-1", "must be positive"),
         ("--bucket-cap-mb", "1e-9", "must be positive"),
         ("--bucket-cap-mb", "inf", "must be positive"),
+        ("--bucket-cap-mb", "1e300", "must be positive"),
+        ("--seed", "-1", "--seed"),
+        ("--cluster", "x" * 5000, "characters)"),
     ],
 )
 def test_bad_options_say_what_to_do(refused, folder, option, value, said):
@@ -484,6 +487,22 @@ def test_the_demo_refuses_bad_options_before_it_starts(refused):
     assert "--seeds" in refused("demo", "--seeds", "0")
     assert "'vgg'" in refused("demo", "--workload", "vgg")
     assert "nowhere" in refused("demo", "--data", "nowhere")
+    assert "--seed" in refused("demo", "--seed", "-1")
+
+
+@pytest.mark.parametrize("command", ["demo", "validate"])
+def test_a_folder_that_cannot_be_made_is_refused_before_ranks_start(refused, folder, command):
+    assert "graph.json is a file; name a folder" in refused(command, "--out", folder / "graph.json" / "out")
+
+
+def test_long_values_are_shortened_in_what_is_said(refused, folder):
+    for command in (("plan", "x" * 5000), ("x" * 5000,), ("plan", folder, "--slack", "x" * 5000)):
+        assert len(refused(*command)) < 600
+
+
+def test_seeds_of_what_is_replayed_are_numbers_that_seed(refused, qsync, folder):
+    qsync("plan", folder, "--out", folder / "plan.json")
+    assert "--seed" in refused("replay", folder / "plan.json", "--steps", "3", "--seed", "-1")
 
 
 def test_pareto_plans_for_several_steps_and_draws_them(qsync, folder):
