@@ -75,7 +75,9 @@ def measure(out: Path, num: int, rounds: int) -> None:
     sheet = cost_learning.measure_sheet(device)
     chosen = cost_learning.choose_calls(num, sheet)
     for i in range(0, len(chosen), cost_learning.NUM_PER_PROFILE):
-        found = cost_learning.profile_calls(chosen[i : i + cost_learning.NUM_PER_PROFILE], device, PRECISIONS, rounds)
+        found = cost_learning.profile_calls(
+            chosen[i : i + cost_learning.NUM_PER_PROFILE], device, PRECISIONS, rounds
+        )
         _save(out, f"cells-{i // cost_learning.NUM_PER_PROFILE}", found)
     for name in NAMES:
         for size in (None, OTHER_BATCH[name]):
