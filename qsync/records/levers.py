@@ -130,6 +130,11 @@ class Setting:
     levers: ClassLevers
 
 
+def is_in_module(op: str, path: str) -> bool:
+    """Return whether an operator, by its name, belongs to the module at this path."""
+    return f"{op}.".startswith(f"{path}.")
+
+
 def samples_of(graph: OpGraph) -> int:
     """Return the number of samples a graph was captured with: the first size of the batch's first tensor.
 

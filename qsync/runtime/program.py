@@ -26,6 +26,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
+from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
@@ -306,7 +307,9 @@ def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingCho
 
     Operators inside `recomputed` modules (paths) are left out.
     """
-    wanted, twice = tuple(patterns), tuple(f"{path}." for path in recomputed)
+    wanted, paths = tuple(patterns), tuple(recomputed)
     return lambda graph: tuple(
-        name for name in ops_that_save_less(graph, wanted) if not f"{name}.".startswith(twice)
+        name
+        for name in ops_that_save_less(graph, wanted)
+        if not any(is_in_module(name, path) for path in paths)
     )

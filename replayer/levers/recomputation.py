@@ -15,6 +15,7 @@ from itertools import pairwise
 from qsync.errors import FormatError
 from qsync.lowering.lowered_graph import Cast
 from qsync.records.graph import Input, OpGraph
+from qsync.records.levers import is_in_module
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import cast_cost
 
@@ -56,7 +57,7 @@ def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
     """The positions of the first and last operator of a module. Raises FormatError if it has none, if others
     run between them, or if it holds a batch norm.
     """
-    own = [i for i, op in enumerate(graph.ops) if op.name == path or op.name.startswith(f"{path}.")]
+    own = [i for i, op in enumerate(graph.ops) if is_in_module(op.name, path)]
     if not own:
         known = ", ".join(sorted({op.name.partition(".")[0] for op in graph.ops})[:6])
         raise FormatError(
