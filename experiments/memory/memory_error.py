@@ -251,7 +251,7 @@ def cells_of(name: str, entry: Mapping[str, Any]) -> list[str]:
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """Return the table of docs/results/memory.md: plans that the margin is made from by model, all others together."""
+    """Return the table: plans that the margin is made from by model, all others together."""
     parts = content["parts"]
     if MARGIN not in parts:
         raise QSyncError("the margin was not measured yet; measure that part before --state")
