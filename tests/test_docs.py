@@ -229,6 +229,11 @@ def test_the_tree_is_the_tree():
     assert found == expected, (sorted(found - expected), sorted(expected - found))
 
 
+def test_every_example_is_listed():
+    listed = set(re.findall(r"^\| `examples/(\w+\.py)`", ARCHITECTURE, flags=re.MULTILINE))
+    assert listed == {path.name for path in (ROOT / "examples").glob("*.py")}
+
+
 def test_the_layers_are_those_that_are_held():
     text = ARCHITECTURE.partition("<!-- layers:begin -->")[2].partition("<!-- layers:end -->")[0]
     source = ast.parse((ROOT / "tests/test_architecture.py").read_text())

@@ -26,6 +26,9 @@ class Launch:
 
 # Examples that need more than `python examples/NAME`, or whose output is checked.
 LAUNCHES = {
+    "train.py": Launch(TORCHRUN, prints=("held-out loss",)),
+    "plan_offline.py": Launch(prints=("operators lowered", "(simulated)")),
+    "resnet.py": Launch(prints=("INT8:", "mixed:")),
     "grow.py": Launch(prints=("the same function", "grown model, 150 more steps")),
     "custom_recipe.py": Launch(prints=("written by hand: the same function", "derived: the same function")),
 }
