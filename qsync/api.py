@@ -12,7 +12,7 @@ import torch
 
 from qsync import backend
 from qsync.backend.device_detection import candidates, detect_class, device_of, machine
-from qsync.errors import CalibrationError, QSyncError, UnsupportedError
+from qsync.errors import CalibrationError, FormatError, QSyncError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
@@ -82,10 +82,12 @@ def profile(
         >>> profile = qsync.profile(model, batch)
         >>> profile = qsync.profile(model, batch, loader=DataLoader(dataset, 8, num_workers=2))
     """
-    if rounds is not None and rounds < 1:
+    if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise CalibrationError(
-            f"rounds must be at least 1, found {rounds}; leave it out for as many as needed"
+            f"rounds must be at least 1, found {shortened(rounds)}; leave it out for as many as needed"
         )
+    if not isinstance(seconds, (int, float)) or not seconds >= 0:
+        raise CalibrationError(f"seconds must be a number of at least 0, found {shortened(seconds)}")
     device = device_of(model)
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, precisions)
@@ -265,6 +267,11 @@ def wrap(
         all_that_can = runtime.saving(["*"]) if save_less else None
         runtime.attach(model, runtime.uniform(precision, kernels), saving_less=all_that_can)
         return model
+    if not isinstance(plan, Plan):
+        raise FormatError(
+            f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one with "
+            "qsync.Plan.load"
+        )
     if device_class is None:
         if len(plan.classes) > 1:
             raise UnsupportedError(

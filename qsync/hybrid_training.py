@@ -83,6 +83,7 @@ def hybrid(
         CalibrationError: the batch cannot be used: missing, empty, with NaN or Inf, or without a scalar loss.
         TracingError: the model cannot be traced.
         UnsupportedError: a device lacks a precision.
+        FormatError: an option that cannot be used.
         InfeasibleError: no plan fits the memory or reaches the target.
         Every rank raises the same error.
 
@@ -96,6 +97,7 @@ def hybrid(
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none",
     })  # fmt: skip
+    job.check_options(emulated_share, device_class, bucket_cap_mb)
     rank = job.detect_rank(model, emulated_share, device_class)
     folder = None
     if plan is None:

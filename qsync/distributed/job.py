@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ import qsync
 from qsync import api
 from qsync.backend.device_detection import detect_class, device_of
 from qsync.distributed.agreement import agree, agree_locally, check_same
-from qsync.errors import MismatchError
+from qsync.errors import FormatError, MismatchError, shortened
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, measure_link
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import OpGraph
@@ -109,6 +109,29 @@ def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = No
     }
     check_same({**facts, **(extra or {})})
     check_same({f"parameter {i}": text for i, text in enumerate(layout)})
+
+
+def check_options(emulated_share: object, device_class: object, bucket_cap_mb: object) -> None:
+    """Raise FormatError on every rank for a share, a name or a bucket size that cannot be used on any."""
+
+    def check() -> None:
+        if emulated_share is not None and not (_is_number(emulated_share) and 0 < emulated_share <= 1):
+            raise FormatError(
+                f"emulated_share must lie in (0, 1], found {shortened(emulated_share)}; leave it out for a "
+                "whole core"
+            )
+        if device_class is not None and not (isinstance(device_class, str) and device_class):
+            raise FormatError(f"device_class must be a name, found {shortened(device_class)}")
+        if bucket_cap_mb is not None and not (_is_number(bucket_cap_mb) and 2**-20 <= bucket_cap_mb < 2**43):
+            raise FormatError(
+                f"bucket_cap_mb must be positive, found {shortened(bucket_cap_mb)}; DDP's own is 25"
+            )
+
+    agree_locally("checking options", check)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, name: str | None = None) -> Rank:

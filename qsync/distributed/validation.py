@@ -21,7 +21,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions
 from qsync.distributed.plan_runs import Assignment, PlanRunner
-from qsync.errors import CalibrationError
+from qsync.errors import CalibrationError, shortened
 from qsync.predictor.profiling.loader_wait import endless
 from qsync.predictor.profiling.profiler import MakeOptimizer
 from qsync.records.basis import Basis
@@ -92,11 +92,16 @@ def validate(
         >>> validation.median_error, validation.comparisons[0].cause
     """
     for name, value in (("num_plans", num_plans), ("turns", turns), ("steps", steps)):
-        if value < 1:
-            raise CalibrationError(f"{name} must be at least 1, found {value}")
+        if type(value) is not int or value < 1:
+            raise CalibrationError(
+                f"{name} must be at least 1, found {shortened(value)}; give a whole number"
+            )
+    if plans is not None and not plans:
+        raise CalibrationError("plans names no plan; leave it out for random ones")
     job.join_job(device_of(model))
     facts = {"the validation's seed": seed, "its number of plans": num_plans, "its plans": _digest(plans)}
     job.check_models(model, facts)
+    job.check_options(emulated_share, device_class, bucket_cap_mb)
     rank = job.detect_rank(model, emulated_share, device_class)
     step = job.TrainingStep(model, example_batch, loss_fn)
     graph = job.form_graph(step)

@@ -272,6 +272,50 @@ def test_numbers_that_measure_nothing_are_refused():
         qsync.validate(Net(), BATCH, loss, num_plans=0)
 
 
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_plans": "3"}, "num_plans must be at least 1, found '3'"),
+        ({"turns": float("nan")}, "turns must be at least 1, found nan"),
+        ({"steps": -1}, "steps must be at least 1, found -1"),
+        ({"plans": {}}, "plans names no plan"),
+        ({"emulated_share": float("nan")}, r"emulated_share must lie in \(0, 1\], found nan"),
+        ({"emulated_share": 0.0}, r"emulated_share must lie in \(0, 1\], found 0.0"),
+        ({"emulated_share": "x" * 5000}, r"emulated_share must lie in .*\(5000 characters\)"),
+        ({"device_class": ""}, "device_class must be a name, found ''"),
+        ({"device_class": 3}, "device_class must be a name, found 3"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be positive, found nan"),
+        ({"bucket_cap_mb": -1}, "bucket_cap_mb must be positive, found -1"),
+        ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be positive, found '25'"),
+        ({"precisions": ["int7"]}, "unknown precision 'int7'"),
+    ],
+)
+def test_bad_keywords_are_one_sentence(options, match):
+    with pytest.raises(QSyncError, match=match) as error:
+        qsync.validate(Net(), BATCH, loss, **options)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("keyword", ["emulated_share", "device_class", "bucket_cap_mb"])
+def test_bad_keywords_of_hybrid_are_one_sentence(keyword):
+    with pytest.raises(QSyncError, match=f"{keyword} must"):
+        qsync.hybrid(Net(), BATCH, loss, **{keyword: -1})
+
+
+@pytest.mark.parametrize(
+    "options", [{"rounds": "3"}, {"rounds": 0}, {"seconds": float("nan")}, {"seconds": "1"}]
+)
+def test_bad_keywords_of_profile_are_one_sentence(options):
+    with pytest.raises(CalibrationError, match="must be .*at least"):
+        qsync.profile(Net(), BATCH, loss, **options)
+
+
+@pytest.mark.parametrize("plan", [None, 3, {"a": "fp32"}, "int7"])
+def test_what_is_no_plan_is_not_run(plan):
+    with pytest.raises(FormatError, match="plan must be a qsync.Plan|unknown precision"):
+        qsync.wrap(Net(), plan)
+
+
 def test_a_file_that_cannot_be_read_is_refused():
     body = {"kind": "validation", "version": 1, "model": "m", "machine": {}, "seed": 0, "comparisons": [{}]}
     with pytest.raises(FormatError, match="the validation file cannot be read"):
