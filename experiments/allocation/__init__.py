@@ -1,1 +1,15 @@
-"""Plans against other ways to choose precisions."""
+"""Plans against those of other methods that choose precisions.
+
+`compare_methods`  the experiment
+`bases`            measured models on clusters
+`methods`          every method at one target
+`additive`         a program without casts
+`orders`           operators in one simple order
+`balanced`         dynamic batching
+`methods_report`   its tables
+`methods_picture`  its picture
+`measured_steps`   qsync's plans on two real ranks
+`planning_times`   seconds of planning large models
+`random_checks`    do plans hold? on made-up problems
+`random_problems`  the made-up problems
+"""

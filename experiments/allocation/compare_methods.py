@@ -22,6 +22,7 @@ Profiles stay in the folder, so that `--again` compares without measuring.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,13 +75,13 @@ def main(
                 raise QSyncError(f"{out / name} holds no profile; leave out --again")
             if not again:
                 experiment.piece(
-                    f"profile {name}", lambda name=name: measure(name, out / name, seconds=seconds, seed=seed)
-                )  # type: ignore[misc]
+                    f"profile {name}", partial(measure, name, out / name, seconds=seconds, seed=seed)
+                )
             for one in problems(name, out / name):
                 say(f"{name} on {one.cluster_name}")
                 rows += experiment.piece(
                     f"{name} on {one.cluster_name}".replace(" + ", "-"),
-                    lambda one=one: judge(one, seeds),  # type: ignore[misc]
+                    partial(judge, one, seeds),
                     seeds=seeds,
                 )
     found = summary(rows)

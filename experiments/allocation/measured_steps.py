@@ -12,6 +12,7 @@ are medians of turns. Sensitivities are those that compare_methods left in FOLDE
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,7 @@ def main(
     rows = []
     for name in model or NAMES:
         place = out / name / "ranks"
-        measure = lambda name=name, place=place: run(  # noqa: E731
-            name, out / name / "sensitivity.json", place, turns, seed
-        )
+        measure = partial(run, name, out / name / "sensitivity.json", place, turns, seed)
         rows += experiment.piece(name, measure)
     experiment.finish(
         {"rows": rows}, bars=[_bar(row) for row in rows], tables=[table(rows)],

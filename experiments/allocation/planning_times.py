@@ -15,6 +15,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -60,10 +61,11 @@ def _bert_large() -> OpGraph:
 def _resnet_101() -> OpGraph:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(depths=[3, 4, 23, 3], layer_type="bottleneck", num_labels=1000)
+    sizes: dict[str, Any] = {"depths": [3, 4, 23, 3], "layer_type": "bottleneck", "num_labels": 1000}
     with torch.device("meta"):
-        model = ResNetForImageClassification(config)
-        return qsync.capture(model, {"pixel_values": torch.empty(32, 3, 224, 224)})
+        model = ResNetForImageClassification(ResNetConfig(**sizes))
+        graph: OpGraph = qsync.capture(model, {"pixel_values": torch.empty(32, 3, 224, 224)})
+    return graph
 
 
 # (graph, ranks of each class, seconds that the exact and the greedy solver may take)
@@ -97,7 +99,7 @@ def main(
             for solver, bar_s in bars_s.items():
                 row = experiment.piece(
                     f"{name} {solver}",
-                    lambda name=name, solver=solver: timed(out / name, solver, slack, times),  # type: ignore[misc]
+                    partial(timed, out / name, solver, slack, times),
                 )
                 rows.append({"model": name, "solver": solver, "bar_s": bar_s, **row})
     experiment.finish(

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def main(
             numbers = range(begin, min(begin + PROBLEMS_A_PIECE, first + problems))
             rows += experiment.piece(
                 f"problems {numbers[0]} to {numbers[-1]}",
-                lambda numbers=numbers: [try_problem(seed, number, graphs) for number in numbers],  # type: ignore[misc]
+                partial(try_problems, seed, numbers, graphs),
             )
     found = counts(rows)
     bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]
@@ -77,6 +78,11 @@ def captured_graph(name: str) -> OpGraph:
     """Return the graph of one of the experiments' models, for a batch of two."""
     chosen = subject(name, 2)
     return capture(chosen.make_model(0), chosen.batch(0, 0, 0)[0])
+
+
+def try_problems(seed: int, numbers: Sequence[int], graphs: Sequence[OpGraph]) -> list[dict[str, Any]]:
+    """Solve the problems of these numbers."""
+    return [try_problem(seed, number, graphs) for number in numbers]
 
 
 def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[str, Any]:

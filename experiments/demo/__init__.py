@@ -1,1 +1,9 @@
-"""The demo: two unequal ranks train, against every other way to run them."""
+"""The demo: two unequal ranks train, against every other way to run them.
+
+`launch`   start the ranks
+`rank`     one rank: profile, plan, train, measure
+`runner`   the steps of one run on one rank
+`runs`     the runs as plans
+`report`   report.json, the table and the files
+`picture`  step times, predicted and measured
+"""

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from qsync.errors import QSyncError
+from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
 RUN_TITLES = {
@@ -36,7 +36,7 @@ _STEP_BARS: dict[str, tuple[str, dict[str, Any]]] = {
 def predicted_vs_measured(
     runs: Mapping[str, Mapping[str, float | None]], path: str | Path, *, emulated: bool = False
 ) -> Path:
-    """Measured and predicted step of every run, with a line at the limit: the fast rank alone.
+    """Draw the measured and predicted step of every run, with a line at the limit: the fast rank alone.
 
     `runs` is that of report.json: run -> measured_step_s and predicted_step_s (s), of which either may be
     missing. Raises QSyncError if there is no run.
@@ -45,7 +45,8 @@ def predicted_vs_measured(
     """
     if not runs:
         raise QSyncError("there is no run to draw; give the runs of a report")
-    figure = Figure(figsize=(9, 1.5 + 0.72 * len(runs)), layout="constrained")
+    note = " (emulated device)" if emulated else ""
+    figure = new_figure(9, 1.5 + 0.72 * len(runs), f"Step time, predicted and measured{note}")
     axes = figure.subplots()
     limit_s = runs.get("fast_alone", {}).get("measured_step_s")
     longest_s = max((_value(run, key) for run in runs.values() for key in _STEP_BARS), default=0.0) or 1.0
@@ -58,13 +59,9 @@ def predicted_vs_measured(
     strip_axes(axes, grid="x")
     handles: list[Patch | Line2D] = [Patch(**style, label=label) for label, style in _STEP_BARS.values()]
     if limit_s:
-        axes.axvline(1e3 * limit_s, color=INK, linewidth=1.2, linestyle=(0, (4, 3)), zorder=3)
-        handles.append(
-            Line2D([], [], color=INK, linewidth=1.2, linestyle=(0, (4, 3)), label="limit: fast rank alone")
-        )
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    note = " (emulated device)" if emulated else ""
-    figure.suptitle(f"Step time, predicted and measured{note}", x=0.01, ha="left", fontsize=12, color=INK)
+        axes.axvline(1e3 * limit_s, **DASHED, zorder=3)
+        handles.append(Line2D([], [], **DASHED, label="limit: fast rank alone"))
+    legend_below(figure, handles, ncols=3)
     return save_png(figure, path)
 
 
@@ -85,15 +82,9 @@ def _draw_run(axes: Axes, position: int, run: Mapping[str, float | None], limit_
         at = (1e3 * value_s, position + offset)
         plate = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # over the limit
         axes.annotate(
-            text,
-            at,
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            color=INK,
+            text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK,
             bbox=plate,
-        )
+        )  # fmt: skip
 
 
 def _value(run: Mapping[str, float | None], key: str) -> float:

@@ -115,7 +115,8 @@ class Measuring:
             self.round()
 
     def _sense(self, precisions: tuple[Precision, ...]) -> dict[str, Any]:
-        return qsync.sensitivity(self._model, [self._batch], self._loss_fn, precisions=precisions).to_json()
+        found = qsync.sensitivity(self._model, [self._batch], self._loss_fn, precisions=precisions)
+        return dict(found.to_json())
 
     def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
         model = workload.make_model(0).to(self._place.device)
@@ -149,6 +150,7 @@ class Measuring:
         )
         profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
         alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
+        assert alone[0] is not None
         profiles[ALONE] = Profile.from_json(alone[0])
         link = median_measurement([exchanged for _, exchanged in self._links]).link
         cluster = replace(self._links[0][0], link=link)
@@ -190,9 +192,8 @@ def _train(
     results = {}
     for name, runner in runners.items():
         show(f"held-out loss and memory of {name}")
-        own = runner.outcome() if runner is not None else None
-        entries = [entry for entry in agree(f"finishing {name}", lambda own=own: own) if entry is not None]
-        results[name] = _together(entries)
+        own = runner.outcome() if runner is not None else {}
+        results[name] = _together([entry for entry in agree(f"finishing {name}", own.copy) if entry])
     dist.barrier()
     if rank == 0:
         for name, runner in runners.items():

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from qsync.experiments.demo import picture
 from qsync.experiments.demo.runs import Planned
+from qsync.experiments.harness.tables import table as table_of
 from qsync.figures import memory, precision_map, timeline
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
@@ -97,24 +98,12 @@ def table(content: Mapping[str, Any]) -> Table:
     """Return the one table that the demo prints."""
     note = "; the weak rank is emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
-    title = f"{content['workload']}, {size}{note}"
-    shown = Table(title=title)
-    for heading in (
-        "run",
-        "step",
-        "x limit",
-        "predicted",
-        "error",
-        "waiting",
-        "low FLOPs",
-        "added variance",
-        "held-out",
-    ):
-        shown.add_column(heading, justify="left" if heading == "run" else "right")
     limit = content["runs"]["fast_alone"]["measured_step_s"]
-    for name, run in content["runs"].items():
-        shown.add_row(*_row(name, run, limit), style="bold" if name == "qsync" else None)
-    return shown
+    rows = [_row(name, run, limit) for name, run in content["runs"].items()]
+    headings = (
+        "run", "step", "x limit", "predicted", "error", "waiting", "low FLOPs", "added variance", "held-out",
+    )  # fmt: skip
+    return table_of(f"{content['workload']}, {size}{note}", headings, rows, bold=[len(rows) - 1])
 
 
 def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:

@@ -49,7 +49,7 @@ class Runner:
         self.optimizer = self._new_optimizer()
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._mark)
+                parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
 
     def _mark(self, _: torch.Tensor) -> None:
         self._last_gradient = time.perf_counter()

@@ -1,1 +1,11 @@
-"""What growing a model saves."""
+"""What growing a model saves, and what a grown model inherits.
+
+`compare_growth`       the experiment on growing
+`growth_subjects`      the models
+`starts`               how a large model begins
+`stacking`             plain stacking and tiling
+`hybrid_plans`         the precision plan of a grown model
+`training_runs`        one training run
+`growth_report`        its tables and picture
+`carried_sensitivity`  the experiment on inherited sensitivities and profiles
+"""

@@ -14,6 +14,7 @@ import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,10 +93,9 @@ def main(
         for name in models or SUBJECTS:
             for seed in range(1 if profiles or quick else seeds):
                 if profiles:
-                    rows.append(experiment.piece(f"profile {name}", lambda name=name: timed(name, 0)))  # type: ignore[misc]
+                    rows.append(experiment.piece(f"profile {name}", partial(timed, name, 0)))
                 else:
-                    judge = lambda name=name, seed=seed: judged(name, seed, quick)  # noqa: E731
-                    rows += experiment.piece(f"{name} {seed}", judge)
+                    rows += experiment.piece(f"{name} {seed}", partial(judged, name, seed, quick))
     table = times(rows) if profiles else markdown(rows)
     show(table)
     experiment.finish({"threads": 1, "rows": rows}, markdown=lambda content: table)
@@ -220,7 +220,9 @@ def _workload(name: str) -> Workload:
 def _gathered(
     model: nn.Module, batches: Sequence[Any], work: Workload, indicator: str = "variance", draw: int = 0
 ) -> Sensitivity:
-    return qsync.sensitivity(model, batches, work.loss, indicator=indicator, precisions=PRECISIONS, seed=draw)
+    options: dict[str, Any] = {"indicator": indicator, "precisions": PRECISIONS, "seed": draw}
+    found: Sensitivity = qsync.sensitivity(model, batches, work.loss, **options)
+    return found
 
 
 def _grown(

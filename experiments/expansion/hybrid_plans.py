@@ -43,7 +43,7 @@ def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = Non
     own = replace(own, precisions=candidates(own))
     profile = qsync.profile(model, batch, workload.loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
     weak = replace(own, name=HALF, emulated_share=SHARE)
-    plan = qsync.plan(
+    plan: Plan = qsync.plan(
         graph,
         {HERE: profile, HALF: slowed(profile, HALF, SHARE)},
         qsync.sensitivity(model, [batch], workload.loss),

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -140,7 +141,7 @@ class Experiment:
         if processes == 1 or self.again or not missing:
             for name in missing:
                 task = tasks[name]
-                yield name, self.piece(name, lambda task=task: make(task), **settings(task))  # type: ignore[misc]
+                yield name, self.piece(name, partial(make, task), **settings(task))
             return
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             running = {pool.submit(make, tasks[name]): name for name in missing}

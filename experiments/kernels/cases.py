@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,7 +138,8 @@ class Layer:
             operands = [
                 ready[i] if i in ready else self.cast(i, precision) for i in range(len(self.operands))
             ]
-            return kernel(self.target, out_type, *operands, **self.options)
+            y: Tensor = kernel(self.target, out_type, *operands, **self.options)
+            return y
 
         return call
 
@@ -200,16 +202,18 @@ def forward_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) 
     for precision, out_type in _precisions(layer, forward=True):
         name = str(precision)
 
-        def once(precision: Precision = precision) -> dict[int, Any]:
-            with torch.no_grad():
-                return {1: layer.cast(1, precision)}
-
-        case.add(name, lambda p=precision, o=out_type: layer.qsync(p, o, once(p)), least_s=least(name))
+        case.add(name, partial(_weight_cast_once, layer, precision, out_type), least_s=least(name))
         least_s = least(name, True)
-        case.add(name + WITH_WEIGHT, lambda p=precision, o=out_type: layer.qsync(p, o), least_s=least_s)
+        case.add(name + WITH_WEIGHT, partial(layer.qsync, precision, out_type), least_s=least_s)
     for name, make in _peers(layer).items():
-        case.add(name, lambda make=make: make()[0], theirs=True)
+        case.add(name, partial(lambda make: make()[0], make), theirs=True)
     return case
+
+
+def _weight_cast_once(layer: Layer, precision: Precision, out_type: str) -> Run:
+    with torch.no_grad():
+        once = {1: layer.cast(1, precision)}
+    return layer.qsync(precision, out_type, once)
 
 
 def training_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) -> Case:
@@ -224,10 +228,10 @@ def training_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...])
         bf16_out = out_type == "bf16" and precision is not Precision.BF16
         traffic = f"{precision}_bf16" if bf16_out else str(precision)
         least_s = layer.least_s(training_flops(traffic, layer.flops), training_bytes(traffic, layer.sizes))
-        make = lambda p=precision, o=out_type: layer.training(layer.qsync(p, o))  # noqa: E731
-        case.add(f"{precision}{BF16_OUT if bf16_out else ''}", make, least_s=least_s)
+        made = partial(lambda p, o: layer.training(layer.qsync(p, o)), precision, out_type)
+        case.add(f"{precision}{BF16_OUT if bf16_out else ''}", made, least_s=least_s)
     for name, make in _peers(layer).items():
-        case.add(name, lambda make=make: layer.training(*make()), theirs=True)
+        case.add(name, partial(lambda make: layer.training(*make()), make), theirs=True)
     return case
 
 
@@ -297,7 +301,8 @@ def kept_bytes(layer: Layer, precision: Precision) -> int:
         return torch.cuda.memory_allocated(layer.bench.device) - before - results[0].nbytes
     profiler = peers.profiled(lambda: results.append(call()), layer.bench.device, memory=True)
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return sum(event.nbytes() for event in events) - results[0].nbytes
+    left = sum(int(event.nbytes()) for event in events)
+    return left - results[0].nbytes
 
 
 def scale_bytes(layer: Layer) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -125,7 +126,7 @@ def run(
         for number, make in enumerate((cases or standard_cases)(bench, section)):
             found = experiment.piece(
                 f"{section} {number}",
-                lambda make=make, wanted=wanted: _measured(make, wanted, device),  # type: ignore[misc]
+                partial(_measured, make, wanted, device),
             )
             measured.append(found["case"])
             rows += found["rows"]
@@ -156,11 +157,9 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
         yield lambda: _step_case(bench, section)
         return
     if section != "conv forward" and section != "conv training":
-        for shape in kernel_cases.LINEAR_SHAPES:
-            yield lambda shape=shape: linear_case(bench, section, shape)
+        yield from (partial(linear_case, bench, section, shape) for shape in kernel_cases.LINEAR_SHAPES)
     if section == "quantize" or section.startswith("conv"):
-        for shape in kernel_cases.CONV_SHAPES:
-            yield lambda shape=shape: conv_case(bench, section, shape)
+        yield from (partial(conv_case, bench, section, shape) for shape in kernel_cases.CONV_SHAPES)
 
 
 def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case:
@@ -168,7 +167,7 @@ def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case
     name = "x".join(map(str, shape))
     layer = kernel_cases.linear(bench, shape)
     if section == "quantize":
-        bars = (Bar("int8", "clone", 2.0, at_most=True),)
+        bars: tuple[Bar, ...] = (Bar("int8", "clone", 2.0, at_most=True),)
         return kernel_cases.quantize_case(layer, f"{shape[0]}x{shape[1]}, rows", bars)
     if section == "linear forward":
         limit = 2.5 if shape == (512, 768, 768) else 3.3
@@ -197,7 +196,11 @@ def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> C
 def _step_case(bench: Bench, section: str) -> Case:
     on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
     if section == "bert":
-        bars = (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5))
+        bars: tuple[Bar, ...] = (
+            Bar("bf16", "fp32", 2.0),
+            Bar("int8", "fp32", 2.2),
+            Bar("int8_all", "fp32", 2.5),
+        )
         made, shape = whole_steps.bert(bench), "BERT 4x512, 8x128"
         return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8", "int8_all", *on_gpu), bars)
     # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
@@ -216,7 +219,9 @@ def memory_rows(
     conv: Sequence[Any] = kernel_cases.CONV_SHAPES,
 ) -> list[dict[str, Any]]:
     """Return the bytes that an INT8 layer saves of its input for backward, per byte of the FP32 input."""
-    made = [("x".join(map(str, shape)), kernel_cases.linear, shape) for shape in linear]
+    made: list[tuple[str, Any, Any]] = [
+        ("x".join(map(str, shape)), kernel_cases.linear, shape) for shape in linear
+    ]
     made += [(kernel_cases.conv_name(shape), kernel_cases.conv2d, shape) for shape in conv]
     rows = []
     for name, make, shape in made:

@@ -120,15 +120,13 @@ def _draw_column(axes: Axes, x: float, case: Mapping[str, Any], name: str, limit
     speed, (low, _, high) = entry["speedup"], entry["speedup_quartiles"]
     axes.bar(x, speed, width=0.86, linewidth=0.6, zorder=2, **_style(name))
     axes.plot([x, x], [low, high], color=INK, linewidth=1, zorder=4)
-    reach = max(speed, high)
+    reach, bound = float(max(speed, high)), 0.0
     if limit is not None:
         axes.hlines(limit, x - 0.46, x + 0.46, color=INK, linewidth=2, zorder=5)
         reach = max(reach, limit)
     if entry["least_s"]:
         bound = case["variants"][case["baseline"]]["median_s"] / entry["least_s"]
         axes.plot(x, bound, **_ROOFLINE, zorder=5)
-    else:
-        bound = 0.0
     axes.annotate(
         f"{speed:.2f}", (x, 0), xytext=(0, 3), textcoords="offset points", ha="center", fontsize=7, color=INK,
         zorder=6,

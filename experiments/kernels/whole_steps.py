@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +40,18 @@ def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[
     with peers.silent():
         from transformers import BertConfig, BertForSequenceClassification
 
-    wanted = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
+    wanted: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "hidden_size": 512,
+        "num_attention_heads": 8,
+        "intermediate_size": 2048,
+    }
     config = BertConfig(**{**wanted, **sizes})
     torch.manual_seed(bench.seed)
     model = BertForSequenceClassification(config)
     tokens = torch.randint(0, config.vocab_size, (rows, length))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.arange(rows) % 2}
-    return model.to(bench.device), {key: value.to(bench.device) for key, value in batch.items()}
+    return _on(model, bench.device), {key: value.to(bench.device) for key, value in batch.items()}
 
 
 def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[nn.Module, Batch]:
@@ -60,7 +66,11 @@ def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[
     )
     images = torch.randn(rows, 3, side, side, device=bench.device)
     batch = {"pixel_values": _channels_last(images), "labels": torch.arange(rows, device=bench.device) % 10}
-    return _channels_last(model.to(bench.device)), batch
+    return _channels_last(_on(model, bench.device)), batch
+
+
+def _on(model: Any, device: torch.device) -> Any:
+    return model.to(device)
 
 
 def _channels_last(thing: Any) -> Any:
@@ -86,17 +96,17 @@ def step_case(
     for precision in precisions:
         case.add(
             precision,
-            lambda precision=precision: _step(qsync.wrap(copy.deepcopy(model), precision), batch),
+            partial(_wrapped_step, model, precision, batch),
             least_s=least.get(precision),
         )
     if any(value.ndim == 4 for value in batch.values()):
         plain = {key: value.contiguous() for key, value in batch.items()}
-        whole = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+        whole: nn.Module = cast(Any, copy.deepcopy(model)).to(memory_format=torch.contiguous_format)
         case.add("fp32" + CONTIGUOUS, lambda: _step(copy.deepcopy(whole), plain))
         for precision in precisions:
             case.add(
                 precision + CONTIGUOUS,
-                lambda precision=precision: _step(qsync.wrap(copy.deepcopy(whole), precision), plain),
+                partial(_wrapped_step, whole, precision, plain),
                 least_s=least.get(precision),
             )
     _add_peers(case, bench, model, batch)
@@ -132,6 +142,10 @@ def _add_peers(case: Case, bench: Bench, model: nn.Module, batch: Batch) -> None
 
 def _torchao_int8(model: nn.Module) -> nn.Module:
     return peers.with_contiguous_gradients(peers.torchao_int8(model))
+
+
+def _wrapped_step(model: nn.Module, precision: str, batch: Batch) -> Run:
+    return _step(qsync.wrap(copy.deepcopy(model), precision), batch)
 
 
 def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:

@@ -1,1 +1,5 @@
-"""Levers, predicted and measured."""
+"""Levers, predicted and measured.
+
+`measured_levers`  the experiment
+`lever_ranks`      one of its ranks
+"""

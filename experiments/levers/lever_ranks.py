@@ -71,6 +71,7 @@ def measure(
         half = _basis(job.TrainingStep(model, smaller, loss), own)
         other = Sized(half.graph, half.profiles)
         found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
+    assert found is not None
     plans = {title: Plan.from_json(plan) for title, plan in found.items()}
     times: dict[str, list[float]] = {title: [] for title in plans}
     peaks: dict[str, list[int]] = {}
@@ -193,7 +194,7 @@ class _Steps:
 
     def _step(self) -> None:
         for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
-            self._loss(self._ddp, part).backward()
+            self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
         storages = [p.grad.untyped_storage() for p in self._ddp.parameters() if p.grad is not None]
         self._buckets = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

@@ -20,6 +20,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,7 @@ def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> lis
     for name in MODELS:
         rows += experiment.piece(
             f"{part} {seed} {name}",
-            lambda name=name: random_plans(name, num, part, seed),  # type: ignore[misc]
+            partial(random_plans, name, num, part, seed),
             plans=num, **({} if part == MARGIN else _stated()),
         )["rows"]  # fmt: skip
     return rows
@@ -298,7 +299,8 @@ def between_markers(text: str, table: str) -> str:
 @contextmanager
 def _alone() -> Iterator[None]:
     """Form a process group of one: DDP with its buckets, and nobody to wait for."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

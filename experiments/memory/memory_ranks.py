@@ -122,9 +122,9 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
     cluster = Cluster(tuple(replace(own, name=name) for name in profiles), Link(1e-4, 1e9))
 
     def sensed(number: int) -> Sensitivity:
-        if number == 0:
-            return qsync.sensitivity(model, [batch], loss)
-        return qsync.sensitivity(model, [batch], loss, indicator="random", seed=number)
+        options: dict[str, Any] = {"indicator": "random", "seed": number} if number else {}
+        found: Sensitivity = qsync.sensitivity(model, [batch], loss, **options)
+        return found
 
     def planned() -> list[list[Any] | None]:
         if rank != 0:

@@ -59,7 +59,8 @@ class Trained:
 
     def step(self) -> None:
         """Take one training step."""
-        self.loss_fn(self.ddp(self.batch[0]), self.batch[1]).backward()
+        loss = self.loss_fn(self.ddp(self.batch[0]), self.batch[1])
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         gradients = [p.grad.untyped_storage() for p in self.model.parameters() if p.grad is not None]
         self.buckets = list({storage.data_ptr(): storage.nbytes() for storage in gradients}.values())
@@ -155,7 +156,8 @@ class _Dropping(nn.Module):
         self.bert = BertForSequenceClassification(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.bert(input_ids=tokens, attention_mask=(tokens != 32).long()).logits
+        logits: torch.Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != 32).long()).logits
+        return logits
 
 
 def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:

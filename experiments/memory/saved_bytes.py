@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,7 @@ def main(out: Out = Path("saved_bytes"), rounds: int = 7, fresh: Fresh = False) 
     experiment = Experiment("saved bytes", out, seed=SEED, settings={"rounds": rounds}, fresh=fresh)
     with experiment.progress() as say:
         found = {
-            case.name: experiment.piece(
-                f"model {number}",
-                lambda case=case: count(case, rounds, lambda what: say(f"{case.name}, {what}")),  # type: ignore[misc]
-            )
+            case.name: experiment.piece(f"model {number}", partial(count, case, rounds, say))
             for number, case in enumerate(cases())
         }
     rows = [row for own in found.values() for row in own]
@@ -83,26 +81,26 @@ def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict
     alternatives: dict[str, tuple[tuple[Precision, ...], bool] | None] = {TORCH: None, AUTOCAST: None}
     for name, preferred in ALTERNATIVES.items():
         alternatives[name], alternatives[f"{name}, saving less"] = (preferred, False), (preferred, True)
-    rows, steps = [], {}
+    rows: list[dict[str, Any]] = []
+    steps: dict[str, Callable[[], None]] = {}
     for name, chosen in alternatives.items():
-        progress(f"{name}, counting")
+        progress(f"{case.name}, {name}, counting")
         torch._dynamo.reset()
-        counts, predictions, step = [], [], None
+        counts, predictions = [], []
         for num in (1, 2):
             model, run = _ready(case, name, chosen)
             batch = case.batch(num)
             run(**batch)  # compiled here, so that only the step is counted
             known = [*batch.values(), *model.parameters(), *model.buffers()]
-            counts.append(saved_bytes(lambda run=run, batch=batch: run(**batch), known))
+            counts.append(saved_bytes(partial(run, **batch), known))
             predictions.append(_predicted(model) if chosen else None)
-            step = step or _step(model, run, batch)
-        steps[name] = step
+            steps.setdefault(name, _step(model, run, batch))
         row: dict[str, Any] = {"model": case.name, "way": name, "activation_bytes": counts[1] - counts[0]}
         one, two = predictions
         row["predicted_bytes"] = None if one is None or two is None else two - one
         row["beside_bytes"] = 2 * counts[0] - counts[1]
         rows.append(row)
-    progress("timing")
+    progress(f"{case.name}, timing")
     samples = measure(steps, rounds, torch.device("cpu"), sample_s=0.0)
     for row in rows:
         row["step_s"] = samples[row["way"]].median_s
@@ -181,7 +179,8 @@ class _Shifted(nn.Module):
         self.shift, self.linear = nn.Parameter(torch.zeros(768)), nn.Linear(768, 3072)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.linear(input + self.shift)
+        y: torch.Tensor = self.linear(input + self.shift)
+        return y
 
 
 def _bert() -> nn.Module:

@@ -1,40 +1,40 @@
-"""Learned costs against roofline and linear fits: `python -m qsync.experiments.prediction.learned_costs`.
+"""Learned costs against roofline and linear fits: predictions of what was held out.
+
+    python -m qsync.experiments.prediction.learned_costs --out FOLDER
 
 Measures a few hundred single operators and five models on this machine, on one thread. Predicts shapes
 without any sample of the shape, models without any sample of the model, and other batch sizes of a profiled
-model. Writes learned_costs.json and learned_costs.png to --out; with --again it reads the measurements there
-instead of making new ones.
+model. Profiles stay in the folder; `--again` evaluates them anew.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
-from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from qsync import api, cost_learning
-from qsync.backend.device_detection import machine
 from qsync.errors import QSyncError
+from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Out, run, show
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.provenance import commit
+from qsync.experiments.harness.pictures import new_figure, open_axes
+from qsync.experiments.harness.tables import table
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
+from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.lowering.incremental import Lowering
 from qsync.predictor.cost_model.fill_profile import fill, priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
 from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
 from qsync.records.graph import OpGraph
-from qsync.records.json_files import read_json, write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer import ClassCosts
@@ -42,6 +42,7 @@ from qsync.replayer import ClassCosts
 OUT = Path("experiments/results/learned_costs")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
+_COLOURS = {"roofline": "0.75", "linear": SERIES_COLOURS[1], "learned": SERIES_COLOURS[0]}
 # Another batch size of each model than the one that is profiled.
 OTHER_BATCH = {"gpt": 3, "bert": 12, "vit": 40, "resnet": 20, "vgg": 12}
 # Shorter operators are mostly Python and the clock: a second figure leaves them out.
@@ -50,74 +51,80 @@ Measured = tuple[OpGraph, Profile]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for measurements, table and picture.")] = OUT,
+    out: Out = OUT,
     num: Annotated[int, typer.Option("--samples", help="How many single operators to measure.")] = 240,
     rounds: Annotated[int, typer.Option(help="Rounds of every profile.")] = 3,
-    again: Annotated[bool, typer.Option("--again", help="Read the measurements in --out.")] = False,
+    again: Again = False,
+    fresh: Fresh = False,
 ) -> None:
     """Measure, hold out, predict, compare."""
     if num < 1 or rounds < 1:
         raise QSyncError(f"--samples and --rounds must be at least 1, found {num} and {rounds}")
     torch.set_num_threads(1)
     keep_freed_memory()
-    if not again:
-        measure(out, num, rounds)
-    content = evaluate(*read(out))
-    write_json(out / "learned_costs.json", content)
-    draw(content, out / "learned_costs.png")
-    report(content, Console())
-    print(f"Written: {out / 'learned_costs.json'}, {out / 'learned_costs.png'}")
+    settings = {"samples": num, "rounds": rounds}
+    experiment = Experiment("learned costs", out, seed=0, settings=settings, fresh=fresh, again=again)
+    with experiment.progress():
+        sheet = measure(experiment, num, rounds)
+    content = evaluate({"sheet": sheet.to_json()}, read(out))
+    found = verdicts(content)
+    bars = [{"name": name, "measured": beats, "limit": True, "holds": beats} for name, beats in found.items()]
+    experiment.finish(content, bars=bars, picture=draw, tables=[_table(content)])
+    show(*_lines(content))
 
 
-def measure(out: Path, num: int, rounds: int) -> None:
-    """Profile single operators (cells) and every model at two batch sizes, and save each profile."""
-    start, device = time.perf_counter(), torch.device("cpu")
-    sheet = cost_learning.measure_sheet(device)
-    chosen = cost_learning.choose_calls(num, sheet)
-    for i in range(0, len(chosen), cost_learning.NUM_PER_PROFILE):
-        found = cost_learning.profile_calls(
-            chosen[i : i + cost_learning.NUM_PER_PROFILE], device, PRECISIONS, rounds
-        )
-        _save(out, f"cells-{i // cost_learning.NUM_PER_PROFILE}", found)
-    for name in NAMES:
-        for size in (None, OTHER_BATCH[name]):
-            _save(out, name if size is None else f"{name}-other", _profiled(name, size, rounds))
-    about = {"machine": machine(), "commit": commit(), "samples": len(chosen), "rounds": rounds, "seed": 0}
-    write_json(
-        out / "about.json", {**about, "sheet": sheet.to_json(), "measuring_s": time.perf_counter() - start}
+def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
+    """Profile single operators (cells) and every model at two batch sizes; return the device's peaks.
+
+    Every profile is a piece, saved as it is made.
+    """
+    device = torch.device("cpu")
+    sheet = DataSheet.from_json(
+        experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
     )
+    size = cost_learning.NUM_PER_PROFILE
+    jobs: dict[str, Callable[[], Measured]] = {}
+    if not experiment.again:
+        chosen = cost_learning.choose_calls(num, sheet)
+        for i in range(0, len(chosen), size):
+            jobs[f"cells-{i // size}"] = partial(
+                cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
+            )
+    for name in NAMES:
+        jobs[name] = partial(_profiled, name, None, rounds)
+        jobs[f"{name}-other"] = partial(_profiled, name, OTHER_BATCH[name], rounds)
+    for name, job in jobs.items():
+        experiment.piece(name, partial(_saved, experiment.out, name, job))
+    return sheet
 
 
 def _profiled(name: str, size: int | None, rounds: int) -> Measured:
     work = subject(name, size)
     model, batch = work.make_model(0), work.batch(0, 0, 0)
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return work.loss_fn(model(batch[0]), batch[1])
-
-    graph = api.trace_step(model, batch, loss)
-    return graph, api.profile(model, batch, loss, precisions=PRECISIONS, rounds=rounds)
+    graph = api.trace_step(model, batch, work.loss)
+    return graph, api.profile(model, batch, work.loss, precisions=PRECISIONS, rounds=rounds)
 
 
-def _save(out: Path, name: str, found: Measured) -> None:
-    found[0].save(out / f"graph-{name}.json")
-    found[1].save(out / f"profile-{name}.json")
+def _saved(out: Path, name: str, job: Callable[[], Measured]) -> dict[str, float]:
+    """Save a graph and its profile; return the seconds of measuring."""
+    start = time.perf_counter()
+    graph, profile = job()
+    graph.save(out / f"graph-{name}.json")
+    profile.save(out / f"profile-{name}.json")
+    return {"measuring_s": time.perf_counter() - start}
 
 
-def read(out: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
-    """Read what `measure` wrote. Raises QSyncError if there is nothing."""
-    if not (out / "about.json").is_file():
-        raise QSyncError(f"{out} holds no measurements; leave out --again")
+def read(out: Path) -> dict[str, Measured]:
+    """Return the graphs and profiles that `measure` saved."""
     names = sorted(path.stem.removeprefix("graph-") for path in out.glob("graph-*.json"))
-    found = {
+    return {
         name: (OpGraph.load(out / f"graph-{name}.json"), Profile.load(out / f"profile-{name}.json"))
         for name in names
     }
-    return read_json(out / "about.json"), found
 
 
 def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Return the errors of every method: at shapes held out, of models held out, of other batch sizes."""
+    """Return the errors of every method: of shapes and models held out, of other batch sizes."""
     sheet = DataSheet.from_json(about["sheet"])
     samples = {name: samples_of(*found, sheet) for name, found in measured.items()}
     cells = [s for name, found in samples.items() if name.startswith("cells") for s in found]
@@ -138,7 +145,7 @@ def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[st
         if f"{name}-other" in measured:
             batches[name] = _batches(measured[name], measured[f"{name}-other"], CostModel(all_samples), sheet)
     body = {"num_samples": len(all_samples), "held_out_shapes": shapes, "held_out_models": held}
-    return {**about, **body, "whole_steps": steps, "other_batches": batches, "measured": True}
+    return {**about, **body, "whole_steps": steps, "other_batches": batches}
 
 
 def _by_kind(samples: Sequence[Sample], predicted: Any) -> dict[str, tuple[float, float]]:
@@ -177,44 +184,31 @@ def _batch(graph: OpGraph) -> int:
 
 
 def total_s(graph: OpGraph, profile: Profile, precision: Precision) -> float:
-    """Return the seconds of all operators and casts, with every operator that can in one precision."""
+    """Return the seconds of all operators and casts, with operators in one precision where possible."""
     chosen = {op.name: precision for op in graph.adjustable if precision in profile.precisions_of(op.name)}
     return ClassCosts(Lowering(graph, chosen), profile).total_s
 
 
 def verdicts(content: Mapping[str, Any]) -> dict[str, bool]:
     """Return whether the learned model beats both baselines: at shapes, of models, of whole steps."""
+    shapes, models, steps = content["held_out_shapes"], content["held_out_models"], whole_steps(content)
 
-    def best(errors: Mapping[str, float]) -> bool:
-        return all(errors["learned"] < errors[method] for method in ("roofline", "linear"))
+    def of_models(method: str, which: str, number: int) -> float:
+        return float(np.mean([entry[method][which][number] for entry in models.values()]))
 
-    shapes = {method: content["held_out_shapes"][method]["all"] for method in METHODS}
-    models = {
-        method: [entry[method]["all"] for entry in content["held_out_models"].values()] for method in METHODS
+    errors: dict[str, Callable[[str], float]] = {
+        "shapes, median": lambda one: shapes[one]["all"][0],
+        "shapes, 95th percentile": lambda one: shapes[one]["all"][1],
+        "shapes, 95th percentile, 20 us or more": lambda one: shapes[one][LONG][1],
+        "models, median": lambda one: of_models(one, "all", 0),
+        "models, 95th percentile": lambda one: of_models(one, "all", 1),
+        "models, 95th percentile, 20 us or more": lambda one: of_models(one, LONG, 1),
+        "whole steps, median": lambda one: spread(steps[one])[0],
+        "whole steps, 95th percentile": lambda one: spread(steps[one])[1],
     }
-    steps = whole_steps(content)
     return {
-        "shapes, median": best({method: found[0] for method, found in shapes.items()}),
-        "shapes, 95th percentile": best({method: found[1] for method, found in shapes.items()}),
-        "shapes, 95th percentile, 20 us or more": best(
-            {method: content["held_out_shapes"][method][LONG][1] for method in METHODS}
-        ),
-        "models, median": best(
-            {method: float(np.mean([m for m, _ in found])) for method, found in models.items()}
-        ),
-        "models, 95th percentile": best(
-            {method: float(np.mean([m for _, m in found])) for method, found in models.items()}
-        ),
-        "models, 95th percentile, 20 us or more": best(
-            {
-                method: float(
-                    np.mean([entry[method][LONG][1] for entry in content["held_out_models"].values()])
-                )
-                for method in METHODS
-            }
-        ),
-        "whole steps, median": best({method: spread(found)[0] for method, found in steps.items()}),
-        "whole steps, 95th percentile": best({method: spread(found)[1] for method, found in steps.items()}),
+        name: all(bool(error("learned") < error(other)) for other in ("roofline", "linear"))
+        for name, error in errors.items()
     }
 
 
@@ -226,69 +220,61 @@ def whole_steps(content: Mapping[str, Any]) -> dict[str, list[float]]:
     }
 
 
-def report(content: Mapping[str, Any], console: Console) -> None:
-    """Print the tables and the verdicts."""
-    if not console.is_terminal:
-        console.width = 120
-    table = Table(title="|predicted / measured - 1|, median / 95th percentile (measured)", box=box.SIMPLE)
-    for heading in ("held out", *METHODS):
-        table.add_column(heading, justify="left" if heading == "held out" else "right")
+def _table(content: Mapping[str, Any]) -> Table:
+    def cells(name: str, found: Mapping[str, Any], key: str) -> list[str]:
+        return [name, *(_percent(found[method][key]) for method in METHODS)]
+
     shapes = content["held_out_shapes"]
-    for kind in shapes["learned"]:
-        table.add_row(f"shapes: {kind}", *(_percent(shapes[method][kind]) for method in METHODS))
+    rows = [cells(f"shapes: {kind}", shapes, kind) for kind in shapes["learned"]]
     for name, entry in content["held_out_models"].items():
-        table.add_row(f"model: {name}", *(_percent(entry[method]["all"]) for method in METHODS))
-        table.add_row(f"model: {name}, {LONG}", *(_percent(entry[method][LONG]) for method in METHODS))
+        rows += [cells(f"model: {name}", entry, "all"), cells(f"model: {name}, {LONG}", entry, LONG)]
     for name, entry in content["whole_steps"].items():
-        signed = {method: ", ".join(f"{p} {e:+.0%}" for p, e in entry[method].items()) for method in METHODS}
-        table.add_row(f"step: {name}", *(signed[method] for method in METHODS))
-    table.add_row("steps", *(_percent(spread(found)) for found in whole_steps(content).values()))
-    console.print(table)
+        rows.append([f"step: {name}", *(_signed(entry[method]) for method in METHODS)])
+    rows.append(["steps", *(_percent(spread(found)) for found in whole_steps(content).values())])
+    title = "|predicted / measured - 1|, median / 95th percentile (measured)"
+    return table(title, ("held out", *METHODS), rows)
+
+
+def _lines(content: Mapping[str, Any]) -> Iterator[str]:
     for name, entry in content["other_batches"].items():
-        words = [
-            f"{method}: " + ", ".join(f"{p} {e:+.0%}" for p, e in e_by.items())
-            for method, e_by in entry.items()
-        ]
-        console.print(f"another batch of {name}: " + "; ".join(words), highlight=False)
+        yield f"another batch of {name}: " + "; ".join(f"{one}: {_signed(e)}" for one, e in entry.items())
     for name, holds in verdicts(content).items():
-        console.print(f"{'beats both baselines' if holds else 'DOES NOT beat both'}: {name}", highlight=False)
+        yield f"{'beats both baselines' if holds else 'DOES NOT beat both'}: {name}"
 
 
-def _percent(found: tuple[float, float]) -> str:
+def _signed(errors: Mapping[str, float]) -> str:
+    return ", ".join(f"{p} {e:+.0%}" for p, e in errors.items())
+
+
+def _percent(found: Sequence[float]) -> str:
     return f"{found[0]:.0%} / {found[1]:.0%}"
 
 
-def draw(content: Mapping[str, Any], path: Path) -> None:
+def draw(content: Mapping[str, Any], path: Path) -> Path:
     """Draw errors by kind at held-out shapes, and signed errors of held-out models' steps."""
-    figure = Figure(figsize=(11, 8.5), layout="constrained")
+    figure = new_figure(11, 8.5, "Predicted costs against measured ones, of what was held out")
     top, bottom = figure.subplots(2)
-    colors = {"roofline": "0.75", "linear": "tab:orange", "learned": "tab:blue"}
     shapes = content["held_out_shapes"]
     kinds = [kind for kind in shapes["learned"] if kind not in ("output", "input")]
-    for w, method in enumerate(METHODS):
-        positions = np.arange(len(kinds)) + 0.27 * (w - 1)
-        medians, most = (np.array([shapes[method][kind][i] for kind in kinds]) for i in (0, 1))
-        top.bar(positions, medians, 0.25, color=colors[method], label=method)
-        top.vlines(positions, medians, most, color=colors[method], linewidth=1)
+    steps = [(name, p) for name, entry in content["whole_steps"].items() for p in entry["learned"]]
+    for number, (method, colour) in enumerate(_COLOURS.items()):
+        at = np.arange(len(kinds)) + 0.27 * (number - 1)
+        medians, high = (np.array([shapes[method][kind][i] for kind in kinds]) for i in (0, 1))
+        top.bar(at, medians, 0.25, color=colour, label=method)
+        top.vlines(at, medians, high, color=colour, linewidth=1)
+        errors = [100 * content["whole_steps"][name][method][p] for name, p in steps]
+        bottom.bar(np.arange(len(steps)) + 0.27 * (number - 1), errors, 0.25, color=colour, label=method)
     top.set_xticks(range(len(kinds)), kinds, rotation=40, ha="right")
-    top.set_yscale("log")
-    top.set_ylim(0.02, 10)
-    top.set_ylabel("|predicted / measured - 1|")
+    top.set(yscale="log", ylim=(0.02, 10), ylabel="|predicted / measured - 1|")
     top.set_title("Operators at shapes held out: median, line to the 95th percentile (measured)", loc="left")
     top.legend(frameon=False, ncols=3)
-    cells = [(name, p) for name, entry in content["whole_steps"].items() for p in entry["learned"]]
-    for w, method in enumerate(METHODS):
-        errors = [100 * content["whole_steps"][name][method][p] for name, p in cells]
-        bottom.bar(np.arange(len(cells)) + 0.27 * (w - 1), errors, 0.25, color=colors[method], label=method)
     bottom.axhline(0, color="black", linewidth=0.6)
-    bottom.set_xticks(range(len(cells)), [f"{name}\n{p}" for name, p in cells])
+    bottom.set_xticks(range(len(steps)), [f"{name}\n{p}" for name, p in steps])
     bottom.set_ylabel("predicted against measured, %")
     bottom.set_title("All operators and casts of a step, models held out (measured)", loc="left")
-    for axes in (top, bottom):
-        axes.spines[["top", "right"]].set_visible(False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    open_axes(top, bottom)
+    return save_png(figure, path, dpi=110)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,7 +68,7 @@ def main(
         return judge(name, num_ranks, folder)
 
     results = [
-        experiment.piece(f"{name}-{num}", lambda name=name, num=num: measure(name, num))  # type: ignore[misc]
+        experiment.piece(f"{name}-{num}", partial(measure, name, num))
         for name in model or NAMES
         for num in ranks or (1, 2)
     ]

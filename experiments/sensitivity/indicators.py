@@ -286,6 +286,7 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
         if taken is None or (best is not None and omega[taken].sum() >= least):
             break
         best, least = taken, max(float(omega[taken].sum()), 1e-300)
+    assert best is not None  # all FP32 saves nothing, and a plan that saves the share exists
     return {name: p for (name, p, _), chosen in zip(choices, best, strict=True) if chosen}
 
 

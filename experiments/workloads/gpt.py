@@ -70,7 +70,8 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the module."""
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        y: torch.Tensor = x + self.mlp(self.norm2(x))
+        return y
 
 
 class Gpt(nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ _FLOPS_PER_S, _BYTES_PER_S = 1e11, 1e10
 _SPEED = {Precision.FP32: 1.0, Precision.BF16: 2.0, Precision.INT8: 3.0}
 
 
-def bert(**sizes: float) -> torch.nn.Module:
+def bert(**sizes: Any) -> torch.nn.Module:
     """Return a BERT classifier of Hugging Face's, of BERT-base's sizes where none are given."""
     from transformers import BertConfig, BertForSequenceClassification
 
@@ -41,31 +42,33 @@ def tokens(rows: int, length: int, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
 
 
-def bert_graph(**sizes: int) -> OpGraph:
+def bert_graph(**sizes: Any) -> OpGraph:
     """Return the graph of a BERT in training, 8 sequences of 128 tokens, captured on the meta device."""
     with torch.device("meta"):
-        return qsync.capture(bert(**sizes), tokens(8, 128))
+        graph: OpGraph = qsync.capture(bert(**sizes), tokens(8, 128))
+    return graph
 
 
 def llama_70b(num_layers: int = 80) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """Return a model of Llama-3-70B's sizes on the meta device, with so many layers, and a batch."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=num_layers,
-        num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0,
-        use_cache=False,
-    )  # fmt: skip
+    sizes: dict[str, Any] = {
+        "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": num_layers, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "use_cache": False,
+    }  # fmt: skip
     with torch.device("meta"):
         ids = torch.zeros(1, 2048, dtype=torch.int64)
-        return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+        return LlamaForCausalLM(LlamaConfig(**sizes)), {"input_ids": ids, "labels": ids}
 
 
 def large_graph(num_layers: int) -> OpGraph:
     """Return the graph of `llama_70b`, or without transformers a stack of as many blocks."""
-    if importlib.util.find_spec("transformers"):
-        return qsync.capture(*llama_70b(num_layers))
-    return stack(num_layers)
+    if not importlib.util.find_spec("transformers"):
+        return stack(num_layers)
+    graph: OpGraph = qsync.capture(*llama_70b(num_layers))
+    return graph
 
 
 def stack(num_layers: int, width: int = 8192, rows: int = 2048) -> OpGraph:

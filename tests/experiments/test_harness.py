@@ -1,0 +1,89 @@
+"""The run loop of experiments: pieces are kept, interrupted runs continue, figures name their origin."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from qsync.errors import MismatchError, QSyncError
+from qsync.experiments.harness.experiment import Experiment, bar
+from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
+from qsync.experiments.harness.tables import markdown_table, table
+from qsync.records.json_files import read_json
+
+
+def test_an_interrupted_run_continues_with_what_is_missing(tmp_path):
+    ran = []
+
+    def run(number: int) -> int:
+        if number == 2 and len(ran) == 2:
+            raise KeyboardInterrupt
+        ran.append(number)
+        return number**2
+
+    with pytest.raises(KeyboardInterrupt):
+        dict(Experiment("squares", tmp_path).pieces({f"of {n}": n for n in range(4)}, run))
+    assert ran == [0, 1] and len(list((tmp_path / "pieces").iterdir())) == 2
+    ran.append(-1)
+    found = dict(Experiment("squares", tmp_path).pieces({f"of {n}": n for n in range(4)}, run))
+    assert ran == [0, 1, -1, 2, 3] and found == {"of 0": 0, "of 1": 1, "of 2": 4, "of 3": 9}
+
+
+def test_pieces_run_in_processes_of_their_own_and_are_kept(tmp_path):
+    """What runs is a built-in, which a new process can import."""
+    tasks = {f"of {n}": f"[{n} ** 2, __import__('os').getpid()]" for n in range(3)}
+    found = dict(Experiment("squares", tmp_path).pieces(tasks, eval, processes=2))
+    assert [found[name][0] for name in tasks] == [0, 1, 4]
+    assert os.getpid() not in {process for _, process in found.values()}
+    assert dict(Experiment("squares", tmp_path, again=True).pieces(tasks, eval)) == found
+
+
+def test_fresh_measures_anew_and_again_measures_nothing(tmp_path):
+    assert Experiment("one", tmp_path).piece("a", lambda: 1) == 1
+    assert Experiment("one", tmp_path).piece("a", lambda: 2) == 1
+    assert Experiment("one", tmp_path, fresh=True).piece("a", lambda: 2) == 2
+    assert Experiment("one", tmp_path, again=True).piece("a", lambda: 3) == 2
+    with pytest.raises(QSyncError, match="pieces/b.json is missing; leave out --again"):
+        Experiment("one", tmp_path, again=True).piece("b", lambda: 3)
+    Experiment("one", tmp_path).forget("a")
+    assert Experiment("one", tmp_path).piece("a", lambda: 4) == 4
+
+
+def test_a_piece_of_other_settings_is_refused(tmp_path):
+    Experiment("one", tmp_path, seed=0, settings={"turns": 3}).piece("a", lambda: 1, plans=5)
+    with pytest.raises(MismatchError, match="turns = 3, not 4; give another --out"):
+        Experiment("one", tmp_path, seed=0, settings={"turns": 4}).piece("a", lambda: 1, plans=5)
+    with pytest.raises(MismatchError, match="plans = 5, not 6"):
+        Experiment("one", tmp_path, seed=0, settings={"turns": 3}).piece("a", lambda: 1, plans=6)
+
+
+def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
+    experiment = Experiment("one", tmp_path, seed=7, settings={"turns": 3})
+    experiment.finish({"rows": [1]}, bars=[bar("time", 1.0, 2.0), bar("speed", 1.0, 2.0, at_least=True)])
+    content = read_json(tmp_path / "figures.json")
+    assert {"machine", "versions", "commit", "uncommitted_changes"} <= content.keys()
+    assert (content["experiment"], content["seed"], content["turns"], content["rows"]) == ("one", 7, 3, [1])
+    assert content["bars"] == [
+        {"name": "time", "measured": 1.0, "limit": 2.0, "holds": True},
+        {"name": "speed", "measured": 1.0, "limit": 2.0, "holds": False},
+    ]
+    assert bar("equal", False, True)["holds"] is False and bar("missing", None, 1.0)["holds"] is None
+
+
+def test_a_file_is_no_folder_of_results(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(QSyncError, match="is a file; name a folder"):
+        Experiment("one", tmp_path / "file")
+
+
+def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
+    rows = [["a", "1"], ["b", "2"]]
+    assert markdown_table(("name", "value"), rows) == [
+        "| name | value |", "|---|---|", "| a | 1 |", "| b | 2 |",
+    ]  # fmt: skip
+    assert table("title", ("name", "value"), rows).row_count == 2
+
+
+def test_a_function_runs_in_an_interpreter_of_its_own():
+    assert in_fresh_process(peak_resident_bytes) > 0
