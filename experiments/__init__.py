@@ -2,7 +2,7 @@
 
 `harness`      the run loop, ranks, paired timing, peers, tables and pictures
 `workloads`    models and data
-`demo`         two unequal ranks train, against every other way to run them
+`demo`         two unequal ranks train, against every alternative
 `kernels`      kernels and whole steps against their bars and peers
 `sensitivity`  indicators against measured gradient errors
 `prediction`   replay against real steps, learned costs, the promised limits

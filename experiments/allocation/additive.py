@@ -41,9 +41,9 @@ def additive(state: State, classes: Sequence[str], target_s: float) -> Additive:
     """Make the variance of these classes least, with a step of `target_s` seconds as additive times say.
 
         minimise    sum over operators of omega[o, p(o)]
-        such that   step in FP32 + sum over operators of (t[o, p(o)] - t[o, FP32]) <= target      (ours)
+        such that   step in FP32 + sum over operators of (t[o, p(o)] - t[o, FP32]) <= target
 
-    class by class, with t what the profile says of the operator by itself and the FP32 step as replayed: only
+    class by class, with t the profiled time of the operator by itself and the FP32 step as replayed: only
     the differences are additive. Begins with what `state` has, which must hold, and ends with `state` there.
 
     >>> additive(state, ["infer"], target_s=0.1).solved
@@ -118,8 +118,8 @@ class _Class:
     def repaired(self, target_s: float, first: dict[str, Precision] | None) -> dict[str, Precision] | None:
         """Of the assignments for nominal targets, the one of least variance that replay agrees to.
 
-        Halves the way between what is too long and what holds, in both directions: what follows an operator
-        may also be faster than the program knows.
+        Bisects between targets that are too long and targets that hold, in both directions: casts and
+        followers may also be faster than the program knows.
         """
         fastest = sum(min(more.values()) for more in self._more_s.values())
         low, high = self._highest_s + fastest, max(self._highest_s, target_s)

@@ -41,8 +41,8 @@ def balanced(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
     """Share the same total batch so that all ranks compute equally long, and replay that; `plan` is all FP32.
 
     A class takes fixed + share x the rest, with Python, optimizer and the copies to buckets fixed and
-    operators, casts, loss and data loading in proportion to the samples. That is an assumption, kind to this
-    way: smaller batches use a device less well. Shares need not be whole samples.
+    operators, casts, loss and data loading in proportion to the samples. That is an assumption in favour of
+    LB-BSP: smaller batches use a device less well. Shares need not be whole samples.
 
     >>> balanced(graph, uniform(graph, profiles, cluster, {}), profiles, cluster).step_s
     """

@@ -66,7 +66,7 @@ def main(
     if seeds < 1 or not seconds > 0:
         raise typer.BadParameter("--seeds must be at least 1, and --seconds positive")
     torch.set_num_threads(1)
-    # What is compared again is only the comparison: the profiles in the folder stay.
+    # `--again` repeats the comparison alone: the profiles in the folder stay.
     experiment = Experiment("allocation", out, seed=seed, fresh=fresh or again)
     with experiment.progress() as say:
         rows = []

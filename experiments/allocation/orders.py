@@ -37,7 +37,7 @@ def raise_by_variance(state: State, classes: Sequence[str], target_s: float) -> 
 def raise_at_random(state: State, classes: Sequence[str], target_s: float, seed: int) -> None:
     """From what `state` has, try every precision of every operator in an order drawn from `seed`; one pass.
 
-    What is raised stays if the step is within `target_s` seconds and memory holds, so the result is a random
+    A raise stays if the step is within `target_s` seconds and memory holds, so the result is a random
     assignment to which little can be added.
 
     >>> raise_at_random(state, ["infer"], target_s=0.1, seed=0)

@@ -1,4 +1,4 @@
-"""The demo: two unequal ranks train, against every other way to run them.
+"""The demo: two unequal ranks train, against every alternative.
 
 `launch`   start the ranks
 `rank`     one rank: profile, plan, train, measure

@@ -21,7 +21,7 @@ def run_demo(
     seed: int = 0,
     steps: int | None = None,
 ) -> dict[str, Any]:
-    """Train the same model in every way the demo compares, on two ranks; the content of report.json.
+    """Train the same model in every alternative of the demo, on two ranks; return report.json's content.
 
     Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts,
     for a workload, data, share, or number that cannot be used, and when a rank failed.

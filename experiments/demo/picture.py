@@ -23,7 +23,7 @@ RUN_TITLES = {
     "qsync": "qsync plan",
 }
 
-# What is drawn of a run: (label, style of its bar).
+# The bars of a run: (label, style).
 _STEP_BARS: dict[str, tuple[str, dict[str, Any]]] = {
     "measured_step_s": ("measured", {"facecolor": "#0072b2", "edgecolor": "#0072b2"}),
     "predicted_step_s": (

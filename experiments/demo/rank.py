@@ -85,7 +85,7 @@ def _run(config: dict[str, Any], place: Place) -> None:
 
 
 class Measuring:
-    """What every plan is made from, measured round by round, on a batch of a seed that no run uses."""
+    """The basis of every plan, measured round by round, on a batch of a seed that no run uses."""
 
     def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
         self._place, self._show = place, show

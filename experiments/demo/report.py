@@ -1,4 +1,4 @@
-"""What the demo leaves behind: report.json, plan.json with its basis, trace.json, pictures, and one table."""
+"""The results of the demo: report.json, plan.json with its basis, trace.json, pictures, and one table."""
 
 from __future__ import annotations
 

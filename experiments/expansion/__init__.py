@@ -1,4 +1,4 @@
-"""What growing a model saves, and what a grown model inherits.
+"""Savings by growing a model, and the sensitivities that a grown model inherits.
 
 `compare_growth`       the experiment on growing
 `growth_subjects`      the models

@@ -1,7 +1,7 @@
-"""What growing saves: `python -m qsync.experiments.expansion.compare_growth --out FOLDER`.
+"""Savings by growing: `python -m qsync.experiments.expansion.compare_growth --out FOLDER`.
 
 For each workload and seed a small model is trained, expanded and trained on: a byte-level GPT on the source
-of Python's standard library, a ViT on digits. What counts is tokens (images) and CPU seconds until the
+of Python's standard library, a ViT on digits. The measures are tokens (images) and CPU seconds until the
 held-out loss that the large model ends with from scratch, without and with what the source took. Beside it:
 the even split, whose copies stay copies; plain stacking and tiling, which is not lossless; and the expanded
 model trained on under a hybrid precision plan.
@@ -31,7 +31,7 @@ from qsync.experiments.expansion.training_runs import Method, run
 from qsync.experiments.harness.experiment import Experiment, Fresh, Out
 from qsync.experiments.harness.experiment import run as run_command
 
-# The shares of the from-scratch steps that the expanded model is given, unless told otherwise.
+# The shares of the from-scratch steps that the expanded model is given by default.
 RATIOS = (0.5, 0.3)
 
 Task = tuple[Setting, Method, int]

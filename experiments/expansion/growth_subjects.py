@@ -36,7 +36,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is trained: `small`, the source, for `source_steps`; `large` for `steps` from scratch.
+    """A pair of models to train: `small`, the source, for `source_steps`; `large` for `steps` from scratch.
 
     `lr` and `source_lr` are AdamW's maxima, each the best of those that were tried for its own from-scratch
     run. `batch` is samples a step: sequences of 128 tokens, or images.

@@ -1,4 +1,4 @@
-"""What experiments share: the run loop, ranks, timing, tables and pictures.
+"""Shared by all experiments: the run loop, ranks, timing, tables and pictures.
 
 `experiment`         run an experiment: finished pieces, progress, figures.json
 `provenance`         machine, versions and commit of a result

@@ -1,8 +1,7 @@
 """The emulated inference device: a rank gets a share of its core, by being paused and resumed every few ms.
 
-What runs is real (real kernels, real types, real messages), only slower by a known factor, and every output
-that stems from such a rank says "emulated". Linux only: it needs signals, CPU affinity and a death signal for
-the helper.
+Kernels, types and messages are real, only slower by a known factor, and every output that stems from such a
+rank says "emulated". Linux only: it needs signals, CPU affinity and a death signal for the helper.
 """
 
 from __future__ import annotations

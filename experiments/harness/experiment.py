@@ -77,6 +77,7 @@ class Experiment:
         self.name, self.out, self.seed, self.fresh, self.again = name, Path(out), seed, fresh, again
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
+        self._commits: set[str] = set()  # of the pieces, which may be older than this run
 
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
@@ -112,12 +113,14 @@ class Experiment:
                     f"{path} was run with {key} = {found['settings'].get(key)}, not {value}; "
                     "give another --out, the options of that run, or --fresh"
                 )
+        self._commits.add(found["commit"])
         return found
 
     def keep(self, name: str, result: Any, **settings: Any) -> Any:
         """Write a finished piece, whole or not at all, and return its result as it will be read back."""
         content = {"settings": self._settings(settings), **provenance(self.seed), "result": result}
         write_json(self._path(name), content)
+        self._commits.add(content["commit"])
         return json.loads(json.dumps(result))
 
     def pieces(
@@ -170,7 +173,7 @@ class Experiment:
         """
         content: dict[str, Any] = {
             "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
-            "bars": list(bars), **figures,
+            "commits_of_pieces": sorted(self._commits), "bars": list(bars), **figures,
         }  # fmt: skip
         write_json(self.out / "figures.json", content)
         if picture is not None:

@@ -34,7 +34,7 @@ def main(pid: int, share: float) -> None:
 def alternate(pid: int, share: float) -> None:
     """Pause for PAUSE_S, run for PAUSE_S * share / (1 - share), and so on, correcting for every late wake-up.
 
-    A helper that wakes late lets the rank run too long, or keeps it stopped too long. What was achieved is
+    A helper that wakes late lets the rank run too long, or keeps it stopped too long. The achieved share is
     counted, and each pause is chosen so that after it the rank has been stopped for exactly (1 - share) of
     the time since the start.
     """
@@ -80,7 +80,7 @@ def stop_with_parent(pid: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     libc.prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)  # nanoseconds; 50 microseconds otherwise
     if os.getppid() != pid:
-        sys.exit(0)  # it died before we asked to be told
+        sys.exit(0)  # it died before the death signal was set
 
 
 def resume_when_this_dies(pid: int) -> None:

@@ -1,4 +1,4 @@
-"""What qsync is compared with: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
+"""The peers of qsync: torch.autocast, torch.compile (Inductor) and torchao's low-precision training.
 
 torchao is optional (`pip install 'qsync[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
 torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
@@ -82,7 +82,7 @@ def torchao_version() -> str | None:
         with silent():
             import torchao  # type: ignore[import-not-found]
             import torchao.prototype.quantized_training  # type: ignore[import-not-found]
-    except Exception:  # a binary package built for another torch fails in ways of its own
+    except Exception:  # a binary package built for another torch may raise anything
         return None
     return str(torchao.__version__)
 

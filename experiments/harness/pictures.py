@@ -1,4 +1,4 @@
-"""What the pictures of experiments share: panels, titles, and one legend below them."""
+"""Shared parts of the experiments' pictures: panels, titles, and one legend below them."""
 
 from __future__ import annotations
 

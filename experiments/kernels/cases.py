@@ -45,7 +45,10 @@ class Bar:
 
 @dataclass(slots=True)
 class Case:
-    """One call and every way to run it; `least_s`: the roofline's bound; `unavailable`: why one lacks."""
+    """One call and every alternative to run it.
+
+    `least_s` is the roofline's bound, `unavailable` says why an alternative is missing.
+    """
 
     section: str
     shape: str
@@ -77,7 +80,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all cases share."""
+    """Device, peaks and options of all cases."""
 
     device: torch.device
     peaks: Peaks
@@ -96,7 +99,7 @@ class Bench:
 
 
 class Layer:
-    """One product of a model on FP32 operands, and every way to compute it."""
+    """One product of a model on FP32 operands, and every alternative to compute it."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """The least time that this machine's own measured peaks allow: what explains a bar that is missed.
 
-least = sum over products of FLOPs / peak rate of their type + bytes / copy rate                  (ours)
+least = sum over products of FLOPs / peak rate of their type + bytes / copy rate
 
 The peaks are measured in the same run: large products of each type, and plain copies. Bytes are what
 the best conceivable kernels would move: every tensor read or written once by each pass that needs it, casts

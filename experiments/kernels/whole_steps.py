@@ -3,8 +3,8 @@
 Both models are built from configurations of Hugging Face's, with random weights, in their default training
 mode (dropout included) on one fixed random batch. Every variant trains a copy of its own.
 
-The bound beside them is Amdahl's (ours): what FP32 spends outside products stays as long as it is, and the
-products take what their FLOPs take at the measured peak of their type. An estimate: 16-bit results also save
+The bound beside them is Amdahl's: the time of FP32 outside products stays as long as it is, and the products
+take what their FLOPs take at the measured peak of their type. An estimate: 16-bit results also save
 traffic outside products.
 """
 

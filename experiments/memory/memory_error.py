@@ -43,7 +43,7 @@ from qsync.records.json_files import write_json, write_text
 Rows = Sequence[Mapping[str, Any]]
 
 MARGIN, UNSEEN, RANKS, ACCEPTED, REFUSED = "margin", "unseen", "two ranks", "accepted", "refused"
-# What `--part` chooses from, with the parts that rows then bear.
+# The choices of `--part`, with the parts that their rows bear.
 PARTS = {"margin": (MARGIN,), "unseen": (UNSEEN,), "ranks": (RANKS, ACCEPTED, REFUSED)}
 PREDICTED = Path(peak.__file__).with_name("memory_error.json")
 RESULTS_PAGE = Path(__file__).parents[2] / "docs" / "results" / "memory.md"

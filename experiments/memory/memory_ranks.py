@@ -1,7 +1,7 @@
 """Memory on two real ranks: random plans, a different one on each, and plans accepted under budgets.
 
-What a rank of a job has and a process alone has not: buckets as DDP builds and rebuilds them between ranks,
-all-reduces in flight while backward goes on, buffers broadcast before forward.
+A rank of a job takes memory that a process alone does not: buckets as DDP builds and rebuilds them between
+ranks, all-reduces in flight while backward goes on, buffers broadcast before forward.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def picture(rows: Rows, path: str | Path) -> Path:
     """Draw predicted against measured added variance by model: every operator, precision and seed."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     title = "Squared gradient error by lowering one operator: every operator and seed"
-    figure = new_figure(3.1 * len(models), 3.4, title)
+    figure = new_figure(max(7.0, 3.1 * len(models)), 3.4, title)
     for model, axes in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):
         extremes: list[float] = []
         for precision in (Precision.BF16, Precision.INT8):

@@ -82,15 +82,15 @@ def _walk(root: Path, skipped: frozenset[str] | set[str] = _SKIPPED_FOLDERS) -> 
 
 def _split_files(root: Path, names: list[Path], source: str, context: int) -> Text:
     parts: tuple[list[bytes], list[bytes]] = ([], [])
-    room = MAX_BYTES
+    left_bytes = MAX_BYTES
     for name in names:
-        content = _read(root / name, room)
+        content = _read(root / name, left_bytes)
         if b"\0" in content[:8192]:
             continue  # pictures, archives, bytecode: not text
         is_heldout = zlib.crc32(name.as_posix().encode()) % HELDOUT_EVERY == 0
         parts[is_heldout].append(content)
-        room -= len(content)
-        if room <= 0:
+        left_bytes -= len(content)
+        if left_bytes <= 0:
             break
     train, heldout = (b"\n".join(part) for part in parts)
     # Few files, or one that outweighs the others: whole files would make a part far too large or too small.

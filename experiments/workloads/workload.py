@@ -20,7 +20,7 @@ from qsync.experiments.workloads.resnet import load_digits
 from qsync.experiments.workloads.text import load_text, windows
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # (inputs, targets)
-# What text inputs and targets become, as a function of (inputs, targets, key of the batch).
+# Changes text inputs and targets; a function of (inputs, targets, key of the batch).
 Prepare = Callable[[torch.Tensor, torch.Tensor, tuple[int, ...]], Batch]
 
 

@@ -60,10 +60,12 @@ def test_a_piece_of_other_settings_is_refused(tmp_path):
 
 def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
     experiment = Experiment("one", tmp_path, seed=7, settings={"turns": 3})
+    experiment.piece("a", lambda: 1)
     experiment.finish({"rows": [1]}, bars=[bar("time", 1.0, 2.0), bar("speed", 1.0, 2.0, at_least=True)])
     content = read_json(tmp_path / "figures.json")
     assert {"machine", "versions", "commit", "uncommitted_changes"} <= content.keys()
     assert (content["experiment"], content["seed"], content["turns"], content["rows"]) == ("one", 7, 3, [1])
+    assert content["commits_of_pieces"] == [content["commit"]]
     assert content["bars"] == [
         {"name": "time", "measured": 1.0, "limit": 2.0, "holds": True},
         {"name": "speed", "measured": 1.0, "limit": 2.0, "holds": False},
