@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# 127 * 127 * 133152 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
+# 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2
 
 

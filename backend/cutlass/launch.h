@@ -14,9 +14,9 @@
 
 namespace qsync {
 
-// INT32 sums of more products of two codes than this may overflow: 127 * 127 * 133152 < 2^31. Python has it as
+// INT32 sums of more products of two codes than this may overflow: 127 * 127 * 133144 < 2^31. Python has it as
 // matmul_primitives.LONGEST_INT32_SUM.
-constexpr int kLongestInt32Sum = 133152;
+constexpr int kLongestInt32Sum = 133144;
 
 // Operands and rows are read this many bytes at a time. Python has it as products._ALIGNMENT_BYTES.
 constexpr int kAlignmentBytes = 16;
