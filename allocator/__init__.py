@@ -1,17 +1,30 @@
-"""Choosing which operators run in which precision on each device class, with proof of it. No torch."""
+"""The choice of a precision for each operator on each device class. No torch.
+
+`planner`             from records to a plan: `allocate`
+`problem`             what may be chosen, and the variance that each choice adds
+`op_groups`           operators that run alike, or share a cast
+`state`               the assignment of every class during a search
+`structural_classes`  operators with equal neighbourhoods, priced once
+`solvers/`            fastest start, recovery, local search, and the exact solver
+`tradeoff`            plans from the least step to the least variance
+`uniform`             one precision wherever possible, to compare with
+`levers/`             search over batch shares, passes, buckets, recomputation and saving less
+`explanation/`        certificates, reasons, shadow prices, warnings, unsupported precisions
+"""
 
 from qsync.allocator.explanation.certificate import Certificate, check_plan
 from qsync.allocator.explanation.lowering_reasons import Reason, explain
-from qsync.allocator.explanation.plan_warnings import doubts
+from qsync.allocator.explanation.plan_warnings import find_warnings
 from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, shadow_prices
-from qsync.allocator.explanation.unsupported import Refusal, refusals
+from qsync.allocator.explanation.unsupported import UnsupportedPrecision, unsupported_precisions
 from qsync.allocator.levers.search import search
-from qsync.allocator.op_groups import alike
+from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.planner import allocate
 from qsync.allocator.tradeoff import fastest_within, frontier
 from qsync.allocator.uniform import uniform
 
 __all__ = [
-    "Alternative", "Certificate", "Reason", "Refusal", "ShadowPrice", "alike", "allocate", "check_plan",
-    "doubts", "explain", "fastest_within", "frontier", "refusals", "search", "shadow_prices", "uniform",
+    "Alternative", "Certificate", "Reason", "ShadowPrice", "UnsupportedPrecision", "allocate",
+    "check_plan", "explain", "fastest_within", "find_warnings", "frontier", "matched_groups", "search",
+    "shadow_prices", "uniform", "unsupported_precisions",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Operators that run alike on every class: q, k and v of one layer, or a whole block (ours)."""
+"""Groups of operators: those that run alike on every class, and those that share one cast."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from qsync.records.precision import Precision
 _WILDCARD = re.compile(r"\*|\?|\[!?\]?[^\]]*\]")
 
 
-def alike(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """The groups of adjustable operators that patterns put together, each in model order.
+def matched_groups(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of adjustable operators that patterns put together, each in model order.
 
-    One pattern puts together all that it matches. Of several, those names go together in which the wildcards
-    stand for the same: ["*.query", "*.key", "*.value"] makes one group per layer. Groups that share an
-    operator are one. Raises MismatchError for a pattern that matches nothing, FormatError for patterns that
-    put nothing together.
+    One pattern groups all that it matches. Several patterns group the names in which their wildcards stand
+    for the same text: ["*.query", "*.key", "*.value"] makes one group per layer. Groups that share an
+    operator become one. Raises MismatchError for a pattern that matches nothing, FormatError for patterns
+    that group nothing.
 
-    >>> alike(graph, [["*.query", "*.key", "*.value"]])
+    >>> matched_groups(graph, [["*.query", "*.key", "*.value"]])
     """
     names = [op.name for op in graph.adjustable]
     leader = {name: name for name in names}
@@ -50,7 +50,7 @@ def alike(graph: OpGraph, together: Sequence[Sequence[str]]) -> tuple[tuple[str,
 
 
 def check_pins(groups: Sequence[Sequence[str]], pinned: Mapping[str, Precision]) -> None:
-    """FormatError where operators that are to run alike are pinned to different precisions."""
+    """Raise FormatError if operators that are to run alike are pinned to different precisions."""
     for group in groups:
         given = [name for name in group if name in pinned]
         other = next((name for name in given if pinned[name] is not pinned[given[0]]), None)
@@ -74,7 +74,7 @@ def _matched(graph: OpGraph, names: Sequence[str], patterns: Sequence[str]) -> l
 
 
 def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
-    """What each wildcard of a pattern stands for in a name that it matches."""
+    """Return the text that each wildcard of a pattern stands for in a name that it matches."""
     regex, end = "", 0
     for wildcard in _WILDCARD.finditer(pattern):
         regex += re.escape(pattern[end : wildcard.start()])
@@ -85,7 +85,7 @@ def _stands_for(pattern: str, name: str) -> tuple[str, ...]:
 
 
 def unmatched(graph: OpGraph, pattern: str) -> str:
-    """What is wrong with a pattern that matches no adjustable operator, and which one it may have meant."""
+    """Return the error of a pattern that matches no adjustable operator, with the nearest name."""
     other = next((op for op in graph.ops if fnmatch.fnmatchcase(op.name, pattern)), None)
     if other is not None:
         return (
@@ -98,7 +98,7 @@ def unmatched(graph: OpGraph, pattern: str) -> str:
 
 
 def sibling_groups(graph: OpGraph, choices: Mapping[str, tuple[Precision, ...]]) -> list[tuple[str, ...]]:
-    """Operators that read the same value and may be lowered: q, k and v, which share one quantize."""
+    """Return groups of operators that read one value and may be lowered: q, k and v share a quantize."""
     readers: dict[str, list[str]] = {}
     for op in graph.adjustable:
         for value in dict.fromkeys(op.inputs):

@@ -1,4 +1,4 @@
-"""What may be chosen: the precisions of each operator on each class, and the variance that each adds."""
+"""The allocation problem: the precisions each operator may have, and the variance that each adds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from qsync.allocator.op_groups import alike, check_pins, unmatched
+from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
@@ -20,7 +20,7 @@ from qsync.replayer import Exchange
 from qsync.replayer.costs import check_timed
 from qsync.replayer.simulate import check_profiles
 
-# From lowest to highest; decides only between precisions that add the same variance.
+# From lowest to highest: decides only between precisions that add the same variance.
 RANK = {
     p: rank
     for rank, p in enumerate(
@@ -38,12 +38,29 @@ RANK = {
 
 
 @dataclass(frozen=True, slots=True)
-class ClassProblem:
-    """One class's part: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
+class Constraints:
+    """What the caller fixes of a problem.
 
-    `graph` is that of one pass under the class's levers. Of operators that run alike the first has the
-    choices, and the variance of all; `partners` names the others. `saving_less` are the following operators
-    that save less for backward, whatever is chosen.
+    `budgets` (bytes by class) replace the cluster's memory. `pins` map patterns of operator names to
+    precisions. `together` are patterns of operators that run alike (`matched_groups`). `bucket_cap_bytes` is
+    DDP's cap, None for its defaults. `saving_less` maps classes to patterns of following operators that save
+    less for backward (`Plan.save_less`), at the time and memory that profile and memory model state.
+    """
+
+    budgets: Mapping[str, int] | None = None
+    pins: Mapping[str, str | Precision] | None = None
+    together: Sequence[Sequence[str]] = ()
+    bucket_cap_bytes: int | None = None
+    saving_less: Mapping[str, Sequence[str]] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassProblem:
+    """The part of one class: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
+
+    `graph` is the graph of one pass under the class's levers. Of operators that run alike the first has the
+    choices and the variance of all, and `partners` names the others. The following operators in `saving_less`
+    save less for backward, whatever is chosen.
     """
 
     device_class: DeviceClass
@@ -57,15 +74,15 @@ class ClassProblem:
 
     @property
     def highest(self) -> dict[str, Precision]:
-        """The assignment that adds least variance: FP32 but for what is pinned."""
+        """The assignment that adds least variance: FP32 except for pinned operators."""
         return self.with_partners({op: options[-1] for op, options in self.choices.items()})
 
     def first_of(self, op: str) -> str:
-        """The operator that has the choice for this one: itself, or the first of those it runs alike with."""
+        """Return the operator that has the choice for this one: itself, or the first of its group."""
         return next((first for first, others in self.partners.items() if op in others), op)
 
     def with_partners(self, assignment: Mapping[str, Precision]) -> dict[str, Precision]:
-        """An assignment with those who run as others do."""
+        """Return an assignment completed by the partners of its operators."""
         found = dict(assignment)
         for op, partners in self.partners.items():
             if op in assignment:
@@ -83,69 +100,77 @@ class Problem:
     classes: Mapping[str, ClassProblem]
 
 
-def pose(
+def make_problem(
     graph: OpGraph,
     profiles: Mapping[str, Profile],
     sensitivity: Sensitivity,
     cluster: Cluster,
-    *,
-    budgets: Mapping[str, int] | None = None,
-    pins: Mapping[str, str | Precision] | None = None,
-    together: Sequence[Sequence[str]] = (),
-    bucket_cap_bytes: int | None = None,
-    saving_less: Mapping[str, Sequence[str]] | None = None,
+    given: Constraints | None = None,
 ) -> Problem:
-    """Check that everything belongs together, and list what may be chosen.
+    """Check that all records belong together, and list what may be chosen.
 
     A precision may be chosen where the operator's kind, the class and its profile all have it, and a kernel
-    of such a device serves the operator's shapes. `together` are patterns of operators that run alike
-    (`alike`), `saving_less` by class those of operators that save less for backward, which the profile must
-    have timed so. Raises MismatchError, UnsupportedError, FormatError or CalibrationError naming the class or
-    operator that is wrong.
+    of such a device supports the operator's shapes. The profile must have timed every operator that saves
+    less in that form. Raises MismatchError, UnsupportedError, FormatError or CalibrationError naming the
+    class or operator that is wrong.
     """
+    given = given or Constraints()
     check_profiles(graph, profiles, cluster)
     check_sensitivity(graph, sensitivity)
-    for name, budget in (budgets or {}).items():
+    for name, budget in (given.budgets or {}).items():
         cluster[name]  # FormatError for a class that is not there
         if not budget >= 1:
             raise FormatError(f"the memory budget of {name} must be positive, found {budget}; give bytes")
-    for name in saving_less or {}:
+    for name in given.saving_less or {}:
         cluster[name]
-    pinned, groups = _pinned(graph, pins or {}), alike(graph, together)
+    pinned, groups = _pinned(graph, given.pins or {}), matched_groups(graph, given.together)
     check_pins(groups, pinned)
-    partners = {group[0]: group[1:] for group in groups}
     classes = {}
     for device_class in cluster.classes:
-        name, weight = device_class.name, gradient_weight(device_class, profiles, cluster)
-        choices, variance = {}, {}
-        at = profiles[name].graph_of(graph)
-        without = unsupported_by_shape(at, device_class.device)
-        for op in graph.adjustable:
-            refused = {**profiles[name].refused.get(op.name, {}), **without.get(op.name, {})}
-            options = _choices(op, device_class, profiles[name], pinned.get(op.name), refused)
-            variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
-            choices[op.name] = _from_lowest(options, variance[op.name])
-        for group in groups:
-            _join(name, group, choices, variance)
-        budget = (budgets or {}).get(name, device_class.memory_bytes)
-        patterns = tuple((saving_less or {}).get(name, ()))
-        check_saving(graph, name, patterns)
-        less = ops_that_save_less(at, patterns)
-        for saver in less:
-            check_timed(profiles[name], at, saver)
-        classes[name] = ClassProblem(
-            device_class, profiles[name], budget, choices, variance, at, partners, frozenset(less)
+        weight = gradient_weight(device_class, profiles, cluster)
+        classes[device_class.name] = _class_problem(
+            graph, device_class, profiles[device_class.name], weight, sensitivity, pinned, groups, given
         )
-    return Problem(graph, cluster, Exchange(graph, cluster, bucket_cap_bytes), classes)
+    return Problem(graph, cluster, Exchange(graph, cluster, given.bucket_cap_bytes), classes)
 
 
-def _join(
+def _class_problem(
+    graph: OpGraph,
+    device_class: DeviceClass,
+    profile: Profile,
+    weight: float,
+    sensitivity: Sensitivity,
+    pinned: Mapping[str, Precision],
+    groups: Sequence[Sequence[str]],
+    given: Constraints,
+) -> ClassProblem:
+    name, at = device_class.name, profile.graph_of(graph)
+    choices, variance = {}, {}
+    without_kernel = unsupported_by_shape(at, device_class.device)
+    for op in graph.adjustable:
+        unsupported = {**profile.refused.get(op.name, {}), **without_kernel.get(op.name, {})}
+        options = _choices(op, device_class, profile, pinned.get(op.name), unsupported)
+        variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
+        choices[op.name] = _from_lowest(options, variance[op.name])
+    for group in groups:
+        _merge_group(name, group, choices, variance)
+    patterns = tuple((given.saving_less or {}).get(name, ()))
+    check_saving(graph, name, patterns)
+    less = ops_that_save_less(at, patterns)
+    for op_name in less:
+        check_timed(profile, at, op_name)
+    budget = (given.budgets or {}).get(name, device_class.memory_bytes)
+    partners = {group[0]: tuple(group[1:]) for group in groups}
+    return ClassProblem(device_class, profile, budget, choices, variance, at, partners, frozenset(less))
+
+
+def _merge_group(
     name: str,
     group: Sequence[str],
     choices: dict[str, tuple[Precision, ...]],
     variance: dict[str, dict[Precision, float]],
 ) -> None:
-    """Leave the choice, and the variance of all, to the first of operators that run alike."""
+    """Give the choice and the variance of all operators of a group to its first."""
     shared = [p for p in choices[group[0]] if all(p in choices[op] for op in group)]
     if not shared:
         has = "; ".join(f"{op} can run in {', '.join(choices[op])}" for op in group)
@@ -161,13 +186,16 @@ def _join(
 
 
 def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], cluster: Cluster) -> float:
-    """What a class's sensitivities are multiplied by: n_c / N^2, or under unequal shares of the batch
+    """Return the weight of a class's sensitivities in the gradient that all ranks average.
 
-        n_c (b_c / B)^2 max(1, s / b_c)                                                           (ours)
+    The weight is n_c / N^2, or under unequal shares of the batch
 
-    where a rank of the class takes b_c of a step's B samples, and the sensitivities were gathered with s of
-    them. What samples round for themselves averages out as 1 / b_c, what they share (weights) does not:
-    whatever the parts of the two, the variance with b_c samples is at most that with s times max(1, s / b_c).
+        n_c (b_c / B)^2 max(1, s / b_c)
+
+    where a rank of the class takes b_c of a step's B samples, and the sensitivities were gathered with s
+    samples. Rounding of single samples averages out as 1 / b_c; rounding of weights, which samples share,
+    does not. Whatever the parts of the two, the variance with b_c samples is at most that with s samples
+    times max(1, s / b_c).
 
     >>> gradient_weight(cluster["infer"], profiles, cluster)
     """
@@ -180,7 +208,7 @@ def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], 
 
 
 def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
-    """MismatchError unless this sensitivity was gathered on `graph`."""
+    """Raise MismatchError unless this sensitivity was gathered on `graph`."""
     if sensitivity.graph_hash != graph.hash:
         raise MismatchError(
             f"the sensitivity was gathered on graph {sensitivity.graph_hash}, {graph.model} is graph "
@@ -189,7 +217,7 @@ def check_sensitivity(graph: OpGraph, sensitivity: Sensitivity) -> None:
 
 
 def _pinned(graph: OpGraph, pins: Mapping[str, str | Precision]) -> dict[str, Precision]:
-    """Operator -> pinned precision. Patterns may overlap where they agree."""
+    """Map operators to their pinned precisions. Patterns may overlap where they agree."""
     names = {op.name: op.kind for op in graph.adjustable}
     pinned: dict[str, Precision] = {}
     pinned_by: dict[str, str] = {}
@@ -219,7 +247,7 @@ def _choices(
     device_class: DeviceClass,
     profile: Profile,
     pinned: Precision | None,
-    refused: Mapping[str, str],
+    unsupported: Mapping[str, str],
 ) -> tuple[Precision, ...]:
     measured = profile.precisions_of(op.name)
     for wanted in (Precision.FP32,) if pinned is None else (pinned,):
@@ -228,10 +256,10 @@ def _choices(
             raise UnsupportedError(
                 f"{op.name} is pinned to {wanted}, which {device_class.name} lacks; it has {known}"
             )
-        if wanted in refused:
+        if wanted in unsupported:
             raise UnsupportedError(
                 f"{op.name} is pinned to {wanted}, in which {device_class.name} does not serve it: "
-                f"{refused[wanted]}; pin it to another precision"
+                f"{unsupported[wanted]}; pin it to another precision"
             )
         if wanted not in measured:
             known = ", ".join(measured) or "nothing"
@@ -247,7 +275,7 @@ def _choices(
         for p in PRECISIONS_BY_KIND[op.kind]
         if p in device_class.precisions
         and p in measured
-        and p not in refused
+        and p not in unsupported
         and op.magnitude <= LARGEST.get(p, math.inf)
     )
 

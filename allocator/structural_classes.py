@@ -1,9 +1,9 @@
-"""Which operators of a class find the same around themselves: what holds for one holds for all (ours).
+"""Structural classes: groups of operators that have equal neighbourhoods, so that one result holds for all.
 
-A model of eighty equal blocks has some ten kinds of places, not thousands. Two operators are in the same
-place if they, and what they are connected with up to some distance, agree in kind, shapes, what they cost in
-every mode, and the precision at which they stand now. Measured costs never agree to the last digit, so there
-every operator is a place of its own; costs from data sheets or laws do.
+A model of eighty equal blocks has some ten structural classes, not thousands. Two operators are in one
+structural class if they, and the operators connected with them up to some distance, agree in kind, shapes,
+costs in every mode, and present precision. Measured costs never agree to the last digit, so with them every
+operator is a class of its own; costs from data sheets or laws do agree.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from qsync.records.precision import Precision
 
 Hashes = npt.NDArray[np.uint64]
 
-# How many edges away what differs makes a place another. A cast depends on what is nearer than that in all
-# models tried; were it not, replay would refuse what was concluded.
+# Operators farther away than this many edges do not count. In all models tried a cast depends on nearer ones
+# alone. Were it otherwise, replay would reject the result.
 _DISTANCE = 12
 # A value read by more operators than this (a mask that every block reads) does not connect them.
-_MOST_READERS = 8
+_MAX_READERS = 8
 _NUMBER = {precision: number for number, precision in enumerate(Precision)}
 
 
 class _Edges:
-    """Who is connected with whom, by the numbers of `Wiring`; sorted by where an edge leads."""
+    """The edges of a graph between values as `Wiring` numbers them, sorted by target."""
 
     def __init__(self, wired: Wiring) -> None:
         ends = [
@@ -43,44 +43,47 @@ class _Edges:
         up = [
             (reader, value, 2 * j + 1)
             for value, reader, j in ends
-            if len(wired.consumers[value]) <= _MOST_READERS
+            if len(wired.consumers[value]) <= _MAX_READERS
         ]
         edges = np.array(sorted(down + up, key=lambda edge: edge[1]), dtype=np.int64).reshape(-1, 3)
         self.source, target, slot = edges.T
-        self.salt = _mixed(slot.astype(np.uint64) + np.uint64(1))
+        self.salt = _scattered(slot.astype(np.uint64) + np.uint64(1))
         self.target, self.start = np.unique(target, return_index=True)
 
 
 _EDGES: Remembered[_Edges] = Remembered()
 
 
-class Repeats:
-    """The places of one class's operators, while their precisions change."""
+class StructuralClasses:
+    """The structural classes of one device class's operators, while their precisions change."""
 
     def __init__(self, graph: OpGraph, part: ClassProblem) -> None:
         wired = wiring(graph)
         self._offset = wired.offset
         self._adjustable = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE]
-        self._alike = _numbered(_alike(graph, part, wired))
+        self._own = _numbered(_keys(graph, part, wired))
         self._edges = _EDGES.of(graph, lambda: _Edges(wired))
 
-    def places(self, precision: Sequence[Precision]) -> dict[int, int]:
-        """The place of every adjustable operator, by position; `precision` is every operator's now."""
-        now = self._alike.copy()
+    def structural_classes(self, precision: Sequence[Precision]) -> dict[int, int]:
+        """Return the structural class of every adjustable operator, by position.
+
+        `precision` holds the present precision of every operator.
+        """
+        now = self._own.copy()
         at = self._adjustable
         now[[self._offset + i for i in at]] += np.array(
             [_NUMBER[precision[i]] + 1 for i in at], dtype=np.uint64
         ) << np.uint64(32)
-        now = _mixed(now)
+        now = _scattered(now)
         edges = self._edges
         for _ in range(_DISTANCE if len(edges.start) else 0):
-            sent = np.add.reduceat(_mixed(now[edges.source] ^ edges.salt), edges.start)
-            now[edges.target] = _mixed(now[edges.target] * np.uint64(3) + sent)
+            sent = np.add.reduceat(_scattered(now[edges.source] ^ edges.salt), edges.start)
+            now[edges.target] = _scattered(now[edges.target] * np.uint64(3) + sent)
         return dict(zip(at, now[[self._offset + i for i in at]].tolist(), strict=True))
 
 
-def _alike(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
-    """For every value what two must have in common to be alike by themselves."""
+def _keys(graph: OpGraph, part: ClassProblem, wired: Wiring) -> list[Hashable]:
+    """Return for every value the properties that two values of one class share, neighbours aside."""
     casts: dict[str, list[Any]] = {}
     for (value, source, target), cost in sorted(part.profile.casts.items()):
         casts.setdefault(value, []).append((source, target, cost))
@@ -103,8 +106,8 @@ def _numbered(keys: Sequence[Hashable]) -> Hashes:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.uint64)
 
 
-def _mixed(numbers: Hashes) -> Hashes:
-    """Every number scattered over 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
+def _scattered(numbers: Hashes) -> Hashes:
+    """Return every number hashed to 64 bits (the finaliser of splitmix64, Steele et al. 2014)."""
     numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""The whole trade: what each step time costs in variance, from the least step to that of FP32."""
+"""The trade-off between step time and added variance, from the least step to FP32's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 
-# Of two plans the dearer must add this much more variance, as a part, to stand beside the slower one.
+# A faster plan stands beside a slower one if it adds more variance by this part.
 _MEANINGFUL = 1e-9
-# The step is found to this part of the way between the least and that of FP32.
+# The step is found to this part of the difference between the least step and FP32's.
 _PRECISION = 1e-3
 
 
@@ -29,10 +29,10 @@ def frontier(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> list[Plan]:
-    """Plans that no other one here beats in both step time and added variance, the fastest first.
+    """Return plans that no other beats in both step time and added variance, the fastest first.
 
-    At `num` targets, evenly from the least step to the longest for which anything has to be lowered.
-    `options` are those of `allocate`, but for `target_s` and `slack`. Raises FormatError for fewer than two
+    The `num` targets lie evenly between the least step and the longest for which anything has to be lowered.
+    `options` are those of `allocate` except `target_s` and `slack`. Raises FormatError for fewer than two
     points, and what `allocate` raises.
 
     >>> [(plan.step_s, plan.added_variance) for plan in frontier(graph, profiles, sensitivity, cluster)]
@@ -44,7 +44,7 @@ def frontier(
             raise FormatError(f"a frontier goes through all targets; leave out {name}")
     progress(f"point 1 of {num}")
     least = allocate(graph, profiles, sensitivity, cluster, **options)
-    # With all the time in the world only memory and pins lower anything.
+    # With unlimited time only memory and pins lower anything.
     highest = allocate(graph, profiles, sensitivity, cluster, **{**options, "target_s": 1e6})
     assert least.step_s is not None and highest.step_s is not None
     plans = [least]
@@ -57,14 +57,14 @@ def frontier(
 
 
 def _undominated(plans: list[Plan]) -> list[Plan]:
-    """The fastest plan first, then each that adds less variance than all before it."""
-    kept: list[Plan] = []
+    """Return the fastest plan, then each that adds less variance than all before it."""
+    best: list[Plan] = []
     for plan in sorted(plans, key=lambda plan: (plan.step_s, plan.added_variance)):
-        variance, least = plan.added_variance, kept[-1].added_variance if kept else None
+        variance, least = plan.added_variance, best[-1].added_variance if best else None
         assert variance is not None
         if least is None or variance < least * (1 - _MEANINGFUL):
-            kept.append(plan)
-    return kept
+            best.append(plan)
+    return best
 
 
 def fastest_within(
@@ -77,12 +77,12 @@ def fastest_within(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Plan:
-    """The plan of the shortest step among those that add at most this variance (squared gradient norm).
+    """Return the plan of the shortest step that adds at most this variance (squared gradient norm).
 
-    Targets are bisected, for less time never adds less variance; the step is the least to a thousandth of
-    what lies between the fastest and FP32's (ours). `options` are those of `allocate`, but for `target_s` and
-    `slack`. Raises FormatError for a variance that is negative or no number, InfeasibleError, saying by how
-    much, where pins or memory add more whatever the time, and what `allocate` raises.
+    Targets are bisected, since less time never adds less variance. The step is the least to a thousandth of
+    the difference between the fastest and FP32's. `options` are those of `allocate` except `target_s` and
+    `slack`. Raises FormatError for a variance that is negative or no number, InfeasibleError with the excess
+    where pins or memory add more whatever the time, and what `allocate` raises.
 
     >>> fastest_within(graph, profiles, sensitivity, cluster, max_variance=1e-4).step_s
     """
@@ -114,7 +114,7 @@ def fastest_within(
         middle = (low + high) / 2
         plan = planned(middle)
         if _adds(plan) <= max_variance:
-            # Its step may be shorter than it had to be.
+            # Its step may be shorter than its target.
             best, high = plan, min(middle, plan.step_s or middle)
         else:
             low = middle

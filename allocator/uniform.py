@@ -1,10 +1,11 @@
-"""Plans to compare with: one precision wherever it is possible."""
+"""Uniform plans, to compare with: one precision wherever it is possible."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from qsync.allocator.planner import as_plan
+from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -23,11 +24,11 @@ def uniform(
     sensitivity: Sensitivity | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> Plan:
-    """The plan that gives each class one precision wherever kind and profile have it, else FP32.
+    """Return the plan that gives each class one precision wherever kind and profile have it, else FP32.
 
-    Classes that `precisions` leaves out run in FP32. Predictions are filled in; variance too if a sensitivity
-    is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and profiles do
-    not belong together.
+    Classes that `precisions` leaves out run in FP32. The plan has its predictions, and its variance if a
+    sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and
+    profiles do not belong together.
 
     >>> uniform(graph, profiles, cluster, {"infer": "int8"}).step_s
     """
@@ -47,6 +48,5 @@ def uniform(
             else Precision.FP32
             for op in graph.adjustable
         }
-    return as_plan(
-        graph, assignments, profiles, cluster, sensitivity=sensitivity, bucket_cap_bytes=bucket_cap_bytes
-    )
+    given = Constraints(bucket_cap_bytes=bucket_cap_bytes)
+    return as_plan(graph, assignments, profiles, cluster, given, sensitivity=sensitivity)

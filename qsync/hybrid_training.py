@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync import api
-from qsync.allocator import doubts
+from qsync.allocator import find_warnings
 from qsync.backend.device_detection import device_of
 from qsync.distributed import ddp_profiling, drift_monitor, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
@@ -159,7 +159,7 @@ def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[
     """Write a plan beside its basis, and log the reasons to doubt it."""
     save_plan(folder, plan, basis)
     profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
-    for warning in doubts(basis.graph, plan, profiles, basis.cluster, budgets):
+    for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
         logger.warning("qsync: %s", warning)
 
 

@@ -1,4 +1,19 @@
-"""From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch."""
+"""From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch.
+
+`simulate`          replay one step of all ranks
+`costs`             the price of each node of a lowered graph
+`vectorized_costs`  the same prices of a whole graph, in arrays
+`communication`     DDP's buckets, and the time of an all-reduce
+`events`            the events of one class, laid out in time
+`timeline`          the record that replay returns
+`trace`             a timeline as a Chrome trace
+`memory_breakdown`  the uses of memory at the peak
+`step_noise`        steps with noise on every rank
+`link_calibration`  links as fast as measured steps show
+`comparison`        predicted against measured steps
+`lazy_sequence`     a sequence computed at its first use
+`levers/`           profiles under batch shares, passes and recomputation
+"""
 
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost

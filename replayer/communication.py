@@ -1,4 +1,4 @@
-"""Which gradients DDP reduces together, when each bucket is complete, and how long an all-reduce takes."""
+"""DDP's buckets: their gradients, when each is complete, and the seconds of an all-reduce."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.identity_cache import Remembered
 
-# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's bucket_cap_mb where none is
-# given.
+# torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's default bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_CAP_BYTES = 25 * 1024 * 1024
-GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision made them
+GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision computed them
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Gradients reduced together.
 
-    `ready` is the position of the operator whose backward completes the bucket (backward runs from the last
-    operator to the first), -1 if a parameter in it is used by no operator and so waits for the end of
-    backward.
+    `ready` is the position of the operator whose backward completes the bucket; backward runs from the last
+    operator to the first. It is -1 if no operator uses some parameter of the bucket, which then waits for the
+    end of backward.
     """
 
     parameters: tuple[str, ...]
@@ -30,17 +29,17 @@ class Bucket:
     ready: int
 
 
-# What follows from the graph alone.
+# Results that depend on the graph alone.
 _READY: Remembered[dict[str, int]] = Remembered()
 _SIZES: Remembered[dict[int, int]] = Remembered()
 _BUCKETS: Remembered[dict[int | None, tuple[Bucket, ...]]] = Remembered()
 
 
 def ready_positions(graph: OpGraph) -> dict[str, int]:
-    """For every trained parameter the position of the operator whose backward completes its gradient.
+    """Return for every trained parameter the position of the operator whose backward completes its gradient.
 
-    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. In the
-    order in which gradients become ready.
+    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. The
+    order is that in which gradients become ready.
 
     >>> ready_positions(graph)
     {'head.weight': 12, 'head.bias': 12, 'embedding.weight': 0}
@@ -50,7 +49,7 @@ def ready_positions(graph: OpGraph) -> dict[str, int]:
 
 def _ready_positions(graph: OpGraph) -> dict[str, int]:
     first = {value.name: -1 for value in graph.parameters if value.requires_grad}
-    # A parameter inside a checkpointed graph may bear a second name there; its gradient is the same tensor's.
+    # A parameter inside a checkpointed graph may have a second name there; its gradient is the same tensor.
     real = {
         v.name: v.name.partition("@checkpoint")[0] for v in graph.inputs if v.kind in ("parameter", "alias")
     }
@@ -62,9 +61,9 @@ def _ready_positions(graph: OpGraph) -> dict[str, int]:
 
 
 def gradient_bytes(graph: OpGraph) -> dict[int, int]:
-    """Bytes of the gradients that are complete once the operator at each position has run backward.
+    """Return the bytes of the gradients that the backward of each position completes.
 
-    Under -1 those of parameters that no operator uses.
+    Position -1 has those of parameters that no operator uses.
     """
     return _SIZES.of(graph, lambda: _gradient_bytes(graph))
 
@@ -78,11 +77,11 @@ def _gradient_bytes(graph: OpGraph) -> dict[int, int]:
 
 
 def buckets(graph: OpGraph, bucket_cap_bytes: int | None = None) -> tuple[Bucket, ...]:
-    """The buckets as DDP rebuilds them after its first step, in the order in which they are reduced.
+    """Return the buckets as DDP rebuilds them after its first step, in the order of their reduction.
 
-    Gradients are taken in the order they become ready; a bucket is closed once its size reaches the cap
-    (torch, compute_bucket_assignment_by_size). With the default cap the first bucket is 1 MiB and the others
-    25 MiB; a cap that is given holds for all, as with `DistributedDataParallel(bucket_cap_mb=...)`.
+    Buckets take gradients in the order they become ready, and close once their size reaches the cap (torch,
+    compute_bucket_assignment_by_size). By default the first cap is 1 MiB and the others are 25 MiB. A given
+    cap holds for all buckets, as with `DistributedDataParallel(bucket_cap_mb=...)`.
 
     >>> [bucket.num_bytes for bucket in buckets(graph)]
     """
@@ -113,9 +112,9 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
 
 
 def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> float:
-    """Seconds that one all-reduce takes once every rank has arrived: t = latency + bytes / rate (ours).
+    """Return the seconds of one all-reduce once every rank has arrived: t = latency + bytes / rate.
 
-    For another number of ranks than the link was measured between, as a ring: n - 1 times as many hops, and
+    For another number of ranks than the link was measured between, scale as a ring: n - 1 hops, with
     (n - 1) / n of the bytes over each (Patarasu and Yuan 2009).
 
     >>> all_reduce_s(Link(1e-4, 1e9), 10**9)
@@ -131,7 +130,7 @@ def all_reduce_s(link: Link, num_bytes: int, num_ranks: int | None = None) -> fl
 
 
 def cluster_all_reduce_s(cluster: Cluster, num_bytes: int) -> float:
-    """The same over a whole cluster: within every host at once, then between hosts (ours).
+    """Return the seconds of an all-reduce over a cluster: within all hosts at once, then between hosts.
 
     >>> cluster_all_reduce_s(cluster, 25 * 2**20)
     """

@@ -1,15 +1,15 @@
-"""Predicted against measured: by how much replay missed a step, and what of it. No clock in here.
+"""Comparison of predicted with measured steps: the error of replay, by cause. It reads no clock.
 
-A class's step has these parts, and so has a miss (measured less predicted):
+The step of a class has these parts, and so has the miss (measured less predicted):
 
     kernel         its operators, forward and backward
     cast           the casts between them
     loading        waiting for the next batch
     host           the loss outside the graph, the optimizer, Python
-    wait           blocked longer than the class that is blocked least: waiting for others
-    communication  the rest of the step: all-reduces with nothing left to compute, what they take from compute
+    wait           the time blocked beyond that of the class blocked least: waiting for others
+    communication  the rest of the step: all-reduces with nothing left to compute, their toll on compute
                    beside them, and filling the buckets
-    rest           the same for one rank alone, where it should be nothing
+    rest           the rest of the step of one rank alone, which should be nothing
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run on the first rank of one class: seconds of its median step, in parts.
+    """One run on the first rank of one class: seconds of its median step, by part.
 
-    `by_kind` is the time of its nodes by kind of operator and mode ("linear int8"), casts by their types
-    ("cast fp32 to bf16").
+    `by_kind` is the time of its nodes by kind of operator and mode ("linear int8"), and of casts by their
+    types ("cast fp32 to bf16").
     """
 
     period_s: float
@@ -76,16 +76,16 @@ class Comparison:
 
     @property
     def cause(self) -> tuple[str, str, float]:
-        """The largest part of the miss that goes its way: class, cause, seconds."""
+        """The largest part of the miss in the direction of the whole: class, cause, seconds."""
         sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
         parts = [(c, cause, miss) for c, misses in self.misses_s.items() for cause, miss in misses.items()]
-        # Waiting is the other side of somebody else's miss: it is the cause only if nothing else is.
+        # A wait follows from the miss of another class: it is the cause only if nothing else is.
         return max(parts, key=lambda part: (sign * part[2] * (0.5 if part[1] == "wait" else 1.0), part[:2]))
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Random plans, run and compared, on the cluster and machine they ran on. Measured and simulated both."""
+    """Random plans that were run and compared, with their machine. Both measured and simulated."""
 
     model: str
     machine: Mapping[str, Any]
@@ -103,10 +103,12 @@ class Validation:
         return percentile([abs(one.error) for one in self.comparisons], 0.95)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the validation as a JSON object."""
         return {"kind": "validation", "version": VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Validation:
+        """Read a validation; raise FormatError if it is malformed."""
         check_header(value, "validation", VERSION)
         try:
             comparisons = tuple(_comparison(entry) for entry in value["comparisons"])
@@ -116,10 +118,12 @@ class Validation:
         return found
 
     def save(self, path: str | Path) -> Path:
+        """Write the validation to a file, whole or not at all."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Validation:
+        """Read a validation from a file."""
         return cls.from_json(read_json(path))
 
 
@@ -131,7 +135,7 @@ def compare(
     assignments: Mapping[str, Mapping[str, Precision]],
     measured: Mapping[str, Measured],
 ) -> Comparison:
-    """What replay said of a plan beside what its run took, by class and cause.
+    """Compare replay's prediction of a plan with its run, by class and cause.
 
     `measured` is by class. The measured step is the mean of the classes' periods: they are the same steps.
 
@@ -167,7 +171,7 @@ def compare(
 def predicted_by_kind(
     graph: OpGraph, profile: Profile, timeline: Timeline, device_class: str
 ) -> dict[str, float]:
-    """Seconds of a class's nodes in a timeline, by kind and mode, at full speed."""
+    """Return the seconds of a class's nodes in a timeline, by kind and mode, at full speed."""
     ops = {op.name: op for op in graph.ops}
     totals: dict[str, float] = {}
     for node in timeline.sequence(device_class):
@@ -178,14 +182,14 @@ def predicted_by_kind(
 
 
 def kind_of(node: Cast | Run, ops: Mapping[str, Op]) -> str:
-    """What a node is counted under: its operator's kind and mode, or a cast's types. `ops` are by name."""
+    """Return the kind of a node: its operator's kind and mode, or a cast's types. `ops` are by name."""
     if isinstance(node, Cast):
         return f"cast {node.source} to {node.target}"
     return f"{ops[node.op].kind} {node.mode}"
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The value that `part` of all values do not exceed (nearest rank)."""
+    """Return the value that `part` of all values do not exceed (nearest rank)."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -(-int(1000 * part * len(ordered)) // 1000) - 1))]
 
@@ -197,7 +201,7 @@ def _host_s(profile: Profile) -> float:
 def _parts(
     step_s: float, beside: tuple[float, float, float], by_kind: Mapping[str, float], rest: str
 ) -> dict[str, float]:
-    """A step by cause; `beside` its nodes are loading, host and waiting."""
+    """Split a step by cause; `beside` holds loading, host and waiting."""
     cast = sum(seconds for kind, seconds in by_kind.items() if kind.startswith("cast "))
     kernel = sum(by_kind.values()) - cast
     found = dict(zip(("loading", "host", "wait"), beside, strict=True))

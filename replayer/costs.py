@@ -1,7 +1,6 @@
-"""What each node of the lowered graph costs on a device class, read off its profile.
+"""The costs of each node of the lowered graph on a device class, read off its profile.
 
-Nothing here decides which casts exist: that is lowering's. This module looks up the price of what lowering
-put there.
+Lowering decides which casts exist. This module looks up their prices.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
-    """Seconds that one cast takes: as measured for this very value (if need be in the other order of its
-    elements), else on the line fitted to its types.
+    """Return the cost of one cast: measured for this value, else on the line fitted to its types.
 
-    t = base + slope * num_elements (ours), for casts that no measured step contained. Raises MismatchError if
-    the profile knows nothing of this pair of types.
+    A measurement in the other order of elements counts too. The line t = base + slope * num_elements is for
+    casts that no measured step contained. Raises MismatchError if the profile has nothing for these types.
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
@@ -52,21 +50,21 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
     )
 
 
-def measured_as(source: str, turned: bool) -> tuple[str, str]:
-    """What a measured cast from this type may be called, the likeliest first: in one order, or the other."""
-    return (source + CHANNELS_LAST, source) if turned else (source, source + CHANNELS_LAST)
+def measured_as(source: str, channels_last: bool) -> tuple[str, str]:
+    """Return the names a measured cast from this type may have, preferred first: one order, the other."""
+    return (source + CHANNELS_LAST, source) if channels_last else (source, source + CHANNELS_LAST)
 
 
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
-    """Seconds that one operator takes in its mode.
+    """Return the cost of one operator in its mode.
 
-    An adjustable operator must have been measured in it, if perhaps with images in the other order or with
-    results in the other type. A following or fixed one that was not takes its
-    nearest measured mode, scaled by the bytes of the types (ours): these operators are bound by memory, not
-    by arithmetic. One that saves less must have been measured doing so, in whichever form and type is
-    nearest. A product with an activation in its epilogue was measured so, or is priced as the two apart. What
-    moves no data (views, the graph's output) is free where it was not measured. Raises MismatchError naming
-    the operator if the profile cannot price it.
+    An adjustable operator must have been measured in its mode, perhaps with images in the other order or with
+    results in the other type. A following or fixed operator may take its nearest measured mode, scaled by the
+    bytes of the types: these operators are bound by memory, not by arithmetic. An operator that saves less
+    must have been measured so, in whichever form and type is nearest. A product with an activation in its
+    epilogue was measured so, or is priced as the two apart. Operators that move no data (views, the graph's
+    output) are free where they were not measured. Raises MismatchError naming the operator if the profile
+    cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -79,24 +77,26 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
 
 
 def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
-    """The measured mode whose price an operator has as it runs, and how many times that price.
+    """Return the measured mode that prices an operator as it runs, and the factor of its price.
 
-    It depends on which modes were measured, not on what they take. Raises as `run_cost` does.
+    The result depends on which modes were measured, not on their times. Raises as `run_cost` does.
     """
     measured = profile.ops.get(op.name, {})
     if run.timed_as in measured:
         return run.timed_as, 1.0
-    alike = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
+    candidates = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
     if run.form == FUSED or run.form in EPILOGUES:
-        # Both, or neither: they were measured in one step. Apart they take no less.
-        alike = [m for m in measured if _form(m) == run.form] or [m for m in measured if _form(m) == "plain"]
+        # Both or neither were measured, in one step. Apart they take no less.
+        candidates = [m for m in measured if _form(m) == run.form] or [
+            m for m in measured if _form(m) == "plain"
+        ]
     elif run.form != "plain":
-        alike = [mode for mode in alike if _form(mode) != FUSED]
+        candidates = [mode for mode in candidates if _form(mode) != FUSED]
     if op.role is Role.ADJUSTABLE:
-        alike = [mode for mode in alike if _mode(mode) == run.mode]
-    if not alike:
+        candidates = [mode for mode in candidates if _mode(mode) == run.mode]
+    if not candidates:
         known = ", ".join(measured) or "nothing"
-        # Saving less needs its own measurements, also of a product that then computes no activation.
+        # Saving less needs its own measurements, and those of a product that then computes no activation.
         computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
         saves = computes if run.form == "plain" else run.form not in EPILOGUES
         raise MismatchError(
@@ -104,10 +104,10 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
             f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
     wanted = _width(run.mode)
-    # Nearest by form and width, then by what is said beside them; of two equally near the wider, then by
-    # name, so that the answer does not depend on dict order.
+    # Nearest by form and width, then by order and result type; of two equally near the wider, then by name,
+    # so that the answer does not depend on dict order.
     nearest = min(
-        alike,
+        candidates,
         key=lambda m: (
             _form(m) != run.form,
             abs(_width(m) - wanted),
@@ -121,8 +121,9 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
 
 
 def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
-    """MismatchError unless the profile can price this operator however it saves less, and the product that
-    then does not compute it in its epilogue.
+    """Raise MismatchError unless the profile can price an operator in every form that saves less.
+
+    The product before it, which then does not compute it in its epilogue, must have its price as well.
 
     >>> check_timed(profile, graph, "encoder.0.gelu")
     """
@@ -140,8 +141,8 @@ class ClassCosts:
     """Forward and backward seconds of every operator of a lowering, with its casts, on one device class.
 
     `forward_s[i]` and `backward_s[i]` hold the casts of graph inputs that stand before operator i, the
-    operator, and the casts of its result. `update` prices positions again after `Lowering.assign`; since
-    prices depend on the lowering alone, updating the same positions after `Lowering.undo` restores the arrays
+    operator, and the casts of its result. `update` prices positions again after `Lowering.assign`. Prices
+    depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the arrays
     exactly.
 
     >>> costs = ClassCosts(lowering, profile)
@@ -172,11 +173,11 @@ class ClassCosts:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole graph, forward and backward, were it alone."""
+        """Seconds of the whole graph, forward and backward, without communication."""
         return float(self.forward_s.sum() + self.backward_s.sum())
 
     def cast(self, cast: Cast) -> Cost:
-        """The price of one cast, looked up once."""
+        """Return the price of one cast, looked up once."""
         key = (cast.value, cast.taken_as, cast.target)
         cost = self._casts.get(key)
         if cost is None:
@@ -184,7 +185,7 @@ class ClassCosts:
         return cost
 
     def run(self, i: int) -> Cost:
-        """The price of operator `i` in the mode it has now, without its casts."""
+        """Return the price of operator `i` in its present mode, without its casts."""
         lowering = self.lowering
         op: Op = lowering.graph.ops[i]
         key = (i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.channels_last(i))

@@ -1,4 +1,4 @@
-"""The events of one class in one step: every node of its lowered graph, laid out in time."""
+"""Events: every node of one class's lowered graph in one step, laid out in time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def class_events(
     flights: Sequence[tuple[float, float]],
     rates: Sequence[float],
 ) -> list[Event]:
-    """Events of one class: every lowered node forward, those that have a backward, and what stands between.
+    """Return the events of one class: loading, host, forward, loss, backward, communication, wait, optimizer.
 
-    `times` are the start of the class's step, the end of its backward, the end of the last all-reduce and the
-    seconds it waits; `copies_s[i]` what copying gradients to buckets takes after operator i. Backward is
-    stretched where an all-reduce is in flight.
+    `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
+    the seconds of its wait. `copies_s[i]` are the seconds of copying gradients to buckets after operator i.
+    `flights` are the all-reduces as (start, end); backward is slower beside each, at its rate of `rates`.
     """
     start, finished, reduced, wait = times
     ops = {op.name: op for op in lowered.graph.ops}
@@ -62,7 +62,7 @@ class _Line:
 
 
 class _Clock:
-    """When a given amount of backward work is done, slower where an all-reduce is in flight."""
+    """A map from backward work to the time at which it is done, slower beside an all-reduce."""
 
     def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rates: Sequence[float]) -> None:
         times, work = [begin], [0.0]
@@ -104,7 +104,7 @@ def _backward(
 
 
 def _by_operator(lowered: LoweredGraph) -> list[list[Cast | Run]]:
-    """The nodes of each operator: casts of graph inputs before it, itself, casts of its result."""
+    """Return the nodes of each operator: casts of graph inputs before it, itself, casts of its result."""
     groups: list[list[Cast | Run]] = []
     before: list[Cast | Run] = []
     for node in lowered.nodes:

@@ -1,4 +1,4 @@
-"""A sequence that is made when somebody looks at it: most who replay a plan ask for its step only."""
+"""A sequence computed at its first use: most callers of replay read the step time only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class OnAccess(Sequence[T]):
-    """The sequence that `make` returns, which is called on the first look; equal to a tuple of the same.
+    """The sequence that `make` returns when it is first used; equal to a tuple of the same items.
 
     >>> events = OnAccess(lambda: lay_out(step))
     >>> len(events)
@@ -23,7 +23,7 @@ class OnAccess(Sequence[T]):
     def _all(self) -> tuple[T, ...]:
         if self._make is not None:
             self._made = tuple(self._make())
-            self._make = None  # and all that it holds
+            self._make = None  # frees what it refers to
         return self._made
 
     @overload

@@ -1,4 +1,4 @@
-"""How fast the links are in real steps: measured beside compute, not between bare barriers. Pure."""
+"""Calibration of links by measured steps, in which compute runs beside them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qsync.records.profiles import Profile
 from qsync.replayer.costs import ClassCosts
 from qsync.replayer.simulate import Exchange, Work, checked_lowerings, steady_step
 
-# How many times slower than between barriers an all-reduce may be found, and faster.
+# Factors tried on the seconds of an all-reduce between bare barriers.
 FACTORS = np.geomspace(1 / 4, 4, 65)
 
 
@@ -26,11 +26,11 @@ def in_use(
     runs: Sequence[tuple[Mapping[str, Mapping[str, Precision]], str, float]],
     bucket_cap_bytes: int | None = None,
 ) -> Cluster:
-    """The cluster with its links as many times slower or faster as makes replay right for the mean run.
+    """Return the cluster with its links scaled so that replay is right for the mean run.
 
-    `runs` are plans, each with a class and the seconds by which a step of that class took longer than its own
-    work. The mean, as some take longer where a rank is paused now and then. Where steps do not depend on the
-    links, because their work hides behind compute, they stay as they were measured (ours).
+    `runs` are plans, each with a class and the seconds by which a step of that class exceeded its own work.
+    The mean counts, since a rank paused now and then makes some runs longer. If steps do not depend on the
+    links because compute hides them, the links stay as measured.
 
     >>> in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
     """

@@ -1,4 +1,4 @@
-"""What fills the memory of each class at the moment of the step when it is fullest. Pure, and predicted."""
+"""Memory of each class at its peak, by use. Pure, and predicted."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from qsync.replayer.simulate import checked_lowerings
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Bytes on every rank of one class when most are in use, by what for; `parts` sum to `peak_bytes`.
+    """Bytes on every rank of one class at the peak, by use; `parts` sum to `peak_bytes`.
 
-    What is saved for backward is told apart by the mode of the operator that saves it; the margin is by how
-    much the prediction may be too small. `curve` is the whole step (`StepMemory.curve`): bytes by part, at
-    the time of each operator forward, then backward.
+    Bytes saved for backward are split by the mode of the operator that saves them. The margin is the stated
+    error of the prediction. `curve` is the whole step (`StepMemory.curve`): bytes by part, at the time of
+    each operator forward, then backward.
     """
 
     device_class: str
@@ -32,9 +32,11 @@ class Peak:
 
     @property
     def peak_bytes(self) -> int:
+        """Bytes in use at the peak."""
         return sum(self.parts.values())
 
     def to_json(self) -> dict[str, Any]:
+        """Return the peak as a JSON object."""
         return {
             "peak_bytes": self.peak_bytes, "budget_bytes": self.budget_bytes, "parts": dict(self.parts),
             "curve": {part: list(values) for part, values in self.curve.items()},
@@ -47,10 +49,9 @@ def peaks(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> dict[str, Peak]:
-    """The fullest moment of every class under a plan, against the memory that the cluster gives it.
+    """Return the memory peak of every class under a plan, against its memory in the cluster.
 
-    `plan` may also map class names to assignments. Raises what `replay` does for what does not belong
-    together.
+    `plan` may also map class names to assignments. Raises as `replay` does.
 
     >>> peaks(graph, plan, profiles, cluster)["infer"].parts["saved by int8 operators"]
     """

@@ -1,12 +1,15 @@
 """One steady synchronous step of a cluster, from the costs of its device classes.
 
-All ranks of a class behave alike, so each class is simulated once, whatever its count. A step of one class is
+All ranks of a class behave alike, so each class is simulated once, whatever its count. A step of a class is
 
     data loading -> host -> forward -> loss -> backward -> (all-reduces done) -> optimizer
 
-and the classes meet in the all-reduces, which run one after the other: bucket k starts when the slowest class
-has made its gradients and bucket k-1 is done. Events are bucket by class, never operator by operator;
+and the classes meet in the all-reduces, which run one after the other. Bucket k starts when the slowest class
+has made its gradients and bucket k-1 is done. Events are buckets of classes, never operators: the times of
 operators are only summed.
+
+An all-reduce takes its toll from each class that computes beside it, and runs at `link.overlap_rate` of its
+speed while any class still computes. Over a whole flight a class loses its toll.
 """
 
 from __future__ import annotations
@@ -38,22 +41,26 @@ from qsync.replayer.costs import ClassCosts, FloatArray
 from qsync.replayer.events import class_events
 from qsync.replayer.lazy_sequence import OnAccess
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
-from qsync.replayer.vectorized_costs import Priced, price
+from qsync.replayer.vectorized_costs import VectorizedCosts, vectorized_costs_of
 
-# Steps simulated without a barrier until the ranks' drift repeats itself; two are enough unless a class still
+# Steps simulated without a barrier until the ranks' drift is steady; two suffice unless a class still
 # computes after the last all-reduce.
 NUM_STEPS = 3
 
-# Of a normal law, nine values in ten lie within this many standard deviations.
+# Nine in ten values of a normal distribution lie within this many standard deviations.
 NINE_IN_TEN = 1.645
 
-# However dear an all-reduce, the scheduler leaves compute some of the core.
+# An all-reduce leaves compute at least this part of the core.
 LEAST_RATE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One class's step at full speed: before backward, until each bucket is complete, in all, after."""
+    """One class's step at full speed.
+
+    Seconds before backward, of backward until each bucket is complete, of all backward, and of the optimizer.
+    `tolls_s` are the compute seconds that each all-reduce takes.
+    """
 
     lead_s: float
     ready_s: tuple[float, ...]
@@ -63,10 +70,11 @@ class Work:
 
     @property
     def total_s(self) -> float:
+        """Seconds of the whole step without communication."""
         return self.lead_s + self.backward_s + self.optimizer_s
 
     def slower(self, factor: float) -> Work:
-        """The same step with `factor` times the compute."""
+        """Return the same step with `factor` times the compute."""
         if factor == 1:
             return self
         ready = tuple(factor * at for at in self.ready_s)
@@ -78,10 +86,10 @@ class Work:
 class Step:
     """One step of all classes; seconds after the end of the last all-reduce of the step before.
 
-    Per class: where its step starts, where its own backward ends, and how much longer backward took for the
-    all-reduces it overlapped. `flights` are the all-reduces as (start, end), `reduced_s` the end of the last
-    one: the period, once the drift repeats itself. `idle_s` is how long a class that was ready stood still
-    before its step started.
+    Per class: the start of its step (`starts_s`), the end of its backward (`finished_s`), the delay of
+    backward by the all-reduces it overlapped (`slowed_s`), and its wait before the step although it was ready
+    (`idle_s`). `flights` are the all-reduces as (start, end). `reduced_s` is the end of the last one: the
+    period, once the drift is steady.
     """
 
     starts_s: tuple[float, ...]
@@ -93,10 +101,10 @@ class Step:
 
 
 class Exchange:
-    """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied where.
+    """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
 
-    With one rank there is nothing to exchange: no bucket, no copy. DDP also hands out the buffers of rank 0
-    (running statistics) before every forward pass, where a model has any: there all ranks meet.
+    With one rank there is no bucket and no copy. DDP also broadcasts the buffers of rank 0 (running
+    statistics) before every forward pass, if a model has any: there all ranks meet.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -106,13 +114,13 @@ class Exchange:
         self.unused_bytes = 0
         self.broadcast_s = 0.0
         if cluster.num_ranks > 1:
-            handed_out = sum(
+            broadcast_bytes = sum(
                 type_bytes(value.dtype, value.num_elements)
                 for value in graph.inputs
                 if value.kind == "buffer" and not value.name.startswith("constant:")
             )
-            if handed_out:
-                self.broadcast_s = cluster_all_reduce_s(cluster, handed_out)
+            if broadcast_bytes:
+                self.broadcast_s = cluster_all_reduce_s(cluster, broadcast_bytes)
             self.buckets = buckets(graph, bucket_cap_bytes)
             for position, num_bytes in gradient_bytes(graph).items():
                 if position >= 0:
@@ -125,8 +133,8 @@ class Exchange:
         self._ready = np.array([bucket.ready for bucket in self.buckets], dtype=np.intp)
         self._sizes = np.array([bucket.num_bytes for bucket in self.buckets], dtype=np.float64)
 
-    def work(self, costs: ClassCosts | Priced) -> Work:
-        """The step of one class at full speed, with what filling the buckets adds to its backward."""
+    def work(self, costs: ClassCosts | VectorizedCosts) -> Work:
+        """Return the step of one class at full speed, with the copies to buckets in its backward."""
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
         until = np.cumsum(backward[::-1])[
@@ -145,11 +153,11 @@ class Exchange:
 def steady_step(
     works: Sequence[Work], durations_s: Sequence[float], link: Link, broadcast_s: float = 0.0
 ) -> Step:
-    """The step that repeats itself when nothing but the all-reduces holds the ranks together.
+    """Return the steady step of ranks that meet in all-reduces alone.
 
-    A class starts its next step as soon as its own optimizer is done, so a class with a fast optimizer gets
-    ahead by that much; the drift is the same after every step. Where buffers are handed out first, which
-    takes `broadcast_s`, all start with the last.
+    A class starts its next step as soon as its own optimizer is done. A class with a fast optimizer therefore
+    gets ahead, by the same time in every step. If buffers are broadcast first, which takes `broadcast_s`, all
+    classes start with the last.
     """
     starts = tuple(work.optimizer_s for work in works)
     rates = [[compute_rate(work, k, d, link) for work in works] for k, d in enumerate(durations_s)]
@@ -167,7 +175,7 @@ def steady_step(
 
 
 def starts_s(works: Sequence[Work], exchange: Exchange) -> tuple[float, ...]:
-    """Seconds after the end of the last all-reduce before which no class starts its next step.
+    """Return for each class the earliest start of its next step, after the last all-reduce.
 
     >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
     """
@@ -179,7 +187,7 @@ def _met(starts: tuple[float, ...], broadcast_s: float) -> tuple[float, ...]:
 
 
 def step_time(works: Sequence[Work], exchange: Exchange) -> float:
-    """Seconds of a steady step: what the allocator asks for hundreds of times.
+    """Return the seconds of a steady step; the allocator calls this hundreds of times.
 
     >>> step_time([exchange.work(costs) for costs in by_class], exchange)
     """
@@ -187,9 +195,9 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
 
 
 def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
-    """Seconds below which no step falls in which one class starts then, whatever the others do.
+    """Return the seconds below which no step falls, given one class's work and start alone.
 
-    Once it has filled bucket k, the all-reduces from k on follow one another (ours).
+    Once the class has filled bucket k, the all-reduces from k on follow one another.
 
     >>> least_time(work, start_s, exchange) <= step_time([work, other], exchange)
     """
@@ -211,19 +219,28 @@ def replay(
     *,
     bucket_cap_bytes: int | None = None,
 ) -> Timeline:
-    """What a step under this plan would take, on every class of the cluster. Simulated.
+    """Simulate one steady step of every class of the cluster under a plan.
 
-    `plan` may also map class names to assignments. `bucket_cap_bytes` is DDP's cap in bytes (None: its
-    defaults). The model: an all-reduce takes its toll from each class that computes beside it, and runs at
-    `link.overlap_rate` of its speed while any class still computes (ours). Raises
-    MismatchError if plan, graph, profiles and cluster do not belong together, UnsupportedError if a class
-    lacks a precision.
+    Args:
+        graph: The operators of one step of the model.
+        plan: The plan, or a mapping from class names to assignments.
+        profiles: The profile of each device class, by name.
+        cluster: The device classes, their ranks and links.
+        bucket_cap_bytes: DDP's cap in bytes; None means its defaults.
 
-    >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
+    Returns:
+        The timeline: seconds of the step, waits, and memory of each class.
+
+    Raises:
+        MismatchError: Plan, graph, profiles and cluster do not belong together.
+        UnsupportedError: A class lacks a precision of the plan.
+
+    Example:
+        >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
     """
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     costs = {
-        name: price(
+        name: vectorized_costs_of(
             Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
             profiles[name],
         )
@@ -234,7 +251,7 @@ def replay(
     blocked = _blocked_s(step)
     classes: dict[str, ClassTimeline] = {}
     for c, (name, entry) in enumerate(costs.items()):
-        # A class is blocked for others as long as it is blocked longer than the one that is blocked least.
+        # A class waits for others as long as it is blocked beyond the class that is blocked least.
         exposed, wait = min(blocked), blocked[c] - min(blocked)
         classes[name] = ClassTimeline(
             compute_s=works[c].total_s,
@@ -263,15 +280,15 @@ def replay(
 
 
 def _blocked_s(step: Step) -> list[float]:
-    """How long each class stands still: before its step, and after its own work."""
+    """Return how long each class is blocked: before its step, and after its own work."""
     after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
     return [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
 
 
 def _events(
-    costs: Mapping[str, Priced], works: Sequence[Work], step: Step, exchange: Exchange
+    costs: Mapping[str, VectorizedCosts], works: Sequence[Work], step: Step, exchange: Exchange
 ) -> list[Event]:
-    """Everything that happens in a step, laid out in time, class by class."""
+    """Return all events of a step, laid out in time, class by class."""
     blocked = _blocked_s(step)
     zero = min(start - idle for start, idle in zip(step.starts_s, step.idle_s, strict=True))
     flights = [(start - zero, end - zero) for start, end in step.flights]
@@ -291,7 +308,7 @@ def _events(
 def _interval(
     works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
 ) -> tuple[float, float] | None:
-    """The step if every class is as much faster, or slower, than its profile as one run in twenty is."""
+    """Return the step if every class is as much faster, or slower, as one run in twenty."""
     if not any(uncertainty):
         return None
     fast, slow = (
@@ -313,7 +330,7 @@ def checked_lowerings(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> dict[str, Lowering]:
-    """The lowering of every class, once plan, graph, profiles and cluster are known to belong together."""
+    """Return the lowering of every class; raise if plan, graph, profiles and cluster do not match."""
     return {
         name: Lowering(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less)
         for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
@@ -326,7 +343,7 @@ def checked_assignments(
     profiles: Mapping[str, Profile],
     cluster: Cluster,
 ) -> list[tuple[str, Mapping[str, Precision], tuple[str, ...]]]:
-    """For every class its name, its assignment, and who saves less; checked to belong together."""
+    """Return each class's name, assignment and operators that save less; raise if records do not match."""
     if isinstance(plan, Plan):
         plan.check_graph(graph)
     check_profiles(graph, profiles, cluster)
@@ -355,7 +372,7 @@ def checked_assignments(
 
 
 def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> None:
-    """MismatchError unless every class of the cluster has a profile of this graph."""
+    """Raise MismatchError unless every class of the cluster has a profile of this graph."""
     for device_class in cluster.classes:
         if device_class.name not in profiles:
             known = ", ".join(profiles) or "none"
@@ -369,7 +386,7 @@ def check_profiles(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Clu
 
 
 def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
-    """MismatchError unless the profiles are those of the plan's levers."""
+    """Raise MismatchError unless the profiles are those of the plan's levers."""
     for name, profile in profiles.items():
         planned = plan.levers[name] if plan.levers else ClassLevers()
         priced = profile.setting.levers if profile.setting else ClassLevers()
@@ -381,10 +398,9 @@ def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:
-    """At which part of its speed a class computes while a bucket's all-reduce, `duration_s` long alone, is in
-    flight.
+    """Return the part of its speed at which a class computes beside the all-reduce of a bucket.
 
-    Work is conserved: over the whole flight the class loses its toll (ours).
+    The all-reduce alone takes `duration_s`. Over its whole flight the class loses its toll.
     """
     toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
     if duration_s <= 0.0:
@@ -399,7 +415,7 @@ def _step(
     rates_of_buckets: Sequence[Sequence[float]],
     link: Link,
 ) -> Step:
-    """One step of all classes from where each starts. O(buckets x classes)."""
+    """Simulate one step of all classes from the start of each. O(buckets x classes)."""
     now = 0.0
     done = [
         -start - work.lead_s for start, work in zip(starts, works, strict=True)
@@ -407,7 +423,7 @@ def _step(
     total = [work.backward_s for work in works]
     slowed = [0.0] * len(works)
     flights = []
-    # Bucket by bucket: when each class has filled it, and at which rate each computes beside its all-reduce.
+    # For each bucket: when each class has filled it, and the rate of each beside its all-reduce.
     ready = zip(*(work.ready_s for work in works), strict=True)
     for duration, ready_s, rates in zip(durations_s, ready, rates_of_buckets, strict=True):
         gap = max(0.0, *map(sub, ready_s, done))

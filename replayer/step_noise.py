@@ -1,4 +1,4 @@
-"""Steps that differ from each other: what noise on every rank does to a synchronous step. Simulated."""
+"""Noise: synchronous steps in which the work of every rank varies. Simulated."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ class Variation:
 
     @property
     def mean_s(self) -> float:
+        """Mean seconds of a step."""
         return statistics.fmean(self.steps_s)
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Nine steps in ten lie in between."""
+        """Seconds between which nine steps in ten lie."""
         return percentile(self.steps_s, 0.05), percentile(self.steps_s, 0.95)
 
     @property
     def lost(self) -> float:
-        """What noise costs on average: a synchronous step waits for whoever is late. A part of the step."""
+        """Mean loss to noise, as a part of the step: a synchronous step waits for its latest rank."""
         return self.mean_s / self.steady_s - 1.0
 
 
@@ -52,10 +53,10 @@ def vary(
     seed: int = 0,
     bucket_cap_bytes: int | None = None,
 ) -> Variation:
-    """`num_steps` steps in which every rank is as much faster or slower as its class's profile is noisy.
+    """Simulate `num_steps` steps in which every rank is as noisy as its class's profile.
 
-    A rank's work takes exp(noise z) times what it should, z normal (ours). Of the n ranks of a class only the
-    latest counts: its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks cost no more
+    The work of a rank takes exp(noise z) times its usual time, z normal. Of the n ranks of a class only the
+    latest counts. Its z is drawn as the largest of n, Phi^-1(u^(1/n)), so thousands of ranks cost no more
     than one. The same seed gives the same steps.
 
     >>> vary(graph, plan, profiles, cluster, num_steps=1000, seed=0).lost
@@ -81,5 +82,5 @@ def vary(
 
 
 def _latest(u: float, count: int) -> float:
-    """The largest of `count` standard normal values, from one that is uniform in (0, 1]."""
+    """Return the largest of `count` standard normal values, from a uniform value in (0, 1]."""
     return statistics.NormalDist().inv_cdf(min(u ** (1.0 / count), 1.0 - 2.0**-53))

@@ -1,4 +1,4 @@
-"""Timeline: what replay predicts of one steady step. A record: JSON in and out. All of it is simulated."""
+"""Timeline: replay's prediction of one steady step. A record with JSON in and out. All is simulated."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a rank of a class does for a while. Seconds from the start of the step of the earliest class.
+    """One activity of a rank of a class. Seconds from the start of the step of the earliest class.
 
     `kind` is loading, host, forward, backward, cast, loss, optimizer, communication or wait.
     """
@@ -30,12 +30,12 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class ClassTimeline:
-    """What every rank of one class does in one step.
+    """The step of every rank of one class.
 
-    step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, what overlapping communication
-    took from it, communication with nothing left to compute, and waiting for slower classes. `loading_s` is
-    the part of its own work that is waiting for the next batch, 0 where no loader was profiled. `nodes` is
-    what was priced, written out when it is looked at.
+    step_s = compute_s + slowed_s + exposed_s + wait_s: own work at full speed, its delay by overlapping
+    communication, communication with nothing left to compute, and waiting for slower classes. `loading_s` is
+    the part of the own work spent waiting for the next batch, 0 where no loader was profiled. `nodes` are the
+    priced nodes, computed at their first use.
     """
 
     compute_s: float
@@ -54,9 +54,8 @@ class ClassTimeline:
 class Timeline:
     """One steady synchronous step of the whole cluster, simulated.
 
-    The median step of a run should lie within `interval_s` nine times in ten, as far as the profiles can tell
-    (`Profile.uncertainty`); None where they say nothing of their own error. `events` are laid out when they
-    are looked at.
+    The median step of a run should lie within `interval_s` nine times in ten, by the error that the profiles
+    state (`Profile.uncertainty`); it is None where they state none. `events` are computed at their first use.
 
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction
@@ -69,16 +68,18 @@ class Timeline:
     interval_s: tuple[float, float] | None = None
 
     def __getitem__(self, device_class: str) -> ClassTimeline:
+        """Return the timeline of one class; raise MismatchError if there is none."""
         if device_class not in self.classes:
             known = ", ".join(self.classes)
             raise MismatchError(f"this timeline has no device class {device_class!r}; it has {known}")
         return self.classes[device_class]
 
     def sequence(self, device_class: str) -> tuple[Cast | Run, ...]:
-        """The nodes that were priced for this class, in execution order: what its ranks must run."""
+        """Return the priced nodes of a class in execution order, which its ranks must run."""
         return tuple(self[device_class].nodes)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the timeline as a JSON object."""
         classes = {}
         for name, entry in self.classes.items():
             numbers = {
@@ -100,6 +101,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Timeline:
+        """Read a timeline; raise FormatError if it is malformed."""
         check_header(value, "timeline", VERSION)
         step_s = field(value, "step_s", (int, float), "timeline")
         try:
@@ -116,10 +118,12 @@ class Timeline:
         return cls(float(step_s), classes, events, bool(value.get("simulated", True)), interval)
 
     def save(self, path: str | Path) -> Path:
+        """Write the timeline to a file, whole or not at all."""
         return write_json(path, self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> Timeline:
+        """Read a timeline from a file."""
         return cls.from_json(read_json(path))
 
 

@@ -1,4 +1,4 @@
-"""A timeline as a Chrome trace, which https://ui.perfetto.dev opens."""
+"""Export of a timeline as a Chrome trace, which https://ui.perfetto.dev opens."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _THREADS = ("compute", "communication")
 
 
 def write_trace(timeline: Timeline, path: str | Path) -> Path:
-    """Write a timeline as trace events, whole or not at all: one process per device class, simulated.
+    """Write a timeline as trace events, whole or not at all, one process per device class.
 
-    Times are in microseconds, as the format wants them. Compute and communication are two threads of a
-    process, since they overlap.
+    Times are in microseconds, as the format requires. Compute and communication are two threads of a process,
+    since they overlap.
 
     >>> write_trace(replay(graph, plan, profiles, cluster), "trace.json")
     """
@@ -24,7 +24,7 @@ def write_trace(timeline: Timeline, path: str | Path) -> Path:
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
-    """The trace events of a timeline: names of processes and threads, then one entry for each event."""
+    """Return the trace events of a timeline: names of processes and threads, then the events."""
     label = "simulated" if timeline.simulated else "measured"
     process = {name: number for number, name in enumerate(timeline.classes)}
     entries: list[dict[str, Any]] = []

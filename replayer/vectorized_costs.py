@@ -1,7 +1,7 @@
-"""What a whole lowered graph costs on a device class at once: prices in arrays, looked up by number.
+"""The costs of `costs.ClassCosts` for a whole lowered graph at once, in arrays looked up by number.
 
-The prices are those of `qsync.replayer.costs`, which is asked once for every distinct neighbourhood and set
-of measured modes. Nothing of an assignment is kept.
+The prices are those of `qsync.replayer.costs`, which is called once for every distinct neighbourhood and set
+of measured modes. Nothing of an assignment stays here.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from qsync.replayer.costs import FREE, FloatArray, cast_cost, measured_as, neare
 Ints = npt.NDArray[np.int64]
 
 
-class PriceBook:
+class VectorizedPrices:
     """The prices of one profile for one graph, forward and backward seconds.
 
-    Operators whose measured modes bear the same names share a table that says which of them is meant, and how
-    many times its price (`nearest_mode`).
+    Operators whose measured modes have the same names share a table of the nearest mode and the factor of its
+    price (`nearest_mode`).
     """
 
     def __init__(self, tables: Tables, profile: Profile) -> None:
@@ -34,7 +34,7 @@ class PriceBook:
         self._columns = [tuple(entry) for entry in modes]
         kind = [names.setdefault(columns, len(names)) for columns in self._columns]
         self._names = np.array(kind, dtype=np.int64)
-        # One column more, of zeros: what moves no data and was not measured.
+        # One more column, of zeros: operators that move no data and were not measured.
         self._width = max((len(columns) for columns in self._columns), default=0) + 1
         measured = np.zeros((2, len(ops), self._width))
         for columns, number in names.items():
@@ -51,11 +51,11 @@ class PriceBook:
         for (value, source, target), cost in profile.casts.items():
             self._measured_casts.setdefault((source, target), {})[value] = cost
 
-    def price(self, lowered: Tabulated, profile: Profile) -> tuple[FloatArray, FloatArray]:
-        """Seconds forward and backward of every operator with its casts, as `ClassCosts` has them."""
+    def of(self, lowered: Tabulated, profile: Profile) -> tuple[FloatArray, FloatArray]:
+        """Return seconds forward and backward of every operator with its casts, as in `ClassCosts`."""
         key, fresh = self._keys(lowered.neighbourhood << 32 | self._names)
         for i in fresh:
-            self._ask(i, lowered, profile)
+            self._look_up(i, lowered, profile)
         column, ratio = np.array(self._column)[key], np.array(self._ratio)[key]
         every = np.arange(len(key))
         forward = self._forward[every, column] * ratio
@@ -68,7 +68,7 @@ class PriceBook:
             backward += np.bincount(owner, both[1], len(key))
         return forward, backward
 
-    def _ask(self, i: int, lowered: Tabulated, profile: Profile) -> None:
+    def _look_up(self, i: int, lowered: Tabulated, profile: Profile) -> None:
         op = lowered.graph.ops[i]
         columns = self._columns[i]
         if not columns and op.kind in FREE:
@@ -87,14 +87,14 @@ class PriceBook:
                 self._casts[kind] = self._cast_line(kind, lowered.tables, profile)
             both[:, of_kind] = self._casts[kind][:, values[of_kind]]
         missing = values[np.isnan(both[0])]
-        if len(missing):  # nobody measured it: say so of the first operator, as its single price does
+        if len(missing):  # not measured: raise the error of the first such cast
             for cast in lowered.casts(int(missing[lowered.tables.owner[missing].argmin()])):
                 cast_cost(profile, cast)
         return both
 
     def _cast_line(self, kind: int, tables: Tables, profile: Profile) -> FloatArray:
-        """Seconds of this cast of every value: on the fitted line (NaN without one), or as measured."""
-        source, target, turned = tables.cast_kinds[kind]
+        """Return the seconds of a cast of every value: measured, or fitted (NaN without a fit)."""
+        source, target, channels_last = tables.cast_kinds[kind]
         fit = profile.cast_fit.get((source, target))
         found = np.full((2, len(tables.num_elements)), np.nan)
         if fit is not None:
@@ -104,18 +104,18 @@ class PriceBook:
                 (1, base.backward_s, slope.backward_s),
             ):
                 found[row] = np.maximum(0.0, at_once + each * tables.num_elements)
-        for name in reversed(measured_as(source, turned)):  # the likeliest last, over the others
+        for name in reversed(measured_as(source, channels_last)):  # the preferred name last, over the other
             for value, cost in self._measured_casts.get((name, target), {}).items():
                 if value in tables.wiring.number:
                     found[:, tables.wiring.number[value]] = cost.forward_s, cost.backward_s
         return found
 
 
-_BOOKS: Remembered[Remembered[PriceBook]] = Remembered()
+_PRICES: Remembered[Remembered[VectorizedPrices]] = Remembered()
 
 
 @dataclass(frozen=True, slots=True)
-class Priced:
+class VectorizedCosts:
     """One assignment on one device class: seconds of every operator, with its casts."""
 
     lowered: Tabulated
@@ -124,11 +124,11 @@ class Priced:
     backward_s: FloatArray
 
 
-def price(lowered: Tabulated, profile: Profile) -> Priced:
-    """What a lowered graph costs on a device class.
+def vectorized_costs_of(lowered: Tabulated, profile: Profile) -> VectorizedCosts:
+    """Return the costs of a lowered graph on a device class.
 
-    >>> price(Tabulated(graph, assignment), profile).forward_s.sum()
+    >>> vectorized_costs_of(Tabulated(graph, assignment), profile).forward_s.sum()
     """
-    of_graph = _BOOKS.of(lowered.graph, Remembered)
-    book = of_graph.of(profile, lambda: PriceBook(lowered.tables, profile))
-    return Priced(lowered, profile, *book.price(lowered, profile))
+    of_graph = _PRICES.of(lowered.graph, Remembered)
+    prices = of_graph.of(profile, lambda: VectorizedPrices(lowered.tables, profile))
+    return VectorizedCosts(lowered, profile, *prices.of(lowered, profile))

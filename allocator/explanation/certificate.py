@@ -1,4 +1,4 @@
-"""Checking a plan without trusting whatever made it: everything is derived again by full replay."""
+"""Certificates: a plan checked by full replay, without trust in its solver."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.allocator.op_groups import alike
+from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.problem import check_sensitivity, gradient_weight
 from qsync.errors import QSyncError
 from qsync.records.cluster import Cluster
@@ -23,7 +23,7 @@ RELATIVE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What replay says of a plan, and every way in which the plan breaks its own word. Simulated."""
+    """Replay's figures for a plan, and every violation of what the plan states. Simulated."""
 
     violations: tuple[str, ...]
     step_s: float | None
@@ -34,9 +34,11 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
+        """Whether nothing is violated."""
         return not self.violations
 
     def to_json(self) -> dict[str, Any]:
+        """Return the certificate as a JSON object."""
         return {"ok": self.ok, "simulated": True, **asdict(self)}
 
 
@@ -50,11 +52,11 @@ def check_plan(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> Certificate:
-    """Derive legality, step time, memory and variance of a plan again, and list what does not hold.
+    """Derive legality, step time, memory and variance of a plan again, and list all violations.
 
-    Legality is that the class has each precision, that a kernel exists and that the profile measured it.
-    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. Nothing is
-    raised for a bad plan: every violation is a sentence.
+    A plan is legal if each class has its precisions, a kernel exists for each, and the profile measured them.
+    Times are in seconds, memory in bytes, variance in squared gradient norm weighted n_c / N^2. A bad plan
+    raises nothing: every violation is a sentence.
 
     >>> assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
     """
@@ -95,9 +97,9 @@ def _illegal(
         if name not in profiles:
             found.append(f"there is no profile of device class {name!r}; measure it with qsync.profile")
             continue
-        without = unsupported_by_shape(profiles[name].graph_of(graph), device_class.device)
+        without_kernel = unsupported_by_shape(profiles[name].graph_of(graph), device_class.device)
         for op, precision in plan[name].assignment.items():
-            if reason := without.get(op, {}).get(precision):
+            if reason := without_kernel.get(op, {}).get(precision):
                 found.append(f"{op} runs in {precision} on {name}, which does not serve it: {reason}")
             elif precision not in device_class.precisions:
                 known = ", ".join(device_class.precisions)
@@ -110,9 +112,9 @@ def _illegal(
 
 
 def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
-    """Operators that the plan itself says are to run alike, and do not."""
+    """Return a sentence for each operator that the plan says runs like another and does not."""
     found = []
-    for first, *others in alike(graph, plan.together):
+    for first, *others in matched_groups(graph, plan.together):
         for name, entry in plan.classes.items():
             now = {op: entry.assignment.get(op, Precision.FP32) for op in (first, *others)}
             found += [

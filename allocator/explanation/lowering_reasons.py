@@ -1,4 +1,4 @@
-"""Why each lowered operator is lowered: what it saves, what it costs, and what raising it would do."""
+"""Reasons: why each lowered operator is lowered, what that saves and adds, and what raising it would do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qsync.allocator.explanation.certificate import not_alike
-from qsync.allocator.problem import Problem, pose
+from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.solvers.recovery import TOLERANCE, is_raise
 from qsync.allocator.state import State
 from qsync.records.cluster import Cluster
@@ -22,8 +22,8 @@ from qsync.replayer.simulate import checked_lowerings
 class Reason:
     """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
 
-    `time_saved_s` is what the class saves by not running it in FP32, casts of its neighbourhood included. The
-    `raised` fields are for the next higher precision, everything else as it is: the step, the memory peak,
+    `time_saved_s` are the seconds that the class saves against FP32, with the casts of the neighbourhood. The
+    `raised` fields hold for the next higher precision, everything else unchanged: the step, the memory peak,
     and the variance that would be regained.
     """
 
@@ -40,7 +40,20 @@ class Reason:
     origin: str = "measured"  # of the class's costs: Profile.origin
 
     def to_json(self) -> dict[str, Any]:
+        """Return the reason as a JSON object."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """The effects of an operator's precision, and those of the next higher one."""
+
+    saved_s: float
+    raised_to: Precision
+    step_s: float
+    step_with_margin_s: float
+    memory_bytes: int
+    over_bytes: int
 
 
 def explain(
@@ -53,7 +66,7 @@ def explain(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> list[Reason]:
-    """One reason for every operator that the plan lowers, in the order of the model. Simulated.
+    """Return one reason for every operator that the plan lowers, in the order of the model. Simulated.
 
     Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and cluster do not belong
     together.
@@ -61,7 +74,7 @@ def explain(
     >>> for reason in explain(graph, plan, profiles, sensitivity, cluster):
     ...     print(reason.verdict)
     """
-    state, target_s = as_planned(
+    state, target_s = state_of_plan(
         graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
     )
     return [
@@ -71,7 +84,7 @@ def explain(
     ]
 
 
-def as_planned(
+def state_of_plan(
     graph: OpGraph,
     plan: Plan,
     profiles: Mapping[str, Profile],
@@ -81,20 +94,20 @@ def as_planned(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> tuple[State, float]:
-    """The state that a plan describes, and its target in seconds (its own step if it has none).
+    """Return the state that a plan describes, and its target in seconds (its own step if it has none).
 
-    Budgets are those given, else the plan's own, else the cluster's memory. What the plan says runs alike
-    changes together, unless somebody has parted it since.
+    Budgets are those given, else the plan's own, else the cluster's memory. Operators that the plan says run
+    alike change together, unless the plan was edited so that they no longer do.
     """
     checked_lowerings(graph, plan, profiles, cluster)
     own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
-    budgets = {**own, **(budgets or {})}
-    problem = pose(
-        graph, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes,
+    given = Constraints(
+        budgets={**own, **(budgets or {})},
         together=() if not_alike(graph, plan) else plan.together,
+        bucket_cap_bytes=bucket_cap_bytes,
         saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
-    )  # fmt: skip
-    state = State(problem)
+    )
+    state = State(make_problem(graph, profiles, sensitivity, cluster, given))
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     state.restore({name: plan[name].assignment for name in state.classes})
     state.late = {name: plan.margin or 0.0 for name in state.classes if name != strongest}
@@ -103,56 +116,59 @@ def as_planned(
 
 def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | None) -> Reason:
     one = state.classes[name]
-    first = one.part.first_of(op)  # what runs alike is raised with it, and counts with it
-    precision, variance, now_s = one.precision(op), one.part.variance[first], one.costs.total_s
-    move = state.move(name, {first: Precision.FP32})
-    saved = one.costs.total_s - now_s
-    state.back(move)
+    first = one.part.first_of(op)  # the whole group is raised with it, and counts with it
+    precision, variance = one.precision(op), one.part.variance[first]
+    trial = _trial(state, name, first)
     computed = one.lowering.computed_by(one.lowering.position[op])
     head = f"{op} runs in {precision} on {name}"
     head += f" with {computed} in its epilogue" if computed else ""
-    raised = next(p for p in one.part.choices[first] if is_raise(state, name, first, p))
-    move = state.move(name, {first: raised})
-    step_s, late_s, memory = state.step_s(), state.late_step_s(), one.peak_bytes
-    state.back(move)
-    verdict = _verdict(state.problem, name, head, raised, saved, step_s, late_s, memory, target_s, pinned_by)
-    regained = variance[precision] - variance[raised]
     return Reason(
-        op, name, precision, saved, variance[precision], raised, step_s, memory, regained, verdict,
-        state.problem.classes[name].profile.origin,
+        op, name, precision, trial.saved_s, variance[precision], trial.raised_to, trial.step_s,
+        trial.memory_bytes, variance[precision] - variance[trial.raised_to],
+        _verdict(head, name, trial, target_s, pinned_by), one.part.profile.origin,
     )  # fmt: skip
 
 
-def _verdict(
-    problem: Problem,
-    name: str,
-    runs: str,
-    raised: Precision,
-    saved_s: float,
-    step_s: float,
-    late_s: float,
-    memory: int,
-    target_s: float,
-    pinned_by: str | None,
-) -> str:
+def _trial(state: State, name: str, op: str) -> _Trial:
+    """Try an operator in FP32 and in its next higher precision; the state comes back unchanged."""
+    one = state.classes[name]
+    now_s = one.costs.total_s
+    move = state.move(name, {op: Precision.FP32})
+    saved_s = one.costs.total_s - now_s
+    state.back(move)
+    raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
+    move = state.move(name, {op: raised})
+    memory = one.peak_bytes
+    found = _Trial(
+        saved_s, raised, state.step_s(), state.late_step_s(), memory, memory - one.part.budget_bytes
+    )
+    state.back(move)
+    return found
+
+
+def _verdict(runs: str, name: str, trial: _Trial, target_s: float, pinned_by: str | None) -> str:
+    saved_s, raised, step_s = trial.saved_s, trial.raised_to, trial.step_s
     gain = (
         f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
     )
     head = f"{runs}, which {gain}"
     if pinned_by is not None:
         return f"{head}; it is pinned to that by {pinned_by!r}"
-    over_s, over_bytes = step_s - target_s, memory - problem.classes[name].budget_bytes
+    over_s = step_s - target_s
     if over_s > target_s * TOLERANCE:
         step = f"{step_s * 1e3:.4g} ms, {over_s * 1e3:.3g} ms over the target"
         return f"{head}; in {raised} the step would take {step}"
+    late_s = trial.step_with_margin_s
     if late_s > target_s * TOLERANCE + target_s:
         return (
             f"{head}; in {raised} the step would take {step_s * 1e3:.4g} ms, within the target, but "
             f"{(late_s - target_s) * 1e3:.3g} ms over it whenever {name} is as late as the plan's margin "
             "allows for"
         )
-    if over_bytes > 0:
-        return f"{head}; in {raised} the class would need {over_bytes} bytes more than its memory budget"
+    if trial.over_bytes > 0:
+        return (
+            f"{head}; in {raised} the class would need {trial.over_bytes} bytes more than its memory budget"
+        )
     return (
         f"{head}; it could run in {raised}, and time and memory hold: it is pinned, or the plan is not best"
     )

@@ -1,4 +1,4 @@
-"""Whether what a plan decides can be told from the noise of what it was decided by."""
+"""Warnings about a plan: gains within noise, and effects that no prediction covers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from qsync.replayer import replay
 from qsync.replayer.simulate import checked_lowerings
 
 
-def doubts(
+def find_warnings(
     graph: OpGraph,
     plan: Plan,
     profiles: Mapping[str, Profile],
     cluster: Cluster,
     budgets: Mapping[str, int] | None = None,
 ) -> list[str]:
-    """A sentence for each reason to doubt a plan. Simulated.
+    """Return a sentence for each reason to doubt a plan. Simulated.
 
-    Lowering is decided by the seconds that it saves; where nine runs in ten differ by more than that, the
-    profiles do not say that it saves any. Plans that memory asks for are not judged so.
+    Operators are lowered for the seconds that this saves. If nine runs in ten differ by more than that, the
+    profiles do not show that it saves any. Plans that memory requires get no such warning.
 
-    >>> doubts(graph, plan, profiles, cluster)
+    >>> find_warnings(graph, plan, profiles, cluster)
     []
     """
     norms = [op.name for op in graph.ops if op.kind == "batch_norm"]
@@ -43,7 +43,7 @@ def doubts(
 def _rounded_for_backward(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
 ) -> list[str]:
-    """Who keeps eight-bit codes for backward: sensitivities know only of precisions."""
+    """Warn of operators that save eight-bit codes for backward, which sensitivities do not cover."""
     if not any(entry.saving_less for entry in plan.classes.values()):
         return []
     found = []
@@ -65,14 +65,14 @@ def _hidden_by_noise(
     cluster: Cluster,
     budgets: Mapping[str, int] | None,
 ) -> list[str]:
-    """What lowering saves, if that is less than what the profiles can tell."""
+    """Warn if lowering saves less than the uncertainty of the profiles."""
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
         for c in cluster.classes
         for op in graph.adjustable
     )
     if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
-        return []  # there is nothing to compare with, or nothing was decided
+        return []  # there is no FP32 step to compare with, or nothing is lowered
     cap = plan.bucket_cap_bytes
     plain = replay(graph, {c.name: {} for c in cluster.classes}, profiles, cluster, bucket_cap_bytes=cap)
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)

@@ -1,4 +1,4 @@
-"""What more time or more memory would buy, class by class, and which operator to raise or to lower next."""
+"""Shadow prices: the worth of more time or memory, and the next operator to raise or to lower."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from qsync.allocator.explanation.lowering_reasons import as_planned
+from qsync.allocator.explanation.lowering_reasons import state_of_plan
 from qsync.allocator.op_groups import sibling_groups
 from qsync.allocator.solvers.recovery import TOLERANCE
 from qsync.allocator.state import State
@@ -24,10 +24,10 @@ _MEANINGFUL = 1e-9
 class Alternative:
     """Operators of one class in another precision, everything else as planned.
 
-    `variance` is what that adds (less than 0: regains), weighted n_c / N^2, and `seconds` by how much longer
-    the class then computes, casts of the neighbourhood included (less than 0: shorter). `step_s` and
-    `memory_bytes` are the step and the class's peak then. `beyond_s` is by how much the target, which late
-    classes keep too as far as the plan's margin says, is then missed, `beyond_bytes` the same of the budget.
+    `variance` is the variance added (negative: regained), weighted n_c / N^2. `seconds` are those by which
+    the class computes longer (negative: shorter), with the casts of the neighbourhood. `step_s` and
+    `memory_bytes` are the resulting step and peak of the class. `beyond_s` is the excess over the target, the
+    plan's margin included, and `beyond_bytes` the excess over the budget.
     """
 
     ops: tuple[str, ...]
@@ -42,21 +42,22 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class ShadowPrice:
-    """What more time or memory would buy a class, to first order, and its next moves (ours); None if nothing.
+    """The variance that a class would regain with more time or memory, to first order, and its next moves.
 
-    All is read off single raises and lowerings, of one operator or of those that read one value (q, k, v):
+    All are read off single raises and lowerings, of one operator or of those that read one value (q, k, v).
+    None stands where there is no such change:
 
-        variance_per_s     of the raises that the target alone forbids, the most variance that one regains per
-                           second by which the class then computes longer
-        variance_per_byte  of the raises that the memory budget alone forbids, the most variance that one
-                           regains per byte by which the class's peak then grows
-        next_raise         of the raises that the target alone forbids, the one that regains most per second
-                           beyond it; if there is none, the same of the budget and bytes
-        next_lowering      the one that adds least variance per second by which the class then computes less,
-                           whether or not the step is any shorter for it
+        variance_per_s     most variance regained per second of longer compute, of the raises that the target
+                           alone forbids
+        variance_per_byte  most variance regained per byte of a larger peak, of the raises that the memory
+                           budget alone forbids
+        next_raise         the raise that regains most per second beyond the target, of those that the target
+                           alone forbids; if there is none, the same for budget and bytes
+        next_lowering      the lowering that adds least variance per second of shorter compute, whether or not
+                           it shortens the step
 
-    The prices are the densities at which the relaxed knapsack would go on. Operators that were pinned stay,
-    and a raise that nothing forbids is none of them: the plan is not best there, and `explain` says so.
+    The prices are the densities at which the relaxed knapsack would go on. Pinned operators do not change. A
+    raise that nothing forbids does not count: the plan is not optimal there, and `explain` says so.
     """
 
     device_class: str
@@ -67,6 +68,7 @@ class ShadowPrice:
     origin: str = "measured"  # of the class's costs: Profile.origin
 
     def to_json(self) -> dict[str, Any]:
+        """Return the prices as a JSON object."""
         return asdict(self)
 
 
@@ -80,15 +82,15 @@ def shadow_prices(
     budgets: Mapping[str, int] | None = None,
     bucket_cap_bytes: int | None = None,
 ) -> list[ShadowPrice]:
-    """The shadow prices of a plan, in the order of the cluster's classes. Simulated.
+    """Return the shadow prices of a plan, in the order of the cluster's classes. Simulated.
 
-    Against the plan's target, or its own step if it has none, and each class's memory budget (the cluster's,
-    if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles, sensitivity and
-    cluster do not belong together.
+    They hold against the plan's target (its own step if it has none) and each class's memory budget (the
+    cluster's if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles,
+    sensitivity and cluster do not belong together.
 
     >>> [price.next_raise.ops for price in shadow_prices(graph, plan, profiles, sensitivity, cluster)]
     """
-    state, target_s = as_planned(
+    state, target_s = state_of_plan(
         graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
     )
     return [_price(state, name, target_s, plan) for name in state.classes]
@@ -119,7 +121,7 @@ def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
 
 
 def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:
-    """Every single raise and lowering of a class: of an operator, or of operators that read one value."""
+    """Yield every raise and lowering of one operator, and of operators that read one value."""
     one = state.classes[name]
 
     def added(op: str, precision: Precision) -> float:
@@ -135,9 +137,11 @@ def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[
             able = [
                 op for op in group if precision in choices.get(op, ()) and precision is not one.precision(op)
             ]
-            for alike in ([op for op in able if (added(op, precision) < 0) is up] for up in (True, False)):
-                if len(alike) > 1:
-                    yield dict.fromkeys(alike, precision)
+            for same_sign in (
+                [op for op in able if (added(op, precision) < 0) is up] for up in (True, False)
+            ):
+                if len(same_sign) > 1:
+                    yield dict.fromkeys(same_sign, precision)
 
 
 def _alternative(state: State, name: str, changed: Mapping[str, Precision], target_s: float) -> Alternative:

@@ -1,4 +1,4 @@
-"""What a plan could not lower, or not so far, and why: operators that no kernel serves in a precision."""
+"""Unsupported precisions: operators that a plan could not lower, or not so far, and why."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from qsync.records.profiles import Profile
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """One operator, one precision that it cannot have on a class, what it runs in instead, and why.
+class UnsupportedPrecision:
+    """One precision that an operator cannot have on a class, the one it runs in instead, and why.
 
-    An operator that is fixed for its tensors' sake has no class and no precision: it is so on all, in all.
+    An operator that its tensors fix has no class and no precision here: it is fixed on all classes.
     """
 
     op: str
@@ -28,20 +28,23 @@ class Refusal:
     why: str
 
     def to_json(self) -> dict[str, Any]:
+        """Return the entry as a JSON object."""
         return asdict(self)
 
 
-def refusals(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[Refusal]:
-    """Every operator that some precision was refused to, in the order of the model, class by class.
+def unsupported_precisions(
+    graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
+) -> list[UnsupportedPrecision]:
+    """Return the unsupported precisions of every operator, in the order of the model, class by class.
 
-    The precisions looked at are those that a class was profiled in. From records alone: shapes, the kind of
-    device, and what the profile says was refused where it was measured.
+    Only precisions in which a class was profiled count. Records alone decide: shapes, the kind of device, and
+    the precisions that failed while the profile was measured.
 
-    >>> for refusal in refusals(graph, plan, profiles, cluster):
-    ...     print(refusal.op, refusal.precision, refusal.why)
+    >>> for entry in unsupported_precisions(graph, plan, profiles, cluster):
+    ...     print(entry.op, entry.precision, entry.why)
     """
     found = [
-        Refusal(op.name, None, None, op.dtype, op.fixed_because)
+        UnsupportedPrecision(op.name, None, None, op.dtype, op.fixed_because)
         for op in graph.ops
         if is_fixed_despite_kernels(op)
     ]
@@ -53,18 +56,18 @@ def refusals(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
 
 def _of_class(
     graph: OpGraph, assignment: Mapping[str, Precision], profile: Profile, device_class: DeviceClass
-) -> Iterator[Refusal]:
+) -> Iterator[UnsupportedPrecision]:
     measured = {op.name: set(profile.precisions_of(op.name)) for op in graph.adjustable}
     tried = set().union(*measured.values()) if measured else set()
-    without = unsupported_by_shape(graph, device_class.device)
+    without_kernel = unsupported_by_shape(graph, device_class.device)
     for op in graph.adjustable:
-        refused = {**profile.refused.get(op.name, {}), **without.get(op.name, {})}
+        unsupported = {**profile.refused.get(op.name, {}), **without_kernel.get(op.name, {})}
         for precision in device_class.precisions:
-            if precision not in refused and (precision in measured[op.name] or precision not in tried):
+            if precision not in unsupported and (precision in measured[op.name] or precision not in tried):
                 continue
-            why = refused.get(precision) or _why_not_measured(op, precision)
+            why = unsupported.get(precision) or _why_not_measured(op, precision)
             runs_in = str(assignment.get(op.name, Precision.FP32))
-            yield Refusal(op.name, device_class.name, precision, runs_in, why)
+            yield UnsupportedPrecision(op.name, device_class.name, precision, runs_in, why)
 
 
 def _why_not_measured(op: Op, precision: Precision) -> str:

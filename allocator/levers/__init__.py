@@ -1,1 +1,6 @@
-"""Search over levers other than precision."""
+"""Search over levers other than precision.
+
+`search`           choose levers by optuna, and precisions inside each trial by the solver
+`search_space`     the settings of a search, and those tried first
+`save_less_steps`  how many operators save less for backward, block by block
+"""

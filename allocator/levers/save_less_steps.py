@@ -1,4 +1,4 @@
-"""How many of a class's operators may save less for backward: what a search goes through, block by block."""
+"""Steps of saving less: which operators of a class save less for backward, block by block."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from qsync.replayer.levers.recomputation import numbered
 Patterns = tuple[str, ...]
 
 
-def savings(graph: OpGraph, profile: Profile) -> tuple[Patterns, ...]:
-    """Patterns of what saves less, from nothing through one block more each time to all that the profile has
-    timed so; nothing alone where it has timed none.
+def save_less_steps(graph: OpGraph, profile: Profile) -> tuple[Patterns, ...]:
+    """Return patterns of operators that save less: none, then one block more at a time, then all.
 
-    A model without blocks has none and all. The first blocks come first: what they keep waits longest.
+    Only operators that the profile has timed so count; if it has timed none, there is one empty step. A model
+    without blocks has two steps, none and all. The first blocks come first: their saved tensors live longest.
 
-    >>> savings(graph, profile)
+    >>> save_less_steps(graph, profile)
     ((), ('layer.0.*',), ('layer.0.*', 'layer.1.*'), ('*',))
     """
     able = ops_that_save_less(graph, ["*"])

@@ -1,8 +1,8 @@
-"""The outer levers by search (optuna), the precisions inside each by the solver: one plan of both.
+"""Search over levers by optuna, with the precisions of each trial by the solver: one plan of both.
 
-Objective: the least variance added at the target step. Where no precision reaches the target, the least step
-time instead, and any plan that reaches it is better; where nothing fits in memory, nothing is gained. With
-neither a target nor a plan without levers, the least step time throughout (ours).
+The objective is the least variance added at the target step. If no precision reaches the target, it is the
+least step time, and any plan that reaches the target is better. A trial that does not fit in memory is worst.
+With neither a target nor a plan without levers, the objective is the least step time throughout.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from qsync.allocator.levers.save_less_steps import savings
+from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.allocator.planner import allocate
 from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
+from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import (
@@ -37,32 +38,24 @@ from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.levers.apply import under
 from qsync.replayer.levers.batch_size import Sized
 
-# Worse than any variance, which counts as a part of that without levers: too slow, and not there at all.
-_TOO_SLOW, _NONE = 1e6, 1e12
+# Objectives beyond any variance (which is a part of that without levers): too slow, and infeasible.
+_TOO_SLOW, _INFEASIBLE = 1e6, 1e12
 _NOT_TIMED = "no profile has times of operators that save less; profile with save_less=True"
 
 
 class Search:
-    """What is searched: a problem, the levers that may be used, and what was solved so far in this process.
+    """A problem, the levers to use, and the profiles computed so far in this process.
 
-    `options` are those of `allocate`, but for the bucket cap where that is a lever.
+    `options` are those of `allocate`, without the bucket cap where that is a lever.
     """
 
     def __init__(
-        self,
-        graph: OpGraph,
-        profiles: Mapping[str, Profile],
-        sensitivity: Sensitivity,
-        cluster: Cluster,
-        levers: Sequence[str],
-        other: Sized | None = None,
-        **options: Any,
+        self, basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
     ) -> None:
-        _check_levers(levers, graph, profiles, cluster, other, options)
-        self.graph, self.profiles, self.sensitivity, self.cluster = graph, profiles, sensitivity, cluster
-        self.levers, self.other, self.options = tuple(levers), other, dict(options)
-        self.space = Space(graph, profiles, cluster, self.levers, other)
-        self._carried: dict[tuple[str, ClassLevers], Profile] = {}
+        _check_levers(basis, levers, other, options)
+        self.basis, self.levers, self.other, self.options = basis, tuple(levers), other, dict(options)
+        self.space = Space(basis.graph, basis.profiles, basis.cluster, self.levers, other)
+        self._profiles: dict[tuple[str, ClassLevers], Profile] = {}
         self.plain: Plan | None = None
         self.target_s: float | None = options.get("target_s")
         try:
@@ -73,32 +66,35 @@ class Search:
 
     @property
     def key(self) -> str:
-        """Identity of the problem: trials of another one are not taken for this one's."""
-        parts = [self.graph.hash, self.graph.shapes_hash, self.sensitivity.to_json(), self.cluster.to_json()]
-        parts += [[name, profile.hash] for name, profile in sorted(self.profiles.items())]
+        """Identity of the problem, which keeps trials of different problems apart."""
+        basis = self.basis
+        parts: list[Any] = [basis.graph.hash, basis.graph.shapes_hash]
+        parts += [basis.sensitivity.to_json(), basis.cluster.to_json()]
+        parts += [[name, profile.hash] for name, profile in sorted(basis.profiles.items())]
         if self.other is not None:
             parts += [self.other.graph.shapes_hash, sorted(p.hash for p in self.other.profiles.values())]
         return digest([*parts, sorted(self.levers), {k: repr(v) for k, v in sorted(self.options.items())}])
 
     def solve(self, setting: Setting, **changes: Any) -> Plan:
-        """The best plan at one point. Raises InfeasibleError, or what `under` raises of levers."""
+        """Return the best plan at one setting. Raises InfeasibleError, and what `under` raises."""
+        basis = self.basis
         profiles = under(
-            self.graph, self.profiles, self.cluster, setting.levers, self.other, known=self._carried
+            basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
         )
         options = {**self.options, **changes}
         if setting.bucket_cap_bytes is not None or BUCKETS in self.levers:
             options["bucket_cap_bytes"] = setting.bucket_cap_bytes
         if SAVE_LESS in self.levers:
             options["saving_less"] = setting.saving_less
-        return allocate(self.graph, profiles, self.sensitivity, self.cluster, **options)
+        return allocate(basis.graph, profiles, basis.sensitivity, basis.cluster, **options)
 
-    def judge(self, setting: Setting) -> tuple[float, Plan | None]:
-        """What is to be least (see the module's text), and the plan that has it."""
+    def evaluate(self, setting: Setting) -> tuple[float, Plan | None]:
+        """Return the objective of a setting (see the module docstring) and its plan."""
         if self.target_s is None:
             try:
                 plan = self.solve(setting)
             except InfeasibleError:
-                return _NONE, None
+                return _INFEASIBLE, None
             return plan.step_s or 0.0, plan
         try:
             plan = self.solve(setting, target_s=self.target_s, slack=0.0)
@@ -108,11 +104,11 @@ class Search:
         return (plan.added_variance or 0.0) / scale, plan
 
     def _late(self, setting: Setting) -> tuple[float, Plan | None]:
-        """As fast as can be, where the target is not reached."""
+        """Return the objective and plan of the least step, for a setting that misses the target."""
         try:
             plan = self.solve(setting, target_s=None, slack=0.0, lower_all=True)
         except InfeasibleError:
-            return _NONE, None
+            return _INFEASIBLE, None
         assert self.target_s is not None and plan.step_s is not None
         return _TOO_SLOW * plan.step_s / self.target_s, plan
 
@@ -131,28 +127,45 @@ def search(
     progress: Callable[[str], None] = lambda text: None,
     **options: Any,
 ) -> Plan:
-    """The plan of least variance at the target step over levers and precisions, with what each lever bought.
+    """Return the plan of least variance at the target step over levers and precisions.
 
-    `levers` are those that may be used, of "share", "accumulate", "buckets", "recompute" and "save_less"; one
-    left out is off. Share and accumulate need `other` (see `under`), save_less profiles that were measured
-    with `save_less=True`; without them it is left out where no levers are named, and the plan says so
-    (`Levers.untried`). `storage` is a file in which trials are kept: the same search goes on from there,
-    until `trials` are done in all, and several processes may work on one file at once. `options` are those of
-    `allocate`; without a target, it is that of the plan without levers. The plan's levers say what the plan
-    would be without each (`Levers.without`): with that one off, the others as they are, precisions chosen
-    anew. Raises what `allocate` raises; InfeasibleError if no trial has a plan.
+    The plan's levers state the plan without each of them (`Levers.without`): that lever off, the others as
+    they are, precisions chosen anew.
 
-    >>> plan = search(graph, profiles, sensitivity, cluster, levers=["recompute"], storage="trials.log")
-    >>> plan.levers.without["recompute"]
+    Args:
+        graph: The operators of one step of the model.
+        profiles: The profile of each device class, by name.
+        sensitivity: Added gradient variance (squared gradient norm) by operator and precision.
+        cluster: The device classes, their ranks and links.
+        levers: Levers to use, of "share", "accumulate", "buckets", "recompute" and "save_less"; others stay
+            off. None means all. "save_less" needs profiles measured with `save_less=True`; without them it is
+            left out if `levers` is None, and the plan says so (`Levers.untried`).
+        other: The model captured with another number of samples (see `under`), for "share" and "accumulate".
+        trials: Number of trials in all.
+        storage: A file of trials. The same search continues from it, and several processes may share it.
+        seed: Seed of the sampler.
+        progress: Called with a line of text before each trial.
+        **options: Those of `allocate`. The default target is that of the plan without levers.
+
+    Returns:
+        The best plan.
+
+    Raises:
+        InfeasibleError: No trial has a plan. The errors of `allocate` pass as well.
+
+    Example:
+        >>> plan = search(graph, profiles, sensitivity, cluster, levers=["recompute"], storage="trials.log")
+        >>> plan.levers.without["recompute"]
     """
     if trials < 1:
         raise FormatError(f"a search has at least 1 trial, found {trials}; 40 is usual")
-    timed = levers is not None or _saving_is_timed(graph, profiles, cluster)
+    basis = Basis(graph, cluster, profiles, sensitivity)
+    timed = levers is not None or _saving_is_timed(basis)
     named = levers if levers is not None else LEVERS if timed else [x for x in LEVERS if x != SAVE_LESS]
-    problem = Search(graph, profiles, sensitivity, cluster, named, other, **options)
+    problem = Search(basis, named, other, options)
     with _quiet() as optuna:
         study = _study(optuna, problem.key, Path(storage) if storage is not None else None)
-        # Another process, or a search that goes on, draws other points.
+        # Another process, or a continued search, draws other settings.
         study.sampler = optuna.samplers.TPESampler(
             seed=seed + len(study.trials), multivariate=True, constant_liar=True
         )
@@ -162,31 +175,34 @@ def search(
             progress(f"trial {num + 1} of {trials}")
             study.optimize(lambda trial: _trial(problem, trial, study), n_trials=1)
         best = _best(_finished(study))
-    # Without levers there may be as good a plan, whose trial was killed.
+    # The plan without levers may be as good, though its trial was killed.
     plain = math.inf if problem.plain is None else float((problem.plain.added_variance or 0.0) > 0.0)
     is_better = best is not None and float(f"{best.value:.9g}") <= plain
     setting = _setting(best.user_attrs) if best is not None and is_better else Setting(Levers({}))
-    value, plan = problem.judge(setting)
+    value, plan = problem.evaluate(setting)
     if plan is None or value >= _TOO_SLOW:
-        return problem.solve(setting, target_s=problem.target_s, slack=0.0)  # which says what is missing
+        return problem.solve(
+            setting, target_s=problem.target_s, slack=0.0
+        )  # raises the error that says what is missing
     setting, plan = _fewest_saving(problem, setting, value, plan)
-    plan = _told(problem, setting, plan)
+    plan = _with_lever_gains(problem, setting, plan)
     if timed:
         return plan
     return replace(plan, levers=replace(plan.levers or Levers({}), untried={SAVE_LESS: _NOT_TIMED}))
 
 
 def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) -> tuple[Setting, Plan]:
-    """The same with as few operators that save less on each class as add no more variance: where a trial let
-    more of them, they cost time for nothing. By bisection over blocks (ours).
+    """Reduce the operators that save less on each class as far as the variance stays, by bisection.
+
+    Operators beyond that would cost time for nothing.
     """
     for name, chosen in setting.saving_less.items():
-        steps = problem.space.savings(name)
+        steps = problem.space.save_less_steps(name)
         low, high = -1, steps.index(chosen)
         while high - low > 1:
             middle = 0 if low < 0 else (low + high) // 2
             fewer = replace(setting, saving_less={**setting.saving_less, name: steps[middle]})
-            found, other = problem.judge(fewer)
+            found, other = problem.evaluate(fewer)
             if other is not None and float(f"{found:.9g}") <= float(f"{value:.9g}"):
                 setting, plan, value, high = fewer, other, found, middle
             else:
@@ -194,12 +210,12 @@ def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) 
     return setting, plan
 
 
-def _told(problem: Search, setting: Setting, plan: Plan) -> Plan:
-    """The plan with what it would be without each of its levers."""
+def _with_lever_gains(problem: Search, setting: Setting, plan: Plan) -> Plan:
+    """Add to a plan its figures without each of its levers."""
     without = {}
     for lever in setting.used(plan):
         try:
-            value, other = problem.judge(setting.without(lever))
+            value, other = problem.evaluate(setting.without(lever))
         except QSyncError as error:
             without[lever] = Without(reason=str(error))
             continue
@@ -226,34 +242,34 @@ def _trial(problem: Search, trial: Any, study: Any) -> float:
     for key, value in attributes.items():
         trial.set_user_attr(key, value)
     for known in _finished(study):
-        if all(known.user_attrs.get(key, -1) == _plain(value) for key, value in attributes.items()):
+        if all(known.user_attrs.get(key, -1) == _as_json(value) for key, value in attributes.items()):
             trial.set_user_attr("num_levers", known.user_attrs["num_levers"])
             trial.set_user_attr("step_s", known.user_attrs["step_s"])
             return float(known.value)
     try:
-        value, plan = problem.judge(setting)
-    except (FormatError, MismatchError):  # levers that cannot be: too far from what was profiled
-        value, plan = _NONE, None
+        value, plan = problem.evaluate(setting)
+    except (FormatError, MismatchError):  # these levers are too far from the profiled numbers of samples
+        value, plan = _INFEASIBLE, None
     trial.set_user_attr("num_levers", len(setting.used(plan)) if plan else 0)
     trial.set_user_attr("step_s", plan.step_s if plan else None)
     return value
 
 
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: lists where there were tuples."""
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON returns it: tuples become lists."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (tuple, list)) else value
+        return {key: _as_json(item) for key, item in value.items()}
+    return [_as_json(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
 def _finished(study: Any) -> list[Any]:
-    """Trials that were ended, by whichever process; one that was killed leaves its trial behind unended."""
+    """Return the trials that any process completed; a killed process leaves an incomplete one."""
     return [trial for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
 
 
 def _best(trials: Sequence[Any]) -> Any | None:
-    """The least value; of equal ones with fewer levers, then with the shorter step, then the first."""
-    able = [trial for trial in trials if trial.value is not None and trial.value < _NONE]
+    """Return the trial of least value, then of fewest levers, then of the shortest step, then the first."""
+    able = [trial for trial in trials if trial.value is not None and trial.value < _INFEASIBLE]
     return min(
         able,
         key=lambda t: (float(f"{t.value:.9g}"), t.user_attrs["num_levers"], t.user_attrs["step_s"], t.number),
@@ -267,10 +283,9 @@ def _setting(attributes: Mapping[str, Any]) -> Setting:
 
 
 def _check_levers(
-    levers: Sequence[str], graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster,
-    other: Sized | None, options: Mapping[str, Any],
-) -> None:  # fmt: skip
-    """FormatError for levers that are not there, MismatchError for those that lack what they need."""
+    basis: Basis, levers: Sequence[str], other: Sized | None, options: Mapping[str, Any]
+) -> None:
+    """Raise FormatError for unknown levers, MismatchError for levers that lack what they need."""
     for lever in levers:
         if lever not in LEVERS:
             raise FormatError(f"unknown lever {lever!r}: choose from {', '.join(LEVERS)}")
@@ -278,45 +293,45 @@ def _check_levers(
         raise FormatError(f"no lever to search with: choose from {', '.join(LEVERS)}")
     if other is None and not {SHARE, ACCUMULATE}.isdisjoint(levers):
         raise MismatchError(
-            f"shares and passes take other numbers of samples than the {samples_of(graph)} that "
-            f"{graph.model} was captured with; capture it (and profile it) once more with another number, or "
-            "leave share and accumulate out"
+            f"shares and passes take other numbers of samples than the {samples_of(basis.graph)} that "
+            f"{basis.graph.model} was captured with; capture it (and profile it) once more with another "
+            "number, or leave share and accumulate out"
         )
-    if cluster.num_ranks == 1:
+    if basis.cluster.num_ranks == 1:
         raise FormatError("levers are for several ranks, and this cluster has one; leave them off")
     if BUCKETS in levers and options.get("bucket_cap_bytes") is not None:
         raise FormatError("the bucket cap is given, and to be searched too; leave one of them out")
     if SAVE_LESS in levers:
         if any((options.get("saving_less") or {}).values()):
             raise FormatError("what saves less is given, and to be searched too; leave one of them out")
-        if not _saving_is_timed(graph, profiles, cluster):
+        if not _saving_is_timed(basis):
             raise MismatchError(f"{_NOT_TIMED}, or leave save_less out")
 
 
-def _saving_is_timed(graph: OpGraph, profiles: Mapping[str, Profile], cluster: Cluster) -> bool:
-    """Whether some class's profile has times of operators that save less."""
-    return any(len(savings(graph, profiles[c.name])) > 1 for c in cluster.classes)
+def _saving_is_timed(basis: Basis) -> bool:
+    """Return whether some class's profile has times of operators that save less."""
+    return any(len(save_less_steps(basis.graph, basis.profiles[c.name])) > 1 for c in basis.cluster.classes)
 
 
 def _study(optuna: Any, key: str, path: Path | None) -> Any:
-    """The trials of one problem, in a file that several processes may write to, or in memory.
+    """Return the trials of one problem, in a file that several processes may write to, or in memory.
 
-    Raises FormatError for a file of something else.
+    Raises FormatError if the file holds something else.
     """
     if path is None:
         return optuna.create_study(study_name=key)
     path.parent.resolve(strict=True)  # else optuna waits for a lock that it cannot make
     try:
         backend = optuna.storages.journal.JournalFileBackend(str(path))
-        kept = optuna.storages.JournalStorage(backend)
-        return optuna.create_study(storage=kept, study_name=key, load_if_exists=True)
+        journal = optuna.storages.JournalStorage(backend)
+        return optuna.create_study(storage=journal, study_name=key, load_if_exists=True)
     except (ValueError, KeyError, TypeError) as error:
         raise FormatError(f"{path} holds no trials of levers ({error}); name another file") from error
 
 
 @contextmanager
 def _quiet() -> Iterator[Any]:
-    """optuna, without its notes on every trial and on which of its parts are new."""
+    """Import optuna and silence its messages on trials and experimental features."""
     import optuna
 
     before = optuna.logging.get_verbosity()

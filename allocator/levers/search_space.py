@@ -1,4 +1,4 @@
-"""The points of a search for levers: which there are, and which are tried first. Who draws is the caller."""
+"""The settings of a search over levers, and those tried first. The caller draws the numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qsync.allocator.levers.save_less_steps import Patterns, savings
+from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import (
@@ -32,8 +32,9 @@ PASSES = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One point of the search: the levers of the classes, DDP's bucket cap, and by class patterns of what
-    saves less for backward.
+    """One setting of all levers: those of the classes, DDP's bucket cap, and what saves less for backward.
+
+    `saving_less` maps classes to patterns of operators.
     """
 
     levers: Levers
@@ -41,7 +42,7 @@ class Setting:
     saving_less: Mapping[str, Patterns] = field(default_factory=dict)
 
     def without(self, lever: str) -> Setting:
-        """The same with one lever off."""
+        """Return the setting with one lever off."""
         if lever == BUCKETS:
             return replace(self, bucket_cap_bytes=None)
         if lever == SAVE_LESS:
@@ -55,7 +56,7 @@ class Setting:
         return replace(self, levers=Levers(classes))
 
     def used(self, plan: Plan) -> tuple[str, ...]:
-        """The levers that a plan made at this point uses."""
+        """Return the levers that a plan made at this setting uses."""
         saves = any(self.saving_less.values())
         here = [*([BUCKETS] if self.bucket_cap_bytes else []), *([SAVE_LESS] if saves else [])]
         return (*(plan.levers.used if plan.levers else ()), *here)
@@ -63,10 +64,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The points that there are for one problem with these levers.
-
-    `trial` is asked for numbers by name (`suggest_float`, `suggest_int`, `suggest_categorical`), as optuna's.
-    """
+    """All settings of one problem with these levers."""
 
     graph: OpGraph
     profiles: Mapping[str, Profile]
@@ -75,7 +73,11 @@ class Space:
     other: Sized | None = None
 
     def suggest(self, trial: Any) -> Setting | None:
-        """A point of the search; None where shares or passes cannot be."""
+        """Draw a setting; None where the shares or passes are impossible.
+
+        `trial` gives numbers by name as an optuna trial does (`suggest_float`, `suggest_int`,
+        `suggest_categorical`).
+        """
         samples = self._samples(trial) if SHARE in self.levers else {}
         classes, saving = {}, dict[str, Patterns]()
         for c in self.cluster.classes:
@@ -90,40 +92,42 @@ class Space:
             paths = blocks(self.graph) if RECOMPUTE in self.levers else ()
             num = trial.suggest_int(f"recomputed {c.name}", 0, len(paths)) if paths else 0
             classes[c.name] = ClassLevers(own, nearest, paths[:num])
-            if len(steps := self.savings(c.name)) > 1:
+            if len(steps := self.save_less_steps(c.name)) > 1:
                 saving[c.name] = steps[trial.suggest_int(f"saving less {c.name}", 0, len(steps) - 1)]
         cap = trial.suggest_categorical("bucket cap", self._caps()) if BUCKETS in self.levers else None
         return Setting(Levers(classes), cap, saving)
 
-    def savings(self, name: str) -> tuple[Patterns, ...]:
-        """What may save less on a class, step by step (`savings`); nothing where that is no lever."""
-        return savings(self.graph, self.profiles[name]) if SAVE_LESS in self.levers else ((),)
+    def save_less_steps(self, name: str) -> tuple[Patterns, ...]:
+        """Return the steps of saving less on a class; one empty step if that lever is off."""
+        return save_less_steps(self.graph, self.profiles[name]) if SAVE_LESS in self.levers else ((),)
 
     def _passes(self, name: str, samples: int) -> list[int]:
-        """In how many passes a class may take so many samples."""
+        """Return the numbers of passes in which a class may take so many samples."""
         least, most = reach(self.profiles[name], self.graph, self.other)
         passes = PASSES if ACCUMULATE in self.levers else PASSES[:1]
         return [k for k in passes if samples % k == 0 and least <= samples // k <= most]
 
     def _samples(self, trial: Any) -> dict[str, int]:
-        """Samples by class, each as far between what it may have as a number in [0, 1] says."""
+        """Draw the samples of each class, by a number in [0, 1] between its least and most."""
         return self._shared(lambda name, low, high: trial.suggest_float(f"share {name}", 0.0, 1.0))
 
     def _shared(self, part: Callable[[str, int, int], float]) -> dict[str, int]:
-        """Shares that keep the batch: every class takes its part of what it may have, given those before it
-        and what those after it can take; the last, of fewest ranks, what is left.
+        """Return samples by class that keep the batch, classes of many ranks first.
+
+        Each class takes its part of the range that earlier and later classes leave it. The last class takes
+        the rest.
         """
         order = sorted(self.cluster.classes, key=lambda c: -c.count)
         most_passes = max(PASSES) if ACCUMULATE in self.levers else 1
         left, found = self.cluster.num_ranks * samples_of(self.graph), {}
-        for place, c in enumerate(order):
+        for number, c in enumerate(order):
             least, most = self._ends(c.name, most_passes)
-            after = [(d.count, *self._ends(d.name, most_passes)) for d in order[place + 1 :]]
+            after = [(d.count, *self._ends(d.name, most_passes)) for d in order[number + 1 :]]
             least_after = sum(count * fewest for count, fewest, _ in after)
             most_after = sum(count * largest for count, _, largest in after)
             low = max(least, math.ceil((left - most_after) / c.count))
             high = max(low, min(most, (left - least_after) // c.count))
-            if place == len(order) - 1:
+            if number == len(order) - 1:
                 found[c.name] = max(1, left // c.count)
             else:
                 found[c.name] = low + round((high - low) * part(c.name, low, high))
@@ -135,14 +139,16 @@ class Space:
         return least, most * most_passes
 
     def starts(self) -> Iterator[dict[str, Any]]:
-        """Points that are tried first: no levers; everything saving less that can, and half of it; shares
-        with which every class computes as long in FP32, and half way there, where precisions do the rest.
+        """Yield the settings tried first, as parameters.
+
+        No levers; every operator that can saves less, then half of them; shares half way to equal FP32
+        compute times (precisions do the rest), then equal ones.
         """
         captured = samples_of(self.graph)
-        alike = dict.fromkeys(self.profiles, float(captured))
-        yield self._start(alike)
-        if any(len(self.savings(c.name)) > 1 for c in self.cluster.classes):
-            yield from (self._start(alike, saving=part) for part in (1.0, 0.5))
+        equal = dict.fromkeys(self.profiles, float(captured))
+        yield self._start(equal)
+        if any(len(self.save_less_steps(c.name)) > 1 for c in self.cluster.classes):
+            yield from (self._start(equal, saving=part) for part in (1.0, 0.5))
         if SHARE in self.levers:
             fp32 = replay(self.graph, {c.name: {} for c in self.cluster.classes}, self.profiles, self.cluster)
             rate = {c.name: 1.0 / fp32[c.name].compute_s for c in self.cluster.classes}
@@ -153,14 +159,14 @@ class Space:
                 yield self._start({n: captured + part * (each * r - captured) for n, r in rate.items()})
 
     def _start(self, samples: Mapping[str, float], saving: float = 0.0) -> dict[str, Any]:
-        """The parameters of a point with these shares, that part of all saving less, and no other lever."""
+        """Return the parameters of these shares, this part of all saving less, and no other lever."""
         found: dict[str, Any] = {"bucket cap": None} if BUCKETS in self.levers else {}
         for c in self.cluster.classes:
             if ACCUMULATE in self.levers:
                 found[f"passes {c.name}"] = 1
             if RECOMPUTE in self.levers:
                 found[f"recomputed {c.name}"] = 0
-            if len(steps := self.savings(c.name)) > 1:
+            if len(steps := self.save_less_steps(c.name)) > 1:
                 found[f"saving less {c.name}"] = round(saving * (len(steps) - 1))
 
         def part(name: str, low: int, high: int) -> float:
@@ -172,7 +178,7 @@ class Space:
         return found
 
     def _caps(self) -> list[int | None]:
-        """DDP's own caps, then powers of two of a MiB, up to one bucket for all."""
+        """Return DDP's own caps, then powers of two of a MiB, up to one bucket for all."""
         total, caps, cap = sum(gradient_bytes(self.graph).values()), [], 2**20
         while cap < total:
             caps.append(cap)

@@ -1,11 +1,11 @@
-"""One class's step as sums over choices of precision: the lowered graph while nothing is chosen yet.
+"""The model of one class: its step as sums over choices of precision, before anything is chosen.
 
-    seconds = sum over ways of running a node of (its price that way) x (the bit that it runs that way)
+    seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
-Exact: at every whole choice the sums are what `qsync.replayer` makes of that assignment (ours). What runs
-how, and which casts there are, is asked of lowering's functions, case by case; nothing of the rule is said
-here. The bits that follow from the choices (what a value is carried in, who wants 16 bits, the order of
-images) are conjunctions of them.
+The sums are exact: at every whole choice they equal replay's result for that assignment. Lowering's functions
+say, case by case, how a node runs and which casts exist; no part of the rule is repeated here. The other
+binary variables are conjunctions of the choices: the type that carries a value, the demand for 16 bits, the
+channels_last order.
 """
 
 from __future__ import annotations
@@ -25,77 +25,82 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer.costs import cast_cost, run_cost
 
-Bits = dict[str, Sum]  # by type: the bit that it is this one; they add up to 1
+Binaries = dict[str, Sum]  # by type: the binary variable that it is this type; they add up to 1
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way in which an operator may run, as lowering says, and the bit that it does.
+class Alternative:
+    """One alternative of running an operator, as lowering says, with its binary variable.
 
-    `taken` are the types in which it takes its inputs, None for what is no float.
+    `taken` are the types in which it takes its inputs, None for inputs that are no floats.
     """
 
     mode: str
     output: str
     form: str
     taken: tuple[str | None, ...]
-    bit: Sum
+    binary: Sum
 
 
-class LinearClass:
-    """The choices of one class, and by operator the seconds that it and its casts take.
+class ClassModel:
+    """The choices of one class, and the seconds of every operator with its casts.
 
-    `chosen[op][p]` is the bit that `op` runs in `p`; `forward_s[i]` and `backward_s[i]` are the seconds of
-    operator i with its casts, as `ClassCosts` has them. `weight` scales the variances that choices cost.
+    `chosen[op][p]` is the binary variable that `op` runs in `p`. `forward_s[i]` and `backward_s[i]` are the
+    seconds of operator i with its casts, as in `ClassCosts`. `weight` scales the variances of the choices to
+    costs; a choice that alone costs more than `most` is left out.
     """
 
     def __init__(self, graph: OpGraph, part: ClassProblem, weight: float, most: float) -> None:
         self.program = Program()
         self._graph, self._part = graph, part
         self._wiring = wiring(graph)
-        self._narrow = part.device_class.carried_16bit
+        self._float16 = part.device_class.carried_16bit
         self._saves_less = [op.name in part.saving_less for op in graph.ops]
         self.chosen: dict[str, dict[Precision, Sum]] = {}
         for op, options in part.choices.items():
-            # What alone adds more than a plan that is known cannot be part of a better one.
+            # A choice that alone adds more than a known plan is in no better plan.
             able = [p for p in options if weight * part.variance[op][p] <= most] or [options[-1]]
-            bits = self.program.choice([weight * part.variance[op][p] for p in able])
-            self.chosen[op] = dict(zip(able, bits, strict=True))
+            binaries = self.program.choice([weight * part.variance[op][p] for p in able])
+            self.chosen[op] = dict(zip(able, binaries, strict=True))
         for op, partners in part.partners.items():
             self.chosen |= dict.fromkeys(partners, self.chosen[op])
         self.settled_cost = sum(
-            weight * part.variance[op][next(iter(bits))] for op, bits in self.chosen.items() if len(bits) == 1
+            weight * part.variance[op][next(iter(binaries))]
+            for op, binaries in self.chosen.items()
+            if len(binaries) == 1
         )
         self.forward_s = [Sum() for _ in graph.ops]
         self.backward_s = [Sum() for _ in graph.ops]
-        self._wanted = self._wants()
-        self._narrowed: dict[tuple[int, Precision], Sum] = {}
-        self._modes: list[Bits] = []
-        self._carried: list[Bits] = [{traced: ONE} for traced in self._wiring.traced[: self._wiring.offset]]
-        self._turned: list[Sum] = [ZERO] * self._wiring.offset
+        self._wanted = self._wanted_in_16_bit()
+        self._in_16_bit: dict[tuple[int, Precision], Sum] = {}
+        self._modes: list[Binaries] = []
+        self._carried: list[Binaries] = [
+            {traced: ONE} for traced in self._wiring.traced[: self._wiring.offset]
+        ]
+        self._channels_last: list[Sum] = [ZERO] * self._wiring.offset
         for i in range(len(graph.ops)):
             self._lower(i)
-        self.ways = [list(self._ways(i)) for i in range(len(graph.ops))]
+        self.alternatives = [list(self._alternatives(i)) for i in range(len(graph.ops))]
         for i in range(len(graph.ops)):
             self._price_run(i)
         for value in range(self._wiring.num_values):
             self._price_casts(value)
 
     def assignment(self, point: Sequence[float]) -> dict[str, Precision]:
-        """The precisions that a solution chooses."""
+        """Return the precisions that a solution chooses."""
         return {
-            op: max(bits, key=lambda p: bits[p].constant + sum(point[c] for c in bits[p].terms))
-            for op, bits in self.chosen.items()
+            op: max(binaries, key=lambda p: binaries[p].constant + sum(point[c] for c in binaries[p].terms))
+            for op, binaries in self.chosen.items()
         }
 
     def excluding(self, assignment: Mapping[str, Precision]) -> tuple[Sum, float, float]:
-        """The row that every assignment keeps but this one."""
-        bits = [self.chosen[op][p] for op, p in assignment.items() if p in self.chosen[op]]
-        open_ = [bit for bit in bits if not bit.settled]
+        """Return the row that every assignment but this one satisfies."""
+        binaries = [self.chosen[op][p] for op, p in assignment.items() if p in self.chosen[op]]
+        open_ = [binary for binary in binaries if not binary.settled]
         return total(open_), -float("inf"), len(open_) - 1.0
 
-    def _wants(self) -> dict[int, Sum]:
-        """Of the values whose maker asks, the bit that all who read it would narrow it anyway."""
+    def _wanted_in_16_bit(self) -> dict[int, Sum]:
+        """Return for values whose maker asks the variable that all readers would cast them to 16 bits."""
         wiring, ops = self._wiring, self._graph.ops
         asked = [False] * wiring.num_values
         for i, op in enumerate(ops):
@@ -109,83 +114,85 @@ class LinearClass:
         for value in reversed(range(wiring.num_values)):
             if asked[value]:
                 readers = wiring.consumers[value]
-                found = [self._narrows(i, value, wanted) for i in readers]
+                found = [self._wants_16_bit(i, value, wanted) for i in readers]
                 wanted[value] = self.program.all_of(found) if readers else ZERO
         return wanted
 
-    def _narrows(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
+    def _wants_16_bit(self, i: int, value: int, wanted: Mapping[int, Sum]) -> Sum:
         op, wiring = self._graph.ops[i], self._wiring
         if op.role is not Role.ADJUSTABLE:
             return wanted[wiring.offset + i] if wiring.passes_16bit_on[i] else ZERO
         slots = [j for j, operand in enumerate(wiring.operands[i]) if operand == value]
         traced = wiring.traced[value]
         return total(
-            bit
-            for p, bit in self.chosen[op.name].items()
+            binary
+            for p, binary in self.chosen[op.name].items()
             if all(rule.takes_16bit(rule.taken_type(op, j, traced, p, str(p))) for j in slots)
         )
 
     def _depends(self, op: Op, precision: Precision) -> bool:
-        """Whether what an operator hands on depends on who wants it narrow."""
+        """Return whether an operator's output type depends on readers that want 16 bits."""
         return self._output(op, precision, False) != self._output(op, precision, True)
 
     def _output(self, op: Op, precision: Precision, wanted: bool) -> str:
-        return rule.output_of(op, precision, str(precision), self._narrow, wanted)
+        return rule.output_of(op, precision, str(precision), self._float16, wanted)
 
     def _lower(self, i: int) -> None:
-        """How operator i runs, and what it hands on."""
+        """Add the modes of operator i, its output types and its channels_last order."""
         op, operands = self._graph.ops[i], self._wiring.operands[i]
-        first = self._turned[operands[0]] if operands else ZERO
+        first = self._channels_last[operands[0]] if operands else ZERO
         if op.role is Role.ADJUSTABLE:
-            self._modes.append({str(p): bit for p, bit in self.chosen[op.name].items()})
-            carried: Bits = {}
+            self._modes.append({str(p): binary for p, binary in self.chosen[op.name].items()})
+            carried: Binaries = {}
             for precision in self.chosen[op.name]:
-                for output, bit in self._handed_on(i, precision):
-                    carried.setdefault(output, Sum()).add(bit)
-            alone = [bit for p, bit in self.chosen[op.name].items() if rule.makes_channels_last(op, p, False)]
+                for output, binary in self._output_types(i, precision):
+                    carried.setdefault(output, Sum()).add(binary)
+            alone = [
+                binary for p, binary in self.chosen[op.name].items() if rule.makes_channels_last(op, p, False)
+            ]
             passing = [
-                bit for p, bit in self.chosen[op.name].items() if rule.makes_channels_last(op, p, True)
+                binary for p, binary in self.chosen[op.name].items() if rule.makes_channels_last(op, p, True)
             ]
             through = total(passing)
             through.add(total(alone), -1.0)
-            turned = total(alone)
-            turned.add(self.program.all_of([through, first]))
+            channels_last = total(alone)
+            channels_last.add(self.program.all_of([through, first]))
         else:
             modes = self._widest(op, [self._carried[value] for value in self._wiring.floats[i]])
             self._modes.append(modes)
             carried = {}
-            for mode, bit in modes.items():
-                output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
-                carried.setdefault(output, Sum()).add(bit)
-            turned = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
+            for mode, binary in modes.items():
+                output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
+                carried.setdefault(output, Sum()).add(binary)
+            channels_last = first if rule.makes_channels_last(op, Precision.FP32, True) else ZERO
         self._carried.append(carried)
-        self._turned.append(turned)
+        self._channels_last.append(channels_last)
 
-    def _handed_on(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
-        """What an operator at one precision hands on, and the bits that it runs so and does."""
+    def _output_types(self, i: int, precision: Precision) -> Iterator[tuple[str, Sum]]:
+        """Yield the output types of an operator at one precision with their binary variables."""
         op = self._graph.ops[i]
-        bit, plainly = self.chosen[op.name][precision], self._output(op, precision, False)
+        binary, output = self.chosen[op.name][precision], self._output(op, precision, False)
         if not self._depends(op, precision):
-            yield plainly, bit
+            yield output, binary
             return
-        if (i, precision) not in self._narrowed:
+        if (i, precision) not in self._in_16_bit:
             wanted = self._wanted[self._wiring.offset + i]
-            self._narrowed[i, precision] = self.program.all_of([bit, wanted])
-        narrowed = self._narrowed[i, precision]
-        wide = total([bit])
-        wide.add(narrowed, -1.0)
-        yield plainly, wide
-        yield self._output(op, precision, True), narrowed
+            self._in_16_bit[i, precision] = self.program.all_of([binary, wanted])
+        in_16_bit = self._in_16_bit[i, precision]
+        wide = total([binary])
+        wide.add(in_16_bit, -1.0)
+        yield output, wide
+        yield self._output(op, precision, True), in_16_bit
 
-    def _widest(self, op: Op, inputs: Sequence[Bits]) -> Bits:
-        """The bits of the mode in which an operator runs whose inputs are carried so."""
+    def _widest(self, op: Op, inputs: Sequence[Binaries]) -> Binaries:
+        """Return the binary variables of an operator's modes, from those of its inputs' types."""
 
         def mode(types: Iterable[str]) -> str:
             return rule.mode_of(op, Precision.FP32, types)
 
-        settled = [next(iter(bits)) for bits in inputs if len(bits) == 1]
-        open_ = [bits for bits in inputs if len(bits) > 1]
-        types = list(dict.fromkeys(name for bits in open_ for name in bits))
+        settled = [next(iter(binaries)) for binaries in inputs if len(binaries) == 1]
+        open_ = [binaries for binaries in inputs if len(binaries) > 1]
+        types = list(dict.fromkeys(name for binaries in open_ for name in binaries))
         if not open_:
             return {mode(settled): ONE}
         if len(types) != 2:
@@ -196,22 +203,24 @@ class LinearClass:
         alike, others, mixed = mode([*settled, one]), mode([*settled, other]), mode([*settled, one, other])
         if alike == others:
             return {alike: ONE}
-        if mixed == alike:  # one of the wider is enough
+        if mixed == alike:  # one input of the wider type is enough
             one, other, alike, others = other, one, others, alike
-        every = self.program.all_of([bits.get(one, ZERO) for bits in open_])
+        every = self.program.all_of([binaries.get(one, ZERO) for binaries in open_])
         return {alike: every, others: negated(every)}
 
     def _price_run(self, i: int) -> None:
         op, wiring = self._graph.ops[i], self._wiring
-        turned = self.program.any_of(
-            {id(self._turned[value]): self._turned[value] for value in wiring.operands[i]}.values()
+        channels_last = self.program.any_of(
+            {
+                id(self._channels_last[value]): self._channels_last[value] for value in wiring.operands[i]
+            }.values()
         )
-        for way in self.ways[i]:
-            for order, bit_of in self._split(way.bit, turned):
-                run = Run(op.name, way.mode, (), way.output, way.form, order)
-                self._add(i, bit_of, partial(run_cost, self._part.profile, run, op))
+        for alternative in self.alternatives[i]:
+            for order, binary_there in self._split(alternative.binary, channels_last):
+                run = Run(op.name, alternative.mode, (), alternative.output, alternative.form, order)
+                self._add(i, binary_there, partial(run_cost, self._part.profile, run, op))
 
-    def _ways(self, i: int) -> Iterator[Way]:
+    def _alternatives(self, i: int) -> Iterator[Alternative]:
         op, ops = self._graph.ops[i], self._graph.ops
         product, follower = self._wiring.product[i], self._wiring.epilogue[i]
         if op.role is Role.ADJUSTABLE:
@@ -220,37 +229,43 @@ class LinearClass:
                 if follower is not None and rule.computes(op, precision, self._saves_less[follower]):
                     computed = ops[follower].kind
                 form = rule.form_of(op, computed, False, False, lambda: False)
-                for output, bit in self._handed_on(i, precision):
-                    yield Way(str(precision), output, form, self._taken(i, precision, str(precision)), bit)
+                for output, binary in self._output_types(i, precision):
+                    yield Alternative(
+                        str(precision), output, form, self._taken(i, precision, str(precision)), binary
+                    )
             return
         computed_there = ZERO
         if product is not None:
             computed_there = total(
-                bit
-                for p, bit in self.chosen[ops[product].name].items()
+                binary
+                for p, binary in self.chosen[ops[product].name].items()
                 if rule.computes(ops[product], p, self._saves_less[i])
             )
-        is_kept = self._is_kept(self._wiring.offset + i) if self._saves_less[i] else ZERO
-        for mode, bit in self._modes[i].items():
-            output = rule.output_of(op, Precision.FP32, mode, self._narrow, False)
-            for is_computed, bit_of in self._split(bit, computed_there):
+        is_saved = self._is_saved(self._wiring.offset + i) if self._saves_less[i] else ZERO
+        for mode, binary in self._modes[i].items():
+            output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
+            for is_computed, binary_there in self._split(binary, computed_there):
                 forms = [
-                    rule.form_of(op, None, is_computed, self._saves_less[i], lambda kept=kept: kept)  # type: ignore[misc]
-                    for kept in (False, True)
+                    rule.form_of(op, None, is_computed, self._saves_less[i], lambda saved=saved: saved)  # type: ignore[misc]
+                    for saved in (False, True)
                 ]
-                split = self._split(bit_of, is_kept) if forms[0] != forms[1] else [(False, bit_of)]
-                for kept, bit_so in split:
-                    yield Way(mode, output, forms[kept], self._taken(i, Precision.FP32, mode), bit_so)
+                split = (
+                    self._split(binary_there, is_saved) if forms[0] != forms[1] else [(False, binary_there)]
+                )
+                for saved, binary_so in split:
+                    yield Alternative(
+                        mode, output, forms[saved], self._taken(i, Precision.FP32, mode), binary_so
+                    )
 
-    def _is_kept(self, value: int) -> Sum:
-        """The bit that somebody keeps a value, or a view of it, for backward as it is carried."""
+    def _is_saved(self, value: int) -> Sum:
+        """Return the variable that some operator saves a value, or a view of it, as it is carried."""
         wiring, found = self._wiring, list[Sum]()
         for i, j, at in wiring.storage_readers(value):
             op = self._graph.ops[i]
-            for p, bit in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
+            for p, binary in self.chosen[op.name].items() if op.role is Role.ADJUSTABLE else ():
                 taken = rule.taken_type(op, j, wiring.traced[at], p, str(p))
                 found += [
-                    self.program.all_of([bit, carried_so])
+                    self.program.all_of([binary, carried_so])
                     for carried, carried_so in self._carried[at].items()
                     if rule.saves_operand(op, j, taken, carried)
                 ]
@@ -263,28 +278,28 @@ class LinearClass:
             for j, value in enumerate(self._wiring.operands[i])
         )
 
-    def _split(self, bit: Sum, by: Sum) -> list[tuple[bool, Sum]]:
-        """A bit in two: where another is 0, and where it is 1."""
+    def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
+        """Split a binary variable in two: where another is 0, and where it is 1."""
         if by.settled:
-            return [(by.constant == 1.0, bit)]
-        both = self.program.all_of([bit, by])
-        rest = total([bit])
+            return [(by.constant == 1.0, binary)]
+        both = self.program.all_of([binary, by])
+        rest = total([binary])
         rest.add(both, -1.0)
         return [(False, rest), (True, both)]
 
-    def _add(self, i: int, bit: Sum, cost: Callable[[], Cost]) -> None:
-        """Charge operator i with a price wherever a bit is 1; what has no price may not be."""
-        if bit.settled and bit.constant == 0.0:
+    def _add(self, i: int, binary: Sum, cost: Callable[[], Cost]) -> None:
+        """Charge operator i with a price where a variable is 1; forbid what has no price."""
+        if binary.settled and binary.constant == 0.0:
             return
         try:
             found = cost()
         except MismatchError:
-            if bit.settled:
+            if binary.settled:
                 raise
-            self.program.row(bit, most=0.0)
+            self.program.row(binary, most=0.0)
             return
-        self.forward_s[i].add(bit, found.forward_s)
-        self.backward_s[i].add(bit, found.backward_s)
+        self.forward_s[i].add(binary, found.forward_s)
+        self.backward_s[i].add(binary, found.backward_s)
 
     def _price_casts(self, value: int) -> None:
         owner = self._wiring.owner(value)
@@ -298,35 +313,39 @@ class LinearClass:
         )
         parameter = value < self._wiring.offset and self._graph.inputs[value].kind == "parameter"
         carried = self._carried[value]
-        for target, bits in takers.items():
+        for target, binaries in takers.items():
             sources = [source for source in carried if rule.needed_casts([target], source)]
             if not sources:
                 continue
-            taken = self.program.at_least_any(bits)
+            taken = self.program.at_least_any(binaries)
             needed = total([taken])
             needed.add(carried.get(target, ZERO), -1.0)
             made = Sum()
-            ways = [(s, turned, bit) for s in sources for turned, bit in self._orders(value, carried[s])]
-            for source, turned, bit in ways:
-                if len(ways) == 1 and len(carried) == 1:
+            alternatives = [
+                (s, channels_last, binary)
+                for s in sources
+                for channels_last, binary in self._orders(value, carried[s])
+            ]
+            for source, channels_last, binary in alternatives:
+                if len(alternatives) == 1 and len(carried) == 1:
                     there = taken
                 else:
-                    there = self.program.bit()
-                    gap = total([bit])
+                    there = self.program.binary()
+                    gap = total([binary])
                     gap.add(there, -1.0)
                     self.program.row(gap, least=0.0)
                     made.add(there)
-                cast = Cast(entry.name, source, target, entry.num_elements, parameter, turned)
+                cast = Cast(entry.name, source, target, entry.num_elements, parameter, channels_last)
                 self._add(owner, there, partial(cast_cost, self._part.profile, cast))
             if not made.settled:
                 made.add(needed, -1.0)
                 self.program.row(made, least=0.0)
 
-    def _orders(self, value: int, bit: Sum) -> list[tuple[bool, Sum]]:
-        return self._split(bit, self._turned[value])
+    def _orders(self, value: int, binary: Sum) -> list[tuple[bool, Sum]]:
+        return self._split(binary, self._channels_last[value])
 
     def takers(self, value: int) -> dict[str, list[Sum]]:
-        """By type, the bits that some operator takes this value in it; values are numbered as in `Wiring`."""
+        """Return by type the variables that an operator takes this value so; numbered as in `Wiring`."""
         found: dict[str, list[Sum]] = {}
         traced = self._wiring.traced[value]
         for i in self._wiring.consumers[value]:
@@ -335,11 +354,11 @@ class LinearClass:
                 if operand != value:
                     continue
                 by_type: dict[str, Sum] = {}
-                for mode, bit in self._modes[i].items():
+                for mode, binary in self._modes[i].items():
                     precision = Precision(mode) if op.role is Role.ADJUSTABLE else Precision.FP32
                     taken = rule.taken_type(op, j, traced, precision, mode)
                     if taken is not None:
-                        by_type.setdefault(taken, Sum()).add(bit)
-                for taken, bit in by_type.items():
-                    found.setdefault(taken, []).append(bit)
+                        by_type.setdefault(taken, Sum()).add(binary)
+                for taken, binary in by_type.items():
+                    found.setdefault(taken, []).append(binary)
         return found

@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.solvers.enumeration import fastest_that_fits
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
 from qsync.predictor.memory.peak import Memory
 from qsync.records.precision import Precision
 
-# A change must save this fraction of the class's time to count: less is rounding.
+# A change must save this part of the class's time: less is rounding.
 _MEANINGFUL = 1e-9
 _MAX_SWEEPS = 20
+# Enumerating this many assignments of a class takes less time than a search.
+_MAX_ENUMERATED = 1000
 
 
 def fastest_start(state: State, device_class: str) -> None:
     """Bring one class to the assignment whose operators and casts take least time, within its memory budget.
 
-    Coordinate descent over operators, each at its locally cheapest precision given its neighbours, from the
-    best uniform start; operators that read one value also move together, since they share its cast, and those
-    in equal places are decided for once (ours). Raises InfeasibleError, naming the class, the bytes that are
-    missing and the operator that holds most, if nothing fits.
+    Coordinate descent from the best uniform start: each operator takes the precision that is cheapest given
+    its neighbours. Operators that read one value also move together, since they share its cast. Operators of
+    one structural class are decided at once. Raises InfeasibleError, naming the class, the missing bytes and
+    the operator that holds most, if nothing fits.
     """
     starts = list(uniform_starts(state, device_class))
     totals = [state.classes[device_class].seconds_at(start) for start in starts]
-    # Of equals the first: sums of the same numbers may differ in the last digit.
+    # The first of equals: sums of the same numbers may differ in the last digit.
     best = next(
         s for s, total in zip(starts, totals, strict=True) if total <= min(totals) * (1 + _MEANINGFUL)
     )
     state.move(device_class, best)
     _descend(state, device_class)
-    if not state.classes[device_class].fits() and not fastest_that_fits(state, device_class):
+    if not state.classes[device_class].fits() and not _fastest_that_fits(state, device_class):
         _fit(state, device_class, starts)
 
 
 def uniform_starts(state: State, device_class: str) -> Iterator[dict[str, Precision]]:
-    """The highest assignment, then one precision wherever it may be chosen, the highest first."""
+    """Yield the highest assignment, then each precision wherever it may be chosen, the highest first."""
     part = state.classes[device_class].part
     yield part.highest
     for precision in Precision:  # declared from the highest to the lowest
@@ -53,15 +56,15 @@ def _descend(state: State, device_class: str) -> None:
     groups: list[tuple[str, ...]] = [(op,) for op, options in one.part.choices.items() if len(options) > 1]
     groups += sibling_groups(state.problem.graph, one.part.choices)
     for _ in range(_MAX_SWEEPS):
-        places, alike = one.places(), dict[tuple[int, ...], list[tuple[str, ...]]]()
+        structure, alike = one.structural_classes(), dict[tuple[int, ...], list[tuple[str, ...]]]()
         for group in groups:
-            alike.setdefault(tuple(places[op] for op in group), []).append(group)
+            alike.setdefault(tuple(structure[op] for op in group), []).append(group)
         if not any([_cheapest(state, device_class, equal) for equal in alike.values()]):
             return
 
 
 def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:
-    """Give groups in equal places the precision that makes the class fastest; whether anything changed."""
+    """Give groups of one structure the precision of the fastest class; return whether any changed."""
     one, group = state.classes[device_class], equal[0]
     now = best = one.costs.total_s
     chosen: Precision | None = None
@@ -77,7 +80,7 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
     if chosen is None:
         return False
     move = state.move(device_class, dict.fromkeys((op for group in equal for op in group), chosen))
-    # Groups beside each other may be in each other's way: then each is looked at for itself.
+    # Adjacent groups may gain less together than alone: then decide each group by itself.
     if one.costs.total_s > best + _MEANINGFUL * now:
         state.back(move)
         state.move(device_class, dict.fromkeys(group, chosen))
@@ -86,8 +89,28 @@ def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]])
     return True
 
 
+def every_assignment(state: State, device_class: str) -> list[dict[str, Precision]]:
+    """Return all assignments of a class, or none if there are more than `_MAX_ENUMERATED`."""
+    choices = state.classes[device_class].part.choices
+    if math.prod(len(options) for options in choices.values()) > _MAX_ENUMERATED:
+        return []
+    return [dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values())]
+
+
+def _fastest_that_fits(state: State, device_class: str) -> bool:
+    """Move a class to the fastest of all its assignments that fit; return whether one was found."""
+    one, found = state.classes[device_class], []
+    for number, assignment in enumerate(every := every_assignment(state, device_class)):
+        state.move(device_class, assignment)
+        if one.fits():
+            found.append((one.costs.total_s, number))
+    if found:
+        state.move(device_class, every[min(found)[1]])
+    return bool(found)
+
+
 def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
-    """Give up as little time as possible for memory, from here or, failing that, from each start."""
+    """Trade as little time as possible for memory, from here or, failing that, from each start."""
     one = state.classes[device_class]
     least: Memory | None = None
     for start in [one.lowering.assignment(), *starts]:
@@ -108,7 +131,7 @@ def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) ->
 
 
 def _save_memory(state: State, device_class: str) -> None:
-    """Lower the peak until it fits or nothing lowers it, by the best bytes saved per second lost first."""
+    """Lower the peak until it fits or nothing lowers it; most bytes saved per second lost first."""
     one = state.classes[device_class]
     while not one.fits():
         before = reached = one.peak_bytes
@@ -125,10 +148,10 @@ def _save_memory(state: State, device_class: str) -> None:
 
 
 def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int], str, Precision]]:
-    """Single changes that save memory, keyed so that the best sorts first, ties in model order."""
+    """Yield single changes that save memory, keyed so that the best sorts first, ties in model order."""
     one = state.classes[device_class]
     now, peak = one.costs.total_s, one.peak_bytes
-    for place, (op, options) in enumerate(one.part.choices.items()):
+    for number, (op, options) in enumerate(one.part.choices.items()):
         for precision in options:
             if precision is one.precision(op):
                 continue
@@ -136,4 +159,4 @@ def _savings(state: State, device_class: str) -> Iterator[tuple[tuple[float, int
             saved, lost = peak - one.peak_bytes, one.costs.total_s - now
             state.back(move)
             if saved > 0:
-                yield (-saved / max(lost, 1e-12), place), op, precision
+                yield (-saved / max(lost, 1e-12), number), op, precision

@@ -1,11 +1,12 @@
-"""Neighbours change together: in one window of the graph to gain variance, in others to pay for it (ours).
+"""Local search: change a window of neighbouring operators, and compensate for it in other windows.
 
-A cast depends on both of its ends, so what several neighbours cost together is not the sum of what each
-costs: q and k in another precision may pay for a cast of attention that neither pays for alone, and a search
-that changes one operator at a time stands still there. A window is an operator with those nearest to it, as
-many as have few enough assignments to price them all. Of what was priced, an assignment of one window that
-lessens the variance and those of others that pay for it in time and bytes, least variance for what is lacking
-first, are made together where replay says that they hold.
+A cast depends on both of its ends. The cost of changing several neighbours is therefore not the sum of the
+costs of changing each: a change of q and k together may save a cast that neither saves alone. A window is an
+operator with its nearest neighbours, as many as have few enough assignments to price all of them.
+
+One move has one change of a window that lessens the variance, and the compensating changes of other windows:
+those of least variance that cover the deficit in seconds and bytes. An exchange of two operators is a move
+whose windows hold one operator each. Replay decides whether a move stays.
 """
 
 from __future__ import annotations
@@ -16,33 +17,146 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsync.allocator.solvers.compensation import Changes, paid
 from qsync.allocator.solvers.recovery import TOLERANCE, holds
 from qsync.allocator.state import ClassState, State
 from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.precision import Precision
 from qsync.replayer import least_time, starts_s
 
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
-# So many assignments are priced of one window at the most, and of all windows of a class in one round: where
-# there are many operators their windows are small. Bytes take several times as long to look at as seconds.
-_MOST_OF_WINDOW, _MOST_OF_CLASS, _BYTES_TAKE = 500, 16_000, 2
-# A window is looked for among so many operators, and so many values away from the first.
-_MOST_NEAR, _DISTANCE = 8, 6
+# Assignments priced per window, and per class and round: windows are small where there are many operators.
+_MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS = 500, 16_000
+# Where memory binds, pricing an assignment takes about this many times as long.
+_MEMORY_PRICING_FACTOR = 2
+# A window holds at most so many operators, and none farther from its first than so many values.
+_MAX_WINDOW, _MAX_DISTANCE = 8, 6
 # A value read by more operators than this (a mask that every block reads) does not make them neighbours.
-_MOST_READERS = 8
-# No window is needed whose first operator stands in others beside this many of its nearest.
-_NEAREST = 3
-# So many of what changes make together are replayed in one round, and so many rounds are made.
-_MOST_REPLAYED, _MOST_ROUNDS = 64, 20
-# A change that lessens a class's variance by a smaller part is not worth looking for.
-_LEAST = 1e-3
+_MAX_READERS = 8
+# A window is left out if other windows hold its first operator beside this many of its nearest neighbours.
+_NUM_NEAREST = 3
+# Changes that lessen the variance for which compensation is sought, and compensating changes of each.
+_MAX_GAINS, _MAX_COMPENSATING = 2000, 12
+_MAX_REPLAYED_PER_ROUND, _MAX_ROUNDS = 64, 20
+# A move must lessen the variance of its class by this part.
+_MIN_GAIN = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """Other precisions in one window: the variance, seconds and bytes at each time that they add."""
+class Changes:
+    """Changes to combine, sorted by variance.
+
+    Row i changes the operators `of[i]`, adds `variance[i]` and uses `uses[i]` of each slack (seconds, and
+    bytes at some times of the step); a negative use saves.
+    """
+
+    of: BoolArray
+    variance: FloatArray
+    uses: FloatArray
+
+
+def improve(state: State, classes: Sequence[str], target_s: float, enough: float = 0.0) -> bool:
+    """Make moves that lessen the variance until none is found or the variance is at most `enough`.
+
+    `state` must hold and still holds afterwards. Counts bound the work of a round, never the clock. Returns
+    whether any move was made.
+
+    >>> improve(state, ["infer"], target_s=0.1)
+    """
+    improved = False
+    for name in classes if state.variance > enough else ():
+        one, neighbours = state.classes[name], list(_neighbours(state.classes[name]))
+        counts_bytes = one.is_tight
+        for _ in range(_MAX_ROUNDS if neighbours and one.variance > 0.0 else 0):
+            if state.variance <= enough:
+                break
+            search = Round(state, name, neighbours, target_s, counts_bytes)
+            if search.move():
+                improved = True
+            elif search.missed_memory and not counts_bytes:
+                counts_bytes = True  # FP32 fits, but casts that are saved need more than it does
+            else:
+                break
+    return improved
+
+
+def combine(changes: Changes, slack: FloatArray, least: float) -> list[tuple[float, tuple[int, ...]]]:
+    """Return the moves that fit in `slack` as (variance added, rows), least variance first.
+
+    A move changes no operator twice and lessens the variance by more than `least`.
+
+    >>> combine(Changes(of, np.array([-3.0, 1.0]), np.array([[2.0], [-2.0]])), np.zeros(1), 0.0)
+    [(-2.0, (0, 1))]
+    """
+    found: set[tuple[float, tuple[int, ...]]] = set()
+    for gain in range(min(len(changes.variance), _MAX_GAINS)):
+        if changes.variance[gain] >= -least:
+            break
+        found |= _compensated(changes, gain, slack, least)
+    return sorted(found)
+
+
+def _compensated(
+    changes: Changes, gain: int, slack: FloatArray, least: float
+) -> set[tuple[float, tuple[int, ...]]]:
+    """Return the moves around one gain.
+
+    Compensating changes are added one by one, each the cheapest per part of the deficit that it covers. After
+    each of them, also find the single change that covers the remaining deficit at least variance.
+    """
+    found, rows = set(), [gain]
+    variance, used, of = float(changes.variance[gain]), changes.uses[gain], changes.of[gain]
+    for _ in range(_MAX_COMPENSATING):
+        deficit = np.maximum(used - slack, 0.0)
+        if not deficit.any():
+            found.add((variance, tuple(sorted(rows))))
+        able = ~changes.of[:, of].any(axis=1) & (changes.variance < -least - variance)
+        last = able & (changes.uses <= slack - used).all(axis=1)
+        if last.any():
+            row = int(np.argmin(np.where(last, changes.variance, np.inf)))
+            found.add((variance + float(changes.variance[row]), tuple(sorted([*rows, row]))))
+        if not deficit.any():
+            break
+        lacking = deficit > 0.0
+        covered = np.minimum(-changes.uses[:, lacking], deficit[lacking]).sum(axis=1) / deficit.sum()
+        able &= covered > 0.0
+        if not able.any():
+            break
+        price = np.maximum(changes.variance, 0.0) / np.where(able, covered, 1.0)
+        row = int(np.argmin(np.where(able, price, np.inf)))
+        rows.append(row)
+        variance += float(changes.variance[row])
+        used, of = used + changes.uses[row], of | changes.of[row]
+    return found
+
+
+def _neighbours(one: ClassState) -> Iterator[list[str]]:
+    """Yield every operator that has a choice with its neighbours that have one, nearest first."""
+    ops, wired = one.part.graph.ops, wiring(one.part.graph)
+    free = {i for i, op in enumerate(ops) if len(one.part.choices.get(op.name, ())) > 1}
+    for i in sorted(free):
+        found, front = [i], [wired.offset + i]
+        seen = set(front)
+        for _ in range(_MAX_DISTANCE):
+            adjacent = [value for at in front for value in _adjacent(wired, at)]
+            front = [value for value in dict.fromkeys(adjacent) if value not in seen]
+            seen.update(front)
+            found += [value - wired.offset for value in front if value - wired.offset in free]
+        yield [ops[j].name for j in found[:_MAX_WINDOW]]
+
+
+def _adjacent(wired: Wiring, value: int) -> list[int]:
+    """Return the results of a value's readers and the operands of its maker, as value numbers."""
+    readers = wired.consumers[value]
+    down = [wired.offset + i for i in readers] if len(readers) <= _MAX_READERS else []
+    return down + (list(wired.operands[value - wired.offset]) if value >= wired.offset else [])
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Other precisions in one window: the variance, seconds, and bytes at each time that they add."""
 
     assignment: tuple[tuple[str, Precision], ...]
     variance: float
@@ -50,163 +164,133 @@ class _Change:
     in_use: IntArray
 
 
-def change_windows(state: State, classes: Sequence[str], target_s: float, enough: float = 0.0) -> bool:
-    """Change windows of these classes while that lessens the variance, all holds, and it is above `enough`.
+class Round:
+    """The priced changes of all windows of one class as it stands, and the moves they make."""
 
-    `state` must hold. Priced are up to `_MOST_OF_CLASS` assignments a round, whatever the clock says. Returns
-    whether any window was changed.
-
-    >>> change_windows(state, ["infer"], target_s=0.1)
-    """
-    changed = False
-    for name in classes if state.variance > enough else ():
-        near = list(_nearest(state.classes[name]))
-        for _ in range(_MOST_ROUNDS if near and state.classes[name].variance > 0.0 else 0):
-            if state.variance <= enough or not _Round(state, name, near, target_s).change():
-                break
-            changed = True
-    return changed
-
-
-def _nearest(one: ClassState) -> Iterator[list[str]]:
-    """Every operator that has a choice, and those nearest to it in the graph, the nearest first."""
-    ops, wired = one.part.graph.ops, wiring(one.part.graph)
-    free = {i for i, op in enumerate(ops) if len(one.part.choices.get(op.name, ())) > 1}
-    for i in sorted(free):
-        found, front = [i], [wired.offset + i]
-        seen = set(front)
-        for _ in range(_DISTANCE):
-            around = [value for at in front for value in _beside(wired, at)]
-            front = [value for value in dict.fromkeys(around) if value not in seen]
-            seen.update(front)
-            found += [value - wired.offset for value in front if value - wired.offset in free]
-        yield [ops[j].name for j in found[:_MOST_NEAR]]
-
-
-def _beside(wired: Wiring, value: int) -> list[int]:
-    readers = wired.consumers[value]
-    down = [wired.offset + i for i in readers] if len(readers) <= _MOST_READERS else []
-    return down + (list(wired.operands[value - wired.offset]) if value >= wired.offset else [])
-
-
-class _Round:
-    """What all windows of a class cost as it stands, and the first of what they make together that holds."""
-
-    def __init__(self, state: State, name: str, near: Sequence[Sequence[str]], target_s: float) -> None:
+    def __init__(
+        self,
+        state: State,
+        name: str,
+        neighbours: Sequence[Sequence[str]],
+        target_s: float,
+        counts_bytes: bool,
+    ) -> None:
         self._state, self._name, self._target_s = state, name, target_s
+        self._counts_bytes = counts_bytes
+        self.missed_memory = False  # whether a move did not fit in memory
         self._one = state.classes[name]
         variance = self._one.part.variance
         self._now = {op: variance[op][self._one.precision(op)] for op in self._one.part.choices}
-        # Who pays more than the dearest operator could regain is never worth it.
+        # No compensating change may add more than the operator of most variance could regain.
         self._most = max(now - min(variance[op].values()) for op, now in self._now.items())
-        self._least = _LEAST * self._one.variance
         works = {n: one.work.slower(1 + state.late.get(n, 0.0)) for n, one in state.classes.items()}
         starts = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, starts, strict=True))[name]
-        self._room_s = target_s * (1 + TOLERANCE) - self._seconds()
-        found = [change for window in self._windows(near) for change in self._priced(window)]
+        self._slack_s = target_s * (1 + TOLERANCE) - self.seconds()
+        found = [change for window in self.windows(neighbours) for change in self.priced(window)]
         different = {change.assignment: change for change in found}
-        self._changes = sorted(different.values(), key=lambda change: change.variance)
+        self.changes = sorted(different.values(), key=lambda change: change.variance)
 
-    def change(self) -> bool:
-        """Make the changes that lessen the variance most and hold; whether there was any."""
-        changed, touched = False, set[str]()
-        for _, chosen in self._found()[:_MOST_REPLAYED]:
-            assignment = dict(pair for number in chosen for pair in self._changes[number].assignment)
+    def move(self) -> bool:
+        """Make the moves that lessen the variance most and hold; return whether there was any."""
+        moved, touched = False, set[str]()
+        for _, rows in self.moves()[:_MAX_REPLAYED_PER_ROUND]:
+            assignment = dict(pair for row in rows for pair in self.changes[row].assignment)
             if touched & set(assignment):
                 continue
             move = self._state.move(self._name, assignment)
             if holds(self._state, self._target_s):
-                changed = True
+                moved = True
                 touched |= set(assignment)
             else:
+                self.missed_memory |= not self._one.fits()
                 self._state.back(move)
-        return changed
+        return moved
 
-    def _seconds(self) -> float:
-        """Below which no step falls as the class is now."""
-        work = self._one.work.slower(1 + self._state.late.get(self._name, 0.0))
-        return least_time(work, self._start_s, self._state.problem.exchange)
+    def moves(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Return the moves that fit as (variance added, rows of `changes`), least variance first."""
+        if not self.changes:
+            return []
+        column = {op: i for i, op in enumerate(self._now)}
+        of = np.zeros((len(self.changes), len(column)), dtype=bool)
+        for row, change in enumerate(self.changes):
+            of[row, [column[op] for op, _ in change.assignment]] = True
+        one = self._one
+        uses = np.array([[change.seconds for change in self.changes]]) / self._target_s
+        slack = np.array([self._slack_s]) / self._target_s
+        if self._counts_bytes:
+            # At these times most is in use after some change; the other times follow from them.
+            in_use, added = one.in_use(), np.array([change.in_use for change in self.changes])
+            times = np.unique(np.append((in_use + added).argmax(axis=1), in_use.argmax()))
+            uses = np.concatenate([uses, added[:, times].T / one.part.budget_bytes])
+            slack = np.append(slack, 1.0 - in_use[times] / one.part.budget_bytes)
+        variance = np.array([change.variance for change in self.changes])
+        return combine(Changes(of, variance, uses.T), slack, _MIN_GAIN * one.variance)
 
-    def _in_use(self) -> IntArray:
-        return self._one.in_use() if self._one.is_tight else np.zeros(1, dtype=np.int64)
-
-    def _windows(self, near: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
-        """The nearest of each operator, as many as there is time for; the largest first."""
+    def windows(self, neighbours: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
+        """Yield each operator with as many neighbours as may be priced, the largest window first."""
         variance = self._one.part.variance
-        most = min(_MOST_OF_WINDOW, _MOST_OF_CLASS // len(near))
-        most = max(most // (_BYTES_TAKE if self._one.is_tight else 1), 2)
+        most = min(_MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS // len(neighbours))
+        most = max(most // (_MEMORY_PRICING_FACTOR if self._counts_bytes else 1), 2)
         windows: dict[tuple[str, ...], None] = {}
-        for ops in near:
-            many, window = 1, list[str]()
+        for ops in neighbours:
+            num_assignments, window = 1, list[str]()
             for op in ops:
-                many *= sum(v - self._now[op] < self._most for v in variance[op].values())
-                if many > most and window:
+                num_assignments *= sum(v - self._now[op] < self._most for v in variance[op].values())
+                if num_assignments > most and window:
                     break
                 window.append(op)
             windows[tuple(window)] = None
-        beside: set[frozenset[str]] = set()
+        covered: set[frozenset[str]] = set()
         for found in sorted(windows, key=len, reverse=True):
-            first = {frozenset((found[0], other)) for other in found[: _NEAREST + 1]}
-            if not first <= beside:
-                beside |= {frozenset((a, b)) for a in found for b in found}
+            pairs = {frozenset((found[0], other)) for other in found[: _NUM_NEAREST + 1]}
+            if not pairs <= covered:
+                covered |= {frozenset((a, b)) for a in found for b in found}
                 yield found
 
-    def _priced(self, window: Sequence[str]) -> list[_Change]:
-        """Every assignment of a window that gains or pays."""
+    def priced(self, window: Sequence[str]) -> list[Change]:
+        """Return every assignment of a window that lessens variance, or saves seconds or bytes."""
         state, one = self._state, self._one
-        variance, found = one.part.variance, list[_Change]()
-        begun_s, begun = self._seconds(), self._in_use()
+        variance, found = one.part.variance, list[Change]()
+        before_s, before = self.seconds(), self._in_use()
         gained = [min(variance[op].values()) - self._now[op] for op in window]
 
-        def go_on(chosen: tuple[tuple[str, Precision], ...], k: int, more: float) -> None:
-            if more + sum(gained[k:]) >= self._most:
+        def choose(chosen: tuple[tuple[str, Precision], ...], k: int, added: float) -> None:
+            if added + sum(gained[k:]) >= self._most:
                 return
             if k == len(window):
                 if chosen:
-                    seconds, in_use = self._seconds() - begun_s, self._in_use() - begun
-                    found.append(_Change(chosen, more, seconds, in_use))
+                    found.append(Change(chosen, added, self.seconds() - before_s, self._in_use() - before))
                 return
             op = window[k]
             for precision in one.part.choices[op]:
                 move = state.move(self._name, {op: precision})
-                added = ((op, precision),) if move.changes else ()
-                go_on(chosen + added, k + 1, more + variance[op][precision] - self._now[op])
+                pair = ((op, precision),) if move.changes else ()
+                choose(chosen + pair, k + 1, added + variance[op][precision] - self._now[op])
                 state.back(move)
 
-        go_on((), 0, 0.0)
-        return self._worth(found)
+        choose((), 0, 0.0)
+        return self._useful(found)
 
-    def _worth(self, found: list[_Change]) -> list[_Change]:
-        """Without those that neither gain nor pay; where only seconds count, without those that another
-        beats in both.
+    def _useful(self, found: list[Change]) -> list[Change]:
+        """Leave out changes that neither gain nor save, and those that another of the window dominates.
+
+        Where bytes count, no change is dominated: it may save bytes at a time when no other does.
         """
         found = [c for c in found if c.variance < 0.0 or c.seconds < 0.0 or int(c.in_use.min()) < 0]
-        if self._one.is_tight:
+        if self._counts_bytes:
             return found
-        kept, fastest = list[_Change](), np.inf
+        useful, fastest_s = list[Change](), np.inf
         for change in sorted(found, key=lambda change: (change.variance, change.seconds)):
-            if change.seconds < fastest:
-                kept.append(change)
-                fastest = change.seconds
-        return kept
+            if change.seconds < fastest_s:
+                useful.append(change)
+                fastest_s = change.seconds
+        return useful
 
-    def _found(self) -> list[tuple[float, tuple[int, ...]]]:
-        """What changes add together, and their numbers, least variance first."""
-        if not self._changes:
-            return []
-        number = {op: i for i, op in enumerate(self._now)}
-        of = np.zeros((len(self._changes), len(number)), dtype=bool)
-        for row, change in enumerate(self._changes):
-            of[row, [number[op] for op, _ in change.assignment]] = True
-        one, rows = self._one, self._changes
-        takes = np.array([[change.seconds for change in rows]]) / self._target_s
-        room = np.array([self._room_s]) / self._target_s
-        if one.is_tight:
-            # At these times most is in use once a change is made; the others follow.
-            in_use, changed = one.in_use(), np.array([change.in_use for change in rows])
-            times = np.unique(np.append((in_use + changed).argmax(axis=1), in_use.argmax()))
-            takes = np.concatenate([takes, changed[:, times].T / one.part.budget_bytes])
-            room = np.append(room, 1.0 - in_use[times] / one.part.budget_bytes)
-        variance = np.array([change.variance for change in rows])
-        return paid(Changes(of, variance, takes.T), room, self._least)
+    def seconds(self) -> float:
+        """Return the seconds below which no step falls with the class as it stands."""
+        work = self._one.work.slower(1 + self._state.late.get(self._name, 0.0))
+        return least_time(work, self._start_s, self._state.problem.exchange)
+
+    def _in_use(self) -> IntArray:
+        return self._one.in_use() if self._counts_bytes else np.zeros(1, dtype=np.int64)

@@ -1,37 +1,37 @@
-"""What waits for backward when backward begins, as sums over choices: no step needs less memory (ours).
+"""A bound of memory: the bytes saved for backward when backward begins, as sums over choices.
 
-What an operator keeps, and in which type, is asked of the memory model's functions, way by way of running it;
-one storage that several keep counts once. What lives for a moment only, and gradients, are left out, so that
-the sum is a bound: it is on how much memory an assignment needs at the least, where the exact solver needs a
-row that cuts off no assignment that fits.
+The functions of the memory model say what each operator saves and in which type, for every alternative of
+running it. A storage that several operators save counts once. Workspaces and gradients are left out, so the
+sum is a lower bound of what an assignment needs. The exact solver can therefore use it as a row that cuts off
+no assignment that fits.
 """
 
 from __future__ import annotations
 
-from qsync.allocator.solvers.class_model import LinearClass
+from qsync.allocator.solvers.class_model import ClassModel
 from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.predictor.memory.lifetimes import layout, storage_bytes
 from qsync.predictor.memory.saved_tensors import made_for_backward, saved_by_op
 from qsync.records.graph import OpGraph
 
 
-def kept_bytes(linear: LinearClass, graph: OpGraph, device: str) -> Sum:
-    """Bytes that are certainly in use between forward and backward, beside what is there throughout.
+def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
+    """Return the bytes certainly in use between forward and backward, beyond those in use throughout.
 
-    Nothing is known to be kept where blocks are computed once more in backward.
+    The sum is 0 where blocks are recomputed in backward: nothing is then known to be saved.
 
-    >>> kept_bytes(linear, graph, "cpu").at(point)
+    >>> saved_bytes(linear, graph, "cpu").at(point)
     """
     found = Sum()
     if graph.recomputed:
         return found
     known = layout(graph)
-    # By storage (the value it belongs to, its type): its bytes, and by operator the bit that it keeps it.
+    # By storage (its value and type): its bytes, and by operator the binary variable that it saves it.
     size: dict[tuple[str, str], int] = {}
-    keepers: dict[tuple[str, str], dict[int, Sum]] = {}
+    savers: dict[tuple[str, str], dict[int, Sum]] = {}
 
     def storage(value: str, type_name: str) -> tuple[str, str] | None:
-        """What keeps a value in this type, noted with its bytes; None for what is there throughout."""
+        """Note the storage of a value in this type; None if it is in use throughout."""
         root, num_bytes = known.root[value], storage_bytes(type_name, known.shape[value])
         if root not in known.position and (value in known.parameters or type_name == known.dtype[value]):
             return None  # it enters the graph; casts of parameters are counted below
@@ -40,21 +40,25 @@ def kept_bytes(linear: LinearClass, graph: OpGraph, device: str) -> Sum:
         return key
 
     for i, op in enumerate(graph.ops):
-        for way in linear.ways[i] if op.requires_grad else ():
-            for num_bytes in made_for_backward(op, way.mode, known.shape, known.dtype, device, way.form):
-                found.add(way.bit, num_bytes)
-            kept = saved_by_op(op, known.has_gradient, known.dtype, way.form, way.mode, device)
-            values = [(op.inputs[j], way.taken[j]) for j in kept.inputs]
-            values += [(op.name, way.output)] if kept.output else []
+        for alternative in linear.alternatives[i] if op.requires_grad else ():
+            for num_bytes in made_for_backward(
+                op, alternative.mode, known.shape, known.dtype, device, alternative.form
+            ):
+                found.add(alternative.binary, num_bytes)
+            saved = saved_by_op(
+                op, known.has_gradient, known.dtype, alternative.form, alternative.mode, device
+            )
+            values = [(op.inputs[j], alternative.taken[j]) for j in saved.inputs]
+            values += [(op.name, alternative.output)] if saved.output else []
             for key in dict.fromkeys(storage(value, taken) for value, taken in values if taken is not None):
                 if key is not None:
-                    keepers.setdefault(key, {}).setdefault(i, Sum()).add(way.bit)
-    for key, by in keepers.items():
+                    savers.setdefault(key, {}).setdefault(i, Sum()).add(alternative.binary)
+    for key, by in savers.items():
         found.add(linear.program.at_least_any(list(by.values())), size[key])
     for number, value in enumerate(graph.inputs):
         if value.kind != "parameter":
             continue
-        for taken, bits in linear.takers(number).items():
-            if taken != value.dtype:  # rounded once per optimizer step, and kept until its end
-                found.add(linear.program.at_least_any(bits), storage_bytes(taken, value.shape))
+        for taken, binaries in linear.takers(number).items():
+            if taken != value.dtype:  # rounded once per optimizer step, and in use until its end
+                found.add(linear.program.at_least_any(binaries), storage_bytes(taken, value.shape))
     return found

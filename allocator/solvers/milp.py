@@ -1,18 +1,19 @@
 """The exact solver: every class's assignment of least variance, as a mixed-integer program (HiGHS, by scipy).
 
 A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k
-is complete, d_k its all-reduce alone and e_k what that takes from compute, a step is never shorter than
+is complete, d_k its all-reduce alone and e_k the compute time that it takes, a step is never shorter than
 
-    l + r_k + v (b - r_k) + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j              (ours)
+    l + r_k + v (b - r_k) + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j
 
-for any class, with b its whole backward and v how much a second of it delays all-reduces beside it: before
-bucket k starts every earlier all-reduce has either taken its toll or been waited for, and while the rest of
-backward runs, those that follow are slower. These rows are linear in the choices (`linear`), so what the
-programs say is a bound that no plan falls below. What they find is replayed: where replay adds more than the
-rows (a class that waits for another) they are solved again for a target shorter by that, where an assignment
-needs too much memory it is cut off, and what is returned was replayed in any case. Of memory there is a row
-of what is certainly kept for backward (`kept`); what else a step needs is in none, so where memory binds the
-bound is the lower for it.
+for any class, with b its whole backward and v the delay of all-reduces per second of it. Before bucket k
+starts, every earlier all-reduce has either taken its toll or been waited for. While the rest of backward
+runs, the all-reduces that follow are slower. These rows are linear in the choices (`class_model`), so the
+programs give a bound that no plan falls below.
+
+Their solutions are replayed. Where replay is longer than the rows say (a class waits for another), the
+programs are solved again for a target shorter by the difference. An assignment that needs too much memory is
+cut off. Every solution returned was replayed. One row counts the bytes certainly saved for backward
+(`memory_bound`); other memory is in no row, so the bound is loose where memory binds.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qsync.allocator.solvers.class_model import LinearClass
-from qsync.allocator.solvers.local_search import change_windows
-from qsync.allocator.solvers.memory_bound import kept_bytes
+from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.local_search import improve
+from qsync.allocator.solvers.memory_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
     OPTIMAL,
@@ -46,25 +47,25 @@ from qsync.replayer.simulate import LEAST_RATE, starts_s
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
 
-# Rows are scaled so that the target is this: HiGHS keeps them to a millionth, so to 1e-9 of the target.
-_SCALE = 1e3
-# The variance of the plan that is known is scaled to this: HiGHS stops at differences of a millionth.
-_KNOWN = 1e4
-# How often a class is solved again because replay, or memory, says more than its rows.
+# Rows are scaled so that the target is this: HiGHS holds them to a millionth, so to 1e-9 of the target.
+_TARGET_SCALED = 1e3
+# The variance of the known plan is scaled to this: HiGHS stops at differences of a millionth.
+_KNOWN_SCALED = 1e4
+# How often a class is solved again because replay or memory exceeds its rows.
 _MAX_ROUNDS = 30
-# A plan within this part of its bound is near enough to the best that `judge` looks no further.
-_NEAR = 0.05
-# With so few choices every assignment that replay refuses is cut off by itself, which is exact.
-_FEW, _MAX_CUTS = 12, 300
+# A plan within this part of its bound gets no local search.
+_NEAR_BOUND = 0.02
+# With at most so many free operators every assignment that replay rejects is cut off alone: this is exact.
+_MAX_FREE_FOR_CUTS, _MAX_CUTS = 12, 300
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """What the solver found. `bound` is a variance that no plan within time and memory falls below.
+    """A solution. `bound` is a variance that no plan within time and memory falls below.
 
-    `status` is "optimal" where `gap` is within what was asked; else "time-limited" or "unsolved" where HiGHS
-    says so of a program, and "unproved" where more time would not help: the bound is what is loose (it knows
-    of memory only in part, and not that classes wait for each other).
+    `status` is "optimal" where `gap` is within the gap asked for, else "time-limited" or "unsolved" where
+    HiGHS says so of a program. It is "unproved" where more time would not help: the bound is loose, since it
+    counts memory only in part and does not know that classes wait for each other.
     """
 
     assignments: Mapping[str, Mapping[str, Precision]]
@@ -75,17 +76,16 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """The part of the variance by which a better plan might be better."""
+        """The largest part of the variance that a better plan could save."""
         return max(0.0, 1.0 - self.bound / self.variance) if self.variance > 0.0 else 0.0
 
 
 def solve(
     state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
 ) -> Solution:
-    """Make the variance least, beginning with what `state` has, which must hold; ends with `state` there.
+    """Minimise the variance from the assignment of `state`, which must hold; leave `state` at the solution.
 
-    Where memory binds, the rows know too little of it to find the best: where they leave it open whether
-    there is a better plan, windows are changed at last (`change_windows`).
+    The rows count memory only in part. Where they leave a better plan possible, local search follows.
 
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
@@ -93,7 +93,7 @@ def solve(
     best, least = state.assignments(), state.variance
     settled = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     bound, candidate = settled, {name: dict(found) for name, found in best.items()}
-    # Of a class that adds nothing there is nothing better.
+    # A class that adds nothing has no better assignment.
     parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
     for number, part in enumerate(parts):
         left = time_limit_s - (time.perf_counter() - begun)
@@ -116,26 +116,26 @@ def solve(
     if holds(state, target_s) and state.variance < least:
         best, least = state.assignments(), state.variance
     state.restore(best)
-    change_windows(state, lowerable, target_s, enough=bound / (1.0 - _NEAR))
+    improve(state, lowerable, target_s, enough=bound / (1.0 - _NEAR_BOUND))
     return _solution(state, bound, gap, begun, parts)
 
 
-def judge(
+def improve_and_bound(
     state: State, lowerable: Sequence[str], target_s: float, *, gap: float = 1e-4, time_limit_s: float = 20.0
 ) -> Solution:
-    """What `state` has, with a bound beside it: the least variance if operators could be mixed in precision.
+    """Improve the assignment of `state` by local search if a bound leaves a better plan possible.
 
-    Takes a fraction of the time that `solve` does, and the bound is a little lower. Where it leaves it open
-    whether there is a better plan, windows are changed (`change_windows`); ends with `state` there.
+    The bound is the least variance if precisions of one operator could be mixed. It takes a fraction of the
+    time of `solve` and is a little lower than the bound of `solve`.
 
-    >>> judge(state, ["infer"], target_s=0.1).gap
+    >>> improve_and_bound(state, ["infer"], target_s=0.1).gap
     """
     begun = time.perf_counter()
     bound = sum(one.variance for name, one in state.classes.items() if name not in lowerable)
     parts = [_Class(state, n, target_s, lowerable) for n in lowerable if state.classes[n].variance > 0.0]
     for part in parts:
         bound += part.relaxed(time_limit_s - (time.perf_counter() - begun))
-    change_windows(state, lowerable, target_s, enough=bound / (1.0 - _NEAR))
+    improve(state, lowerable, target_s, enough=bound / (1.0 - _NEAR_BOUND))
     return _solution(state, bound, gap, begun, parts)
 
 
@@ -149,38 +149,38 @@ def _solution(state: State, bound: float, gap: float, begun: float, parts: Seque
 
 
 class _Class:
-    """One class: its program, the rows of its step, and the best assignment found so far."""
+    """One class: its program, the rows of its step, and its best assignment so far."""
 
     def __init__(self, state: State, name: str, target_s: float, lowerable: Sequence[str]) -> None:
         self.name, self._state, self._target_s = name, state, target_s
         self._one = state.classes[name]
         self.best = {op: self._one.precision(op) for op in self._one.part.choices}
-        self.status = OPTIMAL  # the worst that HiGHS said
+        self.status = OPTIMAL  # the worst status of HiGHS
         self._variance = self._one.variance
-        self._weight = _KNOWN / self._variance if self._variance > 0.0 else 1.0
+        self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
         self._beside = [
             one.work.slower(1 + state.late.get(other, 0.0))
             for other, one in state.classes.items()
             if other not in lowerable
         ]
-        # Where buffers are handed out first all start with the last; an optimizer takes as long in any case.
+        # Where buffers are broadcast first, all classes start with the last. No choice changes that time.
         works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
         start_s = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, start_s, strict=True))[name]
-        self._linear = LinearClass(self._one.part.graph, self._one.part, self._weight, _KNOWN)
-        self._cuts: list[Row] = [self._memory()] if self._one.is_tight else []
-        self._forward = total(self._linear.forward_s)
+        self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
+        self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
+        self._forward = total(self._model.forward_s)
         # The operator until whose backward each row counts: the whole step first, then every bucket.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
         self._rows: dict[int, Sum] = {}
-        self._until(0)
+        self._add_row(0)
 
     def solve(self, time_limit_s: float, gap: float) -> float:
-        """Find the best assignment; the variance that none falls below."""
+        """Find the best assignment; return the variance that none falls below."""
         if self._is_settled:
             return self._variance
         end = time.perf_counter() + time_limit_s
-        few = sum(len(self._linear.chosen[op]) > 1 for op in self._one.part.choices) <= _FEW
+        few = sum(len(self._model.chosen[op]) > 1 for op in self._one.part.choices) <= _MAX_FREE_FOR_CUTS
         bound, exact, target_s = 0.0, True, self._target_s
         for _ in range(_MAX_CUTS if few else _MAX_ROUNDS):
             found, least = self._solved(target_s, end - time.perf_counter(), gap)
@@ -188,7 +188,7 @@ class _Class:
                 bound = max(bound, least)
             if found is None:
                 break
-            over = self._over(found)
+            over = self._misses(found)
             if over is None:
                 self.best = found
                 break
@@ -196,7 +196,7 @@ class _Class:
                 self.status = TIME_LIMITED
                 break
             if few:
-                self._cuts.append(self._linear.excluding(found))
+                self._cuts.append(self._model.excluding(found))
             else:
                 exact = False
                 late, row = over
@@ -206,29 +206,29 @@ class _Class:
         return bound
 
     def relaxed(self, time_limit_s: float) -> float:
-        """The variance that no assignment falls below, as far as mixtures of precisions say."""
+        """Return the variance that no assignment falls below if precisions could be mixed."""
         if self._is_settled:
             return self._variance
         return self._solved(self._target_s, time_limit_s, 0.0, relaxed=True)[1]
 
     def within(self, target_s: float, time_limit_s: float, gap: float) -> dict[str, Precision] | None:
-        """The best assignment for another target, if there is one in the time."""
+        """Return the best assignment for another target, None if none is found in time."""
         return None if self._is_settled else self._solved(target_s, time_limit_s, gap)[0]
 
     @property
     def _is_settled(self) -> bool:
-        """Whether there is nothing to choose, or nothing to gain."""
-        return self._variance == 0.0 or self._linear.program.num_columns == 0
+        """Whether there is nothing to choose or nothing to gain."""
+        return self._variance == 0.0 or self._model.program.num_columns == 0
 
     def _solved(
         self, target_s: float, time_limit_s: float, gap: float, relaxed: bool = False
     ) -> tuple[dict[str, Precision] | None, float]:
-        """An assignment that keeps the rows, and the least variance that any has."""
+        """Return an assignment that satisfies the rows, and the least variance of any."""
         end, bound = time.perf_counter() + time_limit_s, 0.0
         while True:
-            most = _SCALE * target_s / self._target_s * (1 + TOLERANCE)
+            most = _TARGET_SCALED * target_s / self._target_s * (1 + TOLERANCE)
             rows = [(row, -np.inf, most) for row in self._rows.values()]
-            result = self._linear.program.solve(
+            result = self._model.program.solve(
                 also=[*rows, *self._cuts],
                 gap=gap / 2,
                 time_limit_s=end - time.perf_counter(),
@@ -239,19 +239,19 @@ class _Class:
                 self.status = status
             least = result.fun if relaxed else result.mip_dual_bound
             if least is not None and np.isfinite(least):
-                bound = max(bound, (least + self._linear.settled_cost) / self._weight)
-            elif status == INFEASIBLE:  # nothing is better than the plan that is known
+                bound = max(bound, (least + self._model.settled_cost) / self._weight)
+            elif status == INFEASIBLE:  # no plan is better than the known one
                 bound = self._variance
             if result.x is None:
                 return None, bound
-            broken = self._broken(result.x, target_s)
+            broken = self._most_broken_row(result.x, target_s)
             if broken is None:
-                return self._linear.assignment(result.x), bound
-            self._until(broken)
+                return self._model.assignment(result.x), bound
+            self._add_row(broken)
 
-    def _broken(self, point: FloatArray, target_s: float) -> int | None:
-        """The bucket whose row, not yet among them, is broken most."""
-        forward, backward = self._forward.at(point), np.array([s.at(point) for s in self._linear.backward_s])
+    def _most_broken_row(self, point: FloatArray, target_s: float) -> int | None:
+        """Return the bucket whose row, not added yet, a point breaks most."""
+        forward, backward = self._forward.at(point), np.array([s.at(point) for s in self._model.backward_s])
         worst, most = None, target_s * (1 + 1e-8)
         for k in range(len(self._ready)):
             seconds = self._seconds(k, forward, float(self._shares(k) @ backward))
@@ -260,33 +260,33 @@ class _Class:
         return worst
 
     def _shares(self, k: int) -> FloatArray:
-        """How much of each operator's backward row k counts: all until its bucket is complete."""
-        shares = np.ones(len(self._linear.backward_s))
+        """Return the part of each operator's backward that row k counts: all until its bucket is complete."""
+        shares = np.ones(len(self._model.backward_s))
         if k > 0:
-            shares[: max(self._ready[k], 0)] = self._beside_flights(k)
+            shares[: max(self._ready[k], 0)] = self._toll_share(k)
         return shares
 
-    def _beside_flights(self, k: int) -> float:
-        """By how many seconds a second of backward delays the all-reduces from row k's on."""
+    def _toll_share(self, k: int) -> float:
+        """Return the seconds by which a second of backward delays the all-reduces from row k's on."""
         exchange = self._state.problem.exchange
         tolls, alone, rate = self._one.work.tolls_s, exchange.durations_s, exchange.link.overlap_rate
         losses = [toll * rate / d if d > 0.0 else 0.0 for toll, d in zip(tolls, alone, strict=True)][k - 1 :]
         return (1.0 - rate) / (1.0 - min(rate, *losses, 1.0 - LEAST_RATE))
 
-    def _until(self, k: int) -> None:
+    def _add_row(self, k: int) -> None:
         """Add the row of the whole step (0), or of a bucket (from 1)."""
         seconds = Sum()
         seconds.add(self._forward)
-        for part, share in zip(self._linear.backward_s, self._shares(k).tolist(), strict=True):
+        for part, share in zip(self._model.backward_s, self._shares(k).tolist(), strict=True):
             if share:
                 seconds.add(part, share)
         factor = self._seconds(k, 1.0, 0.0) - self._seconds(k, 0.0, 0.0)
-        row = Sum(constant=self._seconds(k, 0.0, 0.0) * _SCALE / self._target_s)
-        row.add(seconds, factor * _SCALE / self._target_s)
+        row = Sum(constant=self._seconds(k, 0.0, 0.0) * _TARGET_SCALED / self._target_s)
+        row.add(seconds, factor * _TARGET_SCALED / self._target_s)
         self._rows[k] = row
 
     def _seconds(self, k: int, forward_s: float, backward_s: float) -> float:
-        """Seconds that a step takes at the least, by row k, of whose share of backward it is given."""
+        """Return the least seconds of a step by row k, given the backward seconds that the row counts."""
         exchange, profile = self._state.problem.exchange, self._one.part.profile
         copied = float(self._shares(k) @ exchange.copied_bytes)
         if k == 0 or self._ready[k] < 0:
@@ -300,40 +300,42 @@ class _Class:
         lost = sum(min(toll, duration) for toll, duration in zip(tolls[: k - 1], alone, strict=False))
         return seconds + lost + sum(alone[k - 1 :])
 
-    def _over(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
-        """None if replay of this class beside those that stand holds; else the part by which it is late, and
-        a row that memory asks for.
+    def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
+        """Return by which part this class misses the target, and a row for missed memory; None if it holds.
+
+        The class is replayed beside those that are not lowered.
         """
         state, move = self._state, self._state.move(self.name, assignment)
         work = self._one.work.slower(1 + state.late.get(self.name, 0.0))
         late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0
-        row = None if self._one.fits() else self._less_memory(assignment)
+        row = None if self._one.fits() else self._less_memory_row(assignment)
         state.back(move)
         return (max(late, 0.0), row) if late > TOLERANCE or row is not None else None
 
-    def _memory(self) -> Row:
-        """What is certainly kept for backward, within the budget: a row that holds wherever memory does."""
+    def _memory_row(self) -> Row:
+        """Return the row that bytes certainly saved for backward fit in the budget."""
         part = self._one.part
         device, budget = part.device_class.device, part.budget_bytes
         throughout = part.profile.optimizer_bytes + bytes_throughout(part.graph)
-        row = Sum(constant=_SCALE * (throughout / budget - 1.0))
-        kept = kept_bytes(self._linear, part.graph, device)
-        row.add(kept, _SCALE * (1.0 + stated_error(device)) / budget)
+        row = Sum(constant=_TARGET_SCALED * (throughout / budget - 1.0))
+        saved = saved_bytes(self._model, part.graph, device)
+        row.add(saved, _TARGET_SCALED * (1.0 + stated_error(device)) / budget)
         return row, -np.inf, 0.0
 
-    def _less_memory(self, assignment: Mapping[str, Precision]) -> Row:
-        """What assignments near this one need when it needs most, as far as single changes say, within the
-        budget (ours).
+    def _less_memory_row(self, assignment: Mapping[str, Precision]) -> Row:
+        """Return the row that assignments near this one fit in memory at the time of its peak.
+
+        Their bytes are estimated from single changes.
         """
         state, one = self._state, self._one
         (when, peak), budget = one.bytes_at(), one.part.budget_bytes
         row = Sum(constant=float(peak - budget))
         for op in one.part.choices:
-            for precision, bit in self._linear.chosen[op].items():
+            for precision, binary in self._model.chosen[op].items():
                 if precision is not assignment[op]:
                     move = state.move(self.name, {op: precision})
-                    row.add(bit, float(one.bytes_at(when)[1] - peak))
+                    row.add(binary, float(one.bytes_at(when)[1] - peak))
                     state.back(move)
         scaled = Sum()
-        scaled.add(row, _SCALE / budget)
+        scaled.add(row, _TARGET_SCALED / budget)
         return scaled, -np.inf, 0.0

@@ -1,7 +1,7 @@
-"""A mixed-integer linear program, written in expressions whose values are 0 or 1, or sums of them; for HiGHS.
+"""A mixed-integer linear program, written in sums of binary variables and solved by HiGHS.
 
-The logic of bits is linear: z = a and b is z <= a, z <= b, z >= a + b - 1, and z need not be declared whole
-where a and b are (Glover and Woolsey, 1974).
+The logic of binary variables is linear: z = a and b is z <= a, z <= b, z >= a + b - 1, and z need not be
+declared whole where a and b are (Glover and Woolsey, 1974).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # half a second to import, which only solving needs
 
 FloatArray = npt.NDArray[np.float64]
 
-# What the codes of scipy.optimize.milp mean; "unsolved" is numerical trouble, and nothing is known then.
+# The status codes of scipy.optimize.milp; "unsolved" is numerical trouble, after which nothing is known.
 OPTIMAL, TIME_LIMITED, INFEASIBLE, UNSOLVED = "optimal", "time-limited", "infeasible", "unsolved"
 STATUSES = {0: OPTIMAL, 1: TIME_LIMITED, 2: INFEASIBLE, 3: UNSOLVED, 4: UNSOLVED}
 
@@ -41,12 +41,12 @@ class Sum:
             self.terms[column] = self.terms.get(column, 0.0) + times * coefficient
 
     def at(self, point: FloatArray) -> float:
-        """The value where the columns have these values."""
+        """Return the value where the columns have these values."""
         return self.constant + sum(c * float(point[column]) for column, c in self.terms.items())
 
     @property
     def settled(self) -> bool:
-        """Whether it is the same whatever the columns are."""
+        """Whether the sum is a constant."""
         return not self.terms
 
 
@@ -54,22 +54,22 @@ ZERO, ONE = Sum(), Sum(constant=1.0)
 
 
 def total(parts: Iterable[Sum]) -> Sum:
-    """The sum of sums."""
+    """Return the sum of some sums."""
     found = Sum()
     for part in parts:
         found.add(part)
     return found
 
 
-def negated(bit: Sum) -> Sum:
-    """1 - bit."""
+def negated(binary: Sum) -> Sum:
+    """Return 1 minus a binary variable."""
     found = Sum(constant=1.0)
-    found.add(bit, -1.0)
+    found.add(binary, -1.0)
     return found
 
 
 class Program:
-    """Columns in [0, 1], rows, and what to make least."""
+    """Columns in [0, 1], rows, and the cost to minimise."""
 
     def __init__(self) -> None:
         self._cost: list[float] = []
@@ -78,53 +78,54 @@ class Program:
 
     @property
     def num_columns(self) -> int:
+        """Number of variables."""
         return len(self._cost)
 
     def choice(self, costs: Sequence[float]) -> list[Sum]:
-        """One bit for each of some alternatives, of which exactly one is taken."""
+        """Add a binary variable for each of some alternatives, of which exactly one is taken."""
         if len(costs) == 1:
             return [ONE]
-        bits = [self._column(cost, True) for cost in costs]
-        self.row(total(bits), 1.0, 1.0)
-        return bits
+        binaries = [self._column(cost, True) for cost in costs]
+        self.row(total(binaries), 1.0, 1.0)
+        return binaries
 
-    def bit(self) -> Sum:
-        """A column that other rows hold at 0 or 1."""
+    def binary(self) -> Sum:
+        """Add a variable that other rows hold at 0 or 1."""
         return self._column(0.0, False)
 
     def row(self, what: Sum, least: float = -np.inf, most: float = np.inf) -> None:
-        """Least <= what <= most."""
+        """Add the row least <= what <= most."""
         self._rows.append((what, least, most))
 
-    def all_of(self, bits: Iterable[Sum]) -> Sum:
-        """The bit that is 1 where all of these are."""
-        open_ = [bit for bit in bits if not (bit.settled and bit.constant == 1.0)]
-        if any(bit.settled for bit in open_):
+    def all_of(self, binaries: Iterable[Sum]) -> Sum:
+        """Return the binary variable that is 1 where all of these are."""
+        open_ = [binary for binary in binaries if not (binary.settled and binary.constant == 1.0)]
+        if any(binary.settled for binary in open_):
             return ZERO
         if len(open_) < 2:
             return open_[0] if open_ else ONE
-        found = self.bit()
-        together = total(open_)
-        for bit in open_:
-            self._at_most(found, bit)
-        together.add(found, -1.0)
-        self.row(together, most=len(open_) - 1.0)
+        found = self.binary()
+        sum_of_open = total(open_)
+        for binary in open_:
+            self._at_most(found, binary)
+        sum_of_open.add(found, -1.0)
+        self.row(sum_of_open, most=len(open_) - 1.0)
         return found
 
-    def any_of(self, bits: Iterable[Sum]) -> Sum:
-        """The bit that is 1 where any of these is."""
-        return negated(self.all_of([negated(bit) for bit in bits]))
+    def any_of(self, binaries: Iterable[Sum]) -> Sum:
+        """Return the binary variable that is 1 where any of these is."""
+        return negated(self.all_of([negated(binary) for binary in binaries]))
 
-    def at_least_any(self, bits: Sequence[Sum]) -> Sum:
-        """No less than any of these: the least such is the bit that is 1 where any is."""
-        if any(bit.settled and bit.constant == 1.0 for bit in bits):
+    def at_least_any(self, binaries: Sequence[Sum]) -> Sum:
+        """Return a variable no less than any of these; its least value is 1 where any of them is 1."""
+        if any(binary.settled and binary.constant == 1.0 for binary in binaries):
             return ONE
-        open_ = [bit for bit in bits if not bit.settled]
+        open_ = [binary for binary in binaries if not binary.settled]
         if len(open_) < 2:
             return open_[0] if open_ else ZERO
-        found = self.bit()
-        for bit in open_:
-            self._at_most(bit, found)
+        found = self.binary()
+        for binary in open_:
+            self._at_most(binary, found)
         return found
 
     def _at_most(self, small: Sum, large: Sum) -> None:
@@ -142,9 +143,9 @@ class Program:
         time_limit_s: float | None = None,
         relaxed: bool = False,
     ) -> OptimizeResult:
-        """Make `cost` least (that of the choices, if None) under all rows and some more; scipy's result.
+        """Minimise `cost` (that of the choices, if None) under all rows and those in `also`.
 
-        `relaxed`: choices may be mixed.
+        With `relaxed` choices may be mixed. Returns scipy's result.
         """
         from scipy.optimize import Bounds, milp
 
@@ -156,7 +157,7 @@ class Program:
         options: dict[str, float] = {"mip_rel_gap": gap}
         if time_limit_s is not None:
             options["time_limit"] = max(time_limit_s, 0.01)
-        with _unheard():
+        with _without_c_output():
             return milp(
                 weights,
                 integrality=None if relaxed else np.array(self._whole, dtype=np.int8),
@@ -186,13 +187,14 @@ class Program:
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """What C code prints to standard output is not seen: HiGHS leaves a line there now and then, whatever it
-    is told, and it would stand in the middle of what `--json` prints.
+def _without_c_output() -> Iterator[None]:
+    """Discard what C code prints to standard output.
+
+    HiGHS prints a line there now and then, whatever its options, which would break the output of `--json`.
     """
     sys.stdout.flush()
     try:
-        kept = os.dup(1)
+        saved = os.dup(1)
     except OSError:  # standard output is closed
         yield
         return
@@ -201,7 +203,7 @@ def _unheard() -> Iterator[None]:
     try:
         yield
     finally:
-        ctypes.CDLL(None).fflush(None)  # what it printed may still lie in C's own buffer
-        os.dup2(kept, 1)
-        os.close(kept)
+        ctypes.CDLL(None).fflush(None)  # C's own buffer may still hold output
+        os.dup2(saved, 1)
+        os.close(saved)
         os.close(nowhere)

@@ -13,45 +13,44 @@ from qsync.replayer import least_time, starts_s
 
 # Operators of one class that are raised together, with their precisions.
 Raise = Mapping[str, Precision]
-# The order in which raises are tried, of the variance regained and the part used of what there is room for:
-# larger is earlier.
+# The order of raises, from the variance regained and the part of the slack used: larger is earlier.
 Priority = Callable[[float, float], float]
 
 # Replay sums floats, so two orders of the same sum may differ in the last bits.
 TOLERANCE = 1e-9
-# Where there is no room, what a raise takes is measured against this part of the whole.
-_LEAST_ROOM = 1e-3
-# So many raises are replayed together at the most.
-_MOST_AT_ONCE = 1024
+# The slack counts as at least this part of the target, or of the memory budget.
+_MIN_SLACK_PART = 1e-3
+_MAX_REPLAYED_AT_ONCE = 1024
 
 
 def variance_regained(regained: float, used: float) -> float:
-    """(n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
+    """Return (n_c / N^2) (omega[now] - omega[higher]): QSync's order."""
     return regained
 
 
-def regained_per_room(regained: float, used: float) -> float:
-    """Variance regained per part of the room in time and memory that it takes: a knapsack's density (Toyoda,
-    Management Science 1975, for several constraints).
+def regained_per_slack(regained: float, used: float) -> float:
+    """Return the variance regained per part of the slack that a raise uses, in time and memory.
+
+    This is a knapsack's density (Toyoda, Management Science 1975, for several constraints).
     """
     return regained / max(used, 1e-9)
 
 
-PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_room)
+PRIORITIES: tuple[Priority, ...] = (variance_regained, regained_per_slack)
 
 
 def recover(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> None:
     """Raise operators of these classes, best first, while the step is within `target_s` and memory holds.
 
-    Every raise of an operator is tried, so one whose jump to FP32 costs too much may still stop half way; a
-    raise that does not hold is undone exactly. Operators that read one value are also raised together: alone
-    the first of them would pay for a cast that the others still need. What a raise is worth is looked at
-    again when its turn comes, for the raises before it have changed that (ours). Raising a neighbour can
-    remove a cast and make a refused raise affordable, so passes are repeated until one changes nothing.
+    Every raise of an operator is tried, so an operator that cannot afford FP32 may still be raised half way.
+    A raise that does not hold is undone exactly. Operators that read one value are also raised together:
+    alone the first of them would pay for a cast that the others still need. The worth of a raise is computed
+    again when its turn comes, since earlier raises have changed it. Raising a neighbour can remove a cast and
+    make a rejected raise affordable, so passes are repeated until one changes nothing.
     """
     for name in classes:
         one, trial = state.classes[name], _Trial(state, target_s)
-        if one.seconds_at(one.part.highest) - one.costs.total_s <= trial.room_s(name):
+        if one.seconds_at(one.part.highest) - one.costs.total_s <= trial.slack_s(name):
             trial.add(state.move(name, one.part.highest))
             trial.settle()
     while _pass(state, classes, target_s, priority):
@@ -59,7 +58,7 @@ def recover(state: State, classes: Sequence[str], target_s: float, priority: Pri
 
 
 def holds(state: State, target_s: float) -> bool:
-    """Whether the step is within the target, late classes included, and every class within its memory."""
+    """Return whether the step is within the target, margins included, and every class fits in memory."""
     most = target_s * (1 + TOLERANCE)
     if any(one.alone_s * (1 + state.late.get(name, 0.0)) > most for name, one in state.classes.items()):
         return False
@@ -69,7 +68,7 @@ def holds(state: State, target_s: float) -> bool:
 
 
 def _least_times(state: State) -> dict[str, float]:
-    """By class the seconds that a step takes at the least, late classes included."""
+    """Return by class the seconds below which no step falls, margins included."""
     exchange = state.problem.exchange
     works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
     starts = starts_s(list(works.values()), exchange)
@@ -80,23 +79,24 @@ def _least_times(state: State) -> dict[str, float]:
 
 
 def is_raise(state: State, device_class: str, op: str, precision: Precision) -> bool:
-    """Whether this precision adds less variance than the operator's own, or as much and is called higher."""
+    """Return whether a precision adds less variance than the present one, or as much and ranks higher."""
     one = state.classes[device_class]
     variance, now = one.part.variance[op], one.precision(op)
     return (variance[precision], -RANK[precision]) < (variance[now], -RANK[now])
 
 
 def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:
-    places = {name: state.classes[name].places() for name in classes}
+    """Try every raise once, best first; return whether any held."""
+    structure = {name: state.classes[name].structural_classes() for name in classes}
     trial = _Trial(state, target_s)
-    room_s = {name: max(trial.room_s(name), _LEAST_ROOM * target_s) for name in classes}
+    slack_s = {name: max(trial.slack_s(name), _MIN_SLACK_PART * target_s) for name in classes}
     memory, heap = {}, []
     for number, (name, raised) in enumerate(_raises(state, classes)):
         lost_s, memory[number] = (
-            state.seconds_of(name, raised, places[name]),
+            state.seconds_of(name, raised, structure[name]),
             _memory_used(state, name, raised),
         )
-        used = lost_s / room_s[name] + memory[number]
+        used = lost_s / slack_s[name] + memory[number]
         # The number makes ties deterministic: class order, then model order, then the highest first.
         heap.append((-priority(_regained(state, name, raised), used), number, name, raised, lost_s))
     heapq.heapify(heap)
@@ -104,17 +104,17 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
         _, number, name, raised, lost_s = heapq.heappop(heap)
         one = state.classes[name]
         still = {op: precision for op, precision in raised.items() if is_raise(state, name, op, precision)}
-        if not still or lost_s > 2 * max(trial.room_s(name), 0.0):
+        if not still or lost_s > 2 * max(trial.slack_s(name), 0.0):
             continue
         regained, before = _regained(state, name, still), one.costs.total_s
         following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
-        now = priority(regained, lost_s / room_s[name] + memory[number])
-        if now < following:  # its turn comes later
+        now = priority(regained, lost_s / slack_s[name] + memory[number])
+        if now < following:  # other raises come before it
             heapq.heappush(heap, (-now, number, name, still, lost_s))
             continue
         move = state.move(name, still)
         lost_s = one.costs.total_s - before
-        now = priority(regained, lost_s / room_s[name] + memory[number])
+        now = priority(regained, lost_s / slack_s[name] + memory[number])
         if now < following:
             state.back(move)
             heapq.heappush(heap, (-now, number, name, still, lost_s))
@@ -133,63 +133,63 @@ def _regained(state: State, device_class: str, raised: Raise) -> float:
 
 
 def _memory_used(state: State, name: str, raised: Raise) -> float:
-    """The part of the room in memory that a raise takes, where FP32 would not fit; else 0."""
+    """Return the part of the memory slack that a raise uses; 0 where FP32 fits."""
     one = state.classes[name]
     if not one.is_tight:
         return 0.0
     now = one.peak_bytes
-    room = max(one.part.budget_bytes - now, _LEAST_ROOM * one.part.budget_bytes)
+    slack = max(one.part.budget_bytes - now, _MIN_SLACK_PART * one.part.budget_bytes)
     move = state.move(name, raised)
-    used = (one.peak_bytes - now) / room
+    used = (one.peak_bytes - now) / slack
     state.back(move)
     return used
 
 
 class _Trial:
-    """Moves that are made before replay says whether they hold: as many at once as have held so far."""
+    """Moves that wait for replay: it judges many at once while they hold, and single ones after a failure."""
 
     def __init__(self, state: State, target_s: float) -> None:
         self._state, self._target_s = state, target_s
         self._pending: list[Move] = []
         self._at_once, self._any_held = 1, False
-        # By class: how much longer than its own step a step was at the least, when that was last looked at.
-        self._longer_s: dict[str, float] = {}
-        self._look()
+        # By class: the seconds that a step takes at least beyond the class's own, when last measured.
+        self._beyond_own_s: dict[str, float] = {}
+        self._measure()
 
-    def room_s(self, name: str) -> float:
-        """Seconds that a class may still lose, as far as is known."""
+    def slack_s(self, name: str) -> float:
+        """Return the seconds that a class may still lose, as far as is known."""
         late = 1 + self._state.late.get(name, 0.0)
         alone_s = self._state.classes[name].alone_s
-        return self._target_s * (1 + TOLERANCE) / late - alone_s - self._longer_s[name]
+        return self._target_s * (1 + TOLERANCE) / late - alone_s - self._beyond_own_s[name]
 
     def may_hold(self, name: str) -> bool:
-        """Whether the step of this class, as it is now, does not rule the target out."""
-        if self.room_s(name) < 0.0:
-            self._look()
-        return self.room_s(name) >= 0.0
+        """Return whether the target is still possible for this class as it stands."""
+        if self.slack_s(name) < 0.0:
+            self._measure()
+        return self.slack_s(name) >= 0.0
 
     def add(self, move: Move) -> None:
-        """A move that was just made."""
+        """Add a move that was just made."""
         if move.changes:
             self._pending.append(move)
         if len(self._pending) >= self._at_once:
             self.settle()
 
     def settle(self) -> bool:
-        """Undo what does not hold; whether anything ever did."""
+        """Undo the moves that do not hold; return whether any ever held."""
         moves, self._pending = self._pending, []
         if moves:
             self._settle(moves)
         return self._any_held
 
     def _settle(self, moves: list[Move]) -> None:
-        """Keep those of some moves, the last ones made, that hold, the first ones first."""
+        """Keep those of the last moves that hold, earlier ones first."""
         if holds(self._state, self._target_s):
             self._any_held = True
-            self._at_once = min(2 * self._at_once, _MOST_AT_ONCE)
+            self._at_once = min(2 * self._at_once, _MAX_REPLAYED_AT_ONCE)
             return
         self._at_once = 1
-        self._look()
+        self._measure()
         for move in reversed(moves):
             self._state.back(move)
         if len(moves) == 1:
@@ -198,10 +198,10 @@ class _Trial:
         for half in (moves[:middle], moves[middle:]):
             self._settle([self._state.move(move.device_class, move.assignment) for move in half])
 
-    def _look(self) -> None:
+    def _measure(self) -> None:
         for name, least_s in _least_times(self._state).items():
             late = 1 + self._state.late.get(name, 0.0)
-            self._longer_s[name] = least_s / late - self._state.classes[name].alone_s
+            self._beyond_own_s[name] = least_s / late - self._state.classes[name].alone_s
 
 
 def _raises(state: State, classes: Sequence[str]) -> Iterator[tuple[str, Raise]]:

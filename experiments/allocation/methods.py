@@ -9,7 +9,7 @@ from typing import Any
 
 from qsync.allocator import allocate, check_plan, uniform
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import RANK, pose
+from qsync.allocator.problem import RANK, make_problem
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.state import State
 from qsync.experiments.allocation.additive import additive
@@ -68,7 +68,7 @@ class _One:
 
     def __init__(self, basis: Basis, target_s: float) -> None:
         self.basis, self.target_s, self.weak = basis, target_s, weak_classes(basis)
-        self.problem = pose(basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+        self.problem = make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
         self.state = State(self.problem)
         for name in self.weak:
             fastest_start(self.state, name)
@@ -156,7 +156,7 @@ class _One:
         self, method: str, assignments: Mapping[str, Mapping[str, Precision]], seconds: float
     ) -> Row:
         basis = self.basis
-        plan = as_plan(basis.graph, assignments, basis.profiles, basis.cluster, problem=self.problem)
+        plan = as_plan(basis.graph, assignments, basis.profiles, basis.cluster, sensitivity=basis.sensitivity)
         return self._row(method, plan, seconds)
 
     def _row(self, method: str, plan: Plan, seconds: float) -> Row:

@@ -25,7 +25,7 @@ import typer
 from rich.table import Table
 
 from qsync.allocator import allocate, check_plan
-from qsync.allocator.problem import Problem, pose
+from qsync.allocator.problem import Constraints, Problem, make_problem
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
@@ -145,7 +145,7 @@ def bounded(drawn: Drawn, draw: random.Random) -> Drawn:
 def _posed(drawn: Drawn) -> Problem:
     names = ("budgets", "pins", "bucket_cap_bytes")
     given = {name: drawn.options[name] for name in names if name in drawn.options}
-    return pose(drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **given)
+    return make_problem(drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, Constraints(**given))
 
 
 def _compared(row: Mapping[str, Any]) -> Iterator[str]:

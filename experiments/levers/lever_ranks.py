@@ -14,7 +14,7 @@ import torch.distributed as dist
 import qsync
 from qsync import api
 from qsync.allocator import allocate, search
-from qsync.allocator.levers.save_less_steps import Patterns, savings
+from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
@@ -143,7 +143,7 @@ def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
     def fp32(patterns: Patterns) -> Plan:
         return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
 
-    every = {patterns: fp32(patterns) for patterns in savings(basis.graph, basis.profiles[WEAK])}
+    every = {patterns: fp32(patterns) for patterns in save_less_steps(basis.graph, basis.profiles[WEAK])}
     needed = min(plan[WEAK].predicted.memory_bytes for plan in every.values())  # type: ignore[union-attr]
     whole, *_ = every.values()
     options: dict[str, Any] = {

@@ -36,7 +36,7 @@ def explain(
 ) -> None:
     """Explain why operators are lowered or cannot be, and what more time or memory would buy."""
     from qsync.allocator import explain as explain_lowering
-    from qsync.allocator import refusals, shadow_prices
+    from qsync.allocator import shadow_prices, unsupported_precisions
     from qsync.commands.what_if import load_plan
     from qsync.replayer import peaks
 
@@ -48,7 +48,7 @@ def explain(
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
     limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
-    unsupported = refusals(found.graph, plan, found.profiles, found.cluster)
+    unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
     if picture is not None:
         from qsync.figures import memory as memory_figure

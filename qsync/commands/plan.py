@@ -209,9 +209,9 @@ def _search_levers(
 
 
 def _warnings(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> list[str]:
-    from qsync.allocator import doubts
+    from qsync.allocator import find_warnings
 
-    return doubts(basis.graph, chosen, basis.profiles, basis.cluster, budgets)
+    return find_warnings(basis.graph, chosen, basis.profiles, basis.cluster, budgets)
 
 
 def _check_by_replay(basis: Basis, chosen: Plan, budgets: Mapping[str, int]) -> None:

@@ -1,1 +1,7 @@
-"""Replay of levers: batch shares, accumulation, recomputation."""
+"""Profiles under levers other than precision.
+
+`apply`          the profiles of a cluster under a plan's levers
+`batch_size`     another number of samples
+`accumulation`   several passes per step
+`recomputation`  blocks computed again in backward
+"""

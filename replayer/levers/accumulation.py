@@ -1,8 +1,8 @@
-"""A step in several passes: gradients add up, and only the last pass exchanges them. Pure.
+"""Gradient accumulation: a step in several passes, of which the last exchanges the gradients. Pure.
 
 With k passes of f seconds forward and b backward, k f + (k - 1) b pass before the backward in which buckets
-fill. So that is what a profile of one pass becomes: forward costs all of that, backward b (ours). Weights are
-cast in the first pass alone.
+fill. The profile of one pass becomes that: forward costs all of it, backward b. Weights are cast in the first
+pass alone.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from qsync.replayer.communication import gradient_bytes
 GRADIENT_BYTES = 4
 
 
-def repeated(profile: Profile, graph: OpGraph, passes: int) -> Profile:
-    """What a step of so many passes costs, from a profile of one. The loader is waited for once.
+def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
+    """Return the profile of a step of several passes, from that of one. The loader is waited for once.
 
-    From the second pass on autograd adds each gradient to what is there, which is priced as filling a bucket.
+    From the second pass on autograd adds each gradient to the former, which is priced as filling a bucket.
 
-    >>> repeated(profile, graph, 4).host_s == 4 * profile.host_s
+    >>> in_passes(profile, graph, 4).host_s == 4 * profile.host_s
     """
     if passes == 1:
         return profile
@@ -57,9 +57,11 @@ def repeated(profile: Profile, graph: OpGraph, passes: int) -> Profile:
     )
 
 
-def standing_by(graph: OpGraph, passes: int) -> OpGraph:
-    """The graph of one pass with what else is there throughout: the rest of the batch, and the gradients that
-    earlier passes made, which DDP brings into its buckets in the last one.
+def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
+    """Return the graph of one pass with the other tensors in use throughout, as inputs.
+
+    These are the rest of the batch and the gradients of earlier passes, which DDP copies to its buckets in
+    the last pass.
     """
     if passes == 1:
         return graph

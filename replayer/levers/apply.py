@@ -1,7 +1,7 @@
-"""Profiles carried over to the levers of a plan, so that everything that prices a plan prices them too. Pure.
+"""Profiles under the levers of a plan, so that all that prices a plan prices its levers too. Pure.
 
-A lever changes what one class does in a step. Its profile becomes the profile of such a step, and bears the
-graph of one pass (`Profile.setting`): replay, memory and allocation read both as they read any other.
+A lever changes the step of one class. Its profile becomes the profile of such a step, with the graph of one
+pass (`Profile.setting`). Replay, memory and allocation read both as they read any other.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers, Levers, Setting, samples_of
 from qsync.records.profiles import Profile
-from qsync.replayer.levers.accumulation import repeated, standing_by
-from qsync.replayer.levers.batch_size import Sized, carried, resized
-from qsync.replayer.levers.recomputation import recomputing, with_recomputed
+from qsync.replayer.levers.accumulation import in_passes, with_other_passes
+from qsync.replayer.levers.batch_size import Sized, at_samples, resized
+from qsync.replayer.levers.recomputation import mark_recomputed, with_recomputation
 
 
 def under(
@@ -27,13 +27,12 @@ def under(
     other: Sized | None = None,
     known: dict[tuple[str, ClassLevers], Profile] | None = None,
 ) -> dict[str, Profile]:
-    """The profiles of the cluster's classes as they are under these levers.
+    """Return the profiles of the cluster's classes under these levers.
 
-    What is in `known` is not worked out again, and what is worked out is added to it. `other` is the model
-    captured, and if possible profiled, with another number of samples: shares and passes need it. The samples
-    of all ranks together stay what they are. Raises FormatError for shares that do not add up, passes that do
-    not divide and numbers too far from what was profiled, MismatchError where `other` is missing or of
-    another model.
+    `other` is the model captured, and if possible profiled, with another number of samples; shares and passes
+    need it. `known` is a cache of profiles, which this call extends. The samples of all ranks together stay
+    the same. Raises FormatError for shares that do not add up, passes that do not divide, and numbers too far
+    from the profiled ones; MismatchError where `other` is missing or of another model.
 
     >>> profiles = under(graph, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), other)
     >>> plan = allocate(graph, profiles, sensitivity, cluster)
@@ -84,8 +83,8 @@ def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Size
                 f"with {captured} alone; capture it (and profile it) once more, with another number"
             )
         at = resized(graph, other.graph, size)
-        found = carried(profile, graph, other, size, at, loaded=samples)
-    at = with_recomputed(at, levers.recomputed)
-    found = repeated(recomputing(found, at), at, levers.passes)
-    setting = Setting(standing_by(at, levers.passes), samples, graph.shapes_hash, captured, levers)
+        found = at_samples(profile, graph, other, size, at, loaded=samples)
+    at = mark_recomputed(at, levers.recomputed)
+    found = in_passes(with_recomputation(found, at), at, levers.passes)
+    setting = Setting(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
     return replace(found, setting=setting)

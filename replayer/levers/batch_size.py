@@ -1,11 +1,11 @@
-"""A graph and its profile at another number of samples than they were made with. Pure.
+"""Batch size: a graph and its profile at another number of samples than they were made with. Pure.
 
-Two captures of one model at different numbers of samples say which dimensions follow it:
+Two captures of one model at different numbers of samples show which dimensions follow that number:
 
-    size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)                                (ours)
+    size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)
 
-and so do two profiles for every operator's seconds. Where only one was made, what has samples is taken to
-cost in proportion to them (an assumption, and said to be one: small batches cost more than that).
+and two profiles give the seconds of every operator in the same way. With one profile alone, operators that
+have samples are assumed to cost in proportion to them; small batches cost more than that.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qsync.records.profiles import MEASURED, Cost, Profile
 
 INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
 
-# How far beyond the two numbers of samples that were profiled their line is believed.
+# The line through two profiles holds up to this factor beyond their numbers of samples.
 REACH = 1.5
-# How far from the one that was profiled proportion is.
+# Proportion from one profile holds up to this factor of its number of samples.
 REACH_ALONE = 4.0
 
 
@@ -39,17 +39,17 @@ class Sized:
 
 
 def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
-    """The graph as it would have been captured with so many samples, from two captures.
+    """Return the graph as captured with so many samples, computed from two captures.
 
-    Raises MismatchError where the two are not of one model or have as many samples, FormatError where a size
-    would not be whole and positive.
+    Raises MismatchError if the two are not of one model or have as many samples, FormatError if a size would
+    not be whole and positive.
 
     >>> resized(graph_of_8, graph_of_4, 6)
     """
     first, second = samples_of(graph), samples_of(other)
     if samples == first:
         return graph
-    _check_alike(graph, other)
+    _check_same_model(graph, other)
     if first == second:
         raise MismatchError(
             f"both captures of {graph.model} have {first} samples; capture it once more with another number"
@@ -83,8 +83,8 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
     return replace(graph, inputs=inputs, ops=ops)
 
 
-def _check_alike(graph: OpGraph, other: OpGraph) -> None:
-    """MismatchError unless the two differ in sizes alone."""
+def _check_same_model(graph: OpGraph, other: OpGraph) -> None:
+    """Raise MismatchError unless the two differ in sizes alone."""
 
     def frame(of: OpGraph) -> list[object]:
         entering: list[object] = [(value.name, value.kind, len(value.shape)) for value in of.inputs]
@@ -92,8 +92,10 @@ def _check_alike(graph: OpGraph, other: OpGraph) -> None:
 
     mine, theirs = frame(graph), frame(other)
     if graph.hash != other.hash or mine != theirs:
-        place = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None)
-        where = f", they first differ in {mine[place][0]}" if place is not None else ""  # type: ignore[index]
+        first_difference = next(
+            (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), None
+        )
+        where = f", they first differ in {mine[first_difference][0]}" if first_difference is not None else ""  # type: ignore[index]
         raise MismatchError(
             f"the second capture is not of the same operators of {graph.model}{where}; capture both alike, "
             "with another number of samples"
@@ -101,7 +103,7 @@ def _check_alike(graph: OpGraph, other: OpGraph) -> None:
 
 
 def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, int]:
-    """The least and the most samples in one pass for which a class's costs are believed.
+    """Return the least and the most samples in one pass for which a class's costs hold.
 
     >>> reach(profile, graph, Sized(smaller, {}))
     """
@@ -111,15 +113,15 @@ def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, i
     return math.ceil(min(sizes) / factor), int(max(sizes) * factor)
 
 
-def carried(
+def at_samples(
     profile: Profile, graph: OpGraph, other: Sized, samples: int, at: OpGraph, loaded: int | None = None
 ) -> Profile:
-    """A profile as it would be with so many samples, for the graph `at` that number.
+    """Return a profile at another number of samples, for the graph `at` that number.
 
-    `loaded` is how many samples a step waits for from its loader, if not as many. Raises FormatError for a
-    number too far from those that were profiled to be believed.
+    `loaded` is the number of samples that the loader supplies per step, if another. Raises FormatError for a
+    number too far from the profiled ones.
 
-    >>> carried(profile, graph, Sized(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
+    >>> at_samples(profile, graph, Sized(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
     """
     first, loaded = samples_of(graph), loaded or samples
     second = other.profiles.get(profile.device_class)
@@ -161,7 +163,7 @@ def _check_reach(profile: Profile, graph: OpGraph, other: Sized, samples: int) -
 def _in_proportion(
     profile: Profile, graph: OpGraph, has_samples: set[str], factor: float, loaded: float
 ) -> Profile:
-    """What has samples costs so many times what it does; Python, the optimizer and weights cost the same."""
+    """Scale the costs of what has samples; Python, the optimizer and weights cost the same."""
     ops = dict(profile.ops)
     for op in graph.ops:
         if op.name in ops and not has_samples.isdisjoint((op.name, *op.inputs, *op.kept)):
@@ -176,13 +178,13 @@ def _in_proportion(
 
 
 def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profile:
-    """On the line through two profiles, `part` of the way from one to the other; what only one has, none has.
+    """Interpolate two profiles, `part` of the way from one to the other.
 
-    What costs per element cost that of the nearer.
+    Entries that only one has are dropped. Costs per element are those of the nearer profile.
     """
 
-    def line(a: float, b: float, way: float = part) -> float:
-        return max(0.0, a + (b - a) * way)
+    def line(a: float, b: float, at: float = part) -> float:
+        return max(0.0, a + (b - a) * at)
 
     def cost(a: Cost, b: Cost) -> Cost:
         return Cost(
@@ -210,4 +212,5 @@ def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profil
 
 
 def times(cost: Cost, factor: float) -> Cost:
+    """Return a cost scaled by a factor."""
     return Cost(cost.forward_s * factor, cost.backward_s * factor, cost.spread_s * factor)

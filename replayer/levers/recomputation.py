@@ -1,9 +1,9 @@
-"""Blocks that compute forward once more in backward: what that costs, and which there are. Pure.
+"""Activation recomputation: blocks that compute forward again in backward, and what that costs. Pure.
 
-The backward of every operator in such a block has its forward, and that of its casts, added to it (ours): in
-all what the block takes. In truth the whole block runs again before the first of them, so that gradients in
-the middle of a block are there a little later than replay has them, and those of its first operators when it
-says. Casts of weights are kept and not made again.
+The backward of every operator in such a block includes its forward and that of its casts: the sum is what the
+block takes. In truth the whole block runs again before the first of these. Gradients in the middle of a block
+are therefore complete a little later than replay says, and those of its first operators when it says. Casts
+of weights stay in memory and are not repeated.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from qsync.records.levers import is_in_module
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import cast_cost
 
-# What torch's checkpoint keeps of the CPU's random state before a block, so that dropout repeats itself:
-# 5,056 bytes, in elements of 8.
+# torch's checkpoint saves the CPU's random state before a block, so that dropout repeats: 5,056 bytes, in
+# elements of 8.
 RANDOM_STATE = 632
 
 
 def blocks(graph: OpGraph) -> tuple[str, ...]:
-    """The blocks of a model that could be recomputed: what is numbered (`layers.0`), in order.
+    """Return the blocks of a model that can be recomputed: numbered modules (`layers.0`), in order.
 
-    Those that hold a batch norm are none: their statistics would count every batch twice.
+    Blocks with a batch norm cannot be: its statistics would count every batch twice.
 
     >>> blocks(graph)
     ('layers.0', 'layers.1')
@@ -43,19 +43,20 @@ def blocks(graph: OpGraph) -> tuple[str, ...]:
 
 
 def numbered(graph: OpGraph) -> tuple[str, ...]:
-    """The modules that are numbered and hold others, the outermost of each, in order."""
+    """Return the numbered modules that hold others, the outermost of each, in order."""
     found: dict[str, bool] = {}
     for op in graph.ops:
         parts = op.name.split(".")
-        place = next((k for k, part in enumerate(parts) if part.isdigit()), None)
-        if place is not None and place < len(parts) - 1:
-            found[".".join(parts[: place + 1])] = True
+        number = next((k for k, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None and number < len(parts) - 1:
+            found[".".join(parts[: number + 1])] = True
     return tuple(found)
 
 
 def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
-    """The positions of the first and last operator of a module. Raises FormatError if it has none, if others
-    run between them, or if it holds a batch norm.
+    """Return the positions of the first and last operator of a module.
+
+    Raises FormatError if it has none, if others run between them, or if it holds a batch norm.
     """
     own = [i for i, op in enumerate(graph.ops) if is_in_module(op.name, path)]
     if not own:
@@ -80,8 +81,11 @@ def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
     return first, last
 
 
-def with_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
-    """The graph with these modules computed twice. Raises FormatError as `span_of`, and where two overlap."""
+def mark_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
+    """Return the graph with these modules recomputed.
+
+    Raises FormatError as `span_of` does, and if two modules overlap.
+    """
     found = [(*span_of(graph, path), path) for path in dict.fromkeys(paths)]
     spans = sorted(found, key=lambda span: (span[0], -span[1]))
     for (_, last, one), (first, _, other) in pairwise(spans):
@@ -94,10 +98,10 @@ def with_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
     return replace(graph, inputs=(*graph.inputs, state), recomputed=recomputed)
 
 
-def recomputing(profile: Profile, graph: OpGraph) -> Profile:
-    """What a pass costs in which the graph's blocks are computed twice, from a profile of one without.
+def with_recomputation(profile: Profile, graph: OpGraph) -> Profile:
+    """Return the profile of a pass with the graph's recomputed blocks, from one without.
 
-    >>> recomputing(profile, with_recomputed(graph, ["layers.0"]))
+    >>> with_recomputation(profile, mark_recomputed(graph, ["layers.0"]))
     """
     twice = {i for first, last in graph.recomputed for i in range(first, last + 1)}
     if not twice:

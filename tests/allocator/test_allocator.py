@@ -22,8 +22,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, uniform
-from qsync.allocator.problem import pose
-from qsync.allocator.solvers.recovery import PRIORITIES, recover, regained_per_room, variance_regained
+from qsync.allocator.problem import make_problem
+from qsync.allocator.solvers.recovery import PRIORITIES, recover, regained_per_slack, variance_regained
 from qsync.allocator.state import State
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
@@ -194,7 +194,9 @@ def test_a_constant_out_of_a_type_s_range_forbids_that_type():
         cluster_of({"infer": 1}, precisions),
         {"infer": profile_of(graph, precisions=precisions)},
     )
-    choices = pose(graph, profiles, sensitivity_of(graph), cluster).classes["infer"].choices["product"]
+    choices = (
+        make_problem(graph, profiles, sensitivity_of(graph), cluster).classes["infer"].choices["product"]
+    )
     assert Precision.FP16 not in choices and BF16 in choices
 
 
@@ -221,7 +223,7 @@ def test_no_assignment_at_all_beats_the_optimum_and_greedy_is_close_to_it(graph,
     assume(0 < len(graph.adjustable) <= 4)
     profiles, cluster, sensitivity = pair(graph, slow), cluster_of(link=link), sensitivity_of(graph)
     plan = allocate(graph, profiles, sensitivity, cluster)
-    problem = pose(graph, profiles, sensitivity, cluster)
+    problem = make_problem(graph, profiles, sensitivity, cluster)
     part = problem.classes["infer"]
     best = float("inf")
     for choice in itertools.product(*part.choices.values()):
@@ -239,7 +241,7 @@ def test_moves_are_undone_exactly_and_memory_is_that_of_the_lowered_graph(graph,
     precisions = tuple(Precision)
     profiles = {"infer": profile_of(graph, precisions=precisions)}
     cluster = cluster_of({"infer": 2}, precisions=precisions)
-    state = State(pose(graph, profiles, sensitivity_of(graph), cluster))
+    state = State(make_problem(graph, profiles, sensitivity_of(graph), cluster))
     one = state.classes["infer"]
     assert one.fits()
     for name, precision in data.draw(st.lists(precisions_for(graph), max_size=5)):
@@ -262,7 +264,7 @@ def test_moves_are_undone_exactly_and_memory_is_that_of_the_lowered_graph(graph,
 def test_recovery_keeps_the_target_and_leaves_nothing_undone_that_would_hold(priority, graph, cast_s, room):
     assume(graph.adjustable)
     state = State(
-        pose(graph, pair(graph, 2.0, cast_s), sensitivity_of(graph), cluster_of(link=Link(0.0, 1e30)))
+        make_problem(graph, pair(graph, 2.0, cast_s), sensitivity_of(graph), cluster_of(link=Link(0.0, 1e30)))
     )
     one = state.classes["infer"]
     state.move("infer", {op: options[0] for op, options in one.part.choices.items()})
@@ -285,7 +287,7 @@ def test_a_raise_that_was_refused_is_tried_again_once_its_neighbour_is_raised():
     ops = {**base.ops, **same, "fc2": {"fp32": Cost(1.0), "bf16": Cost(1e-4)}}
     profile = replace(base, ops=ops, casts={("act0", "fp32", "bf16"): Cost(1e-3)})
     sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 1.0, "fc2": 5.0})
-    state = State(pose(graph, {"infer": profile}, sensitivity, cluster_of({"infer": 1})))
+    state = State(make_problem(graph, {"infer": profile}, sensitivity, cluster_of({"infer": 1})))
     state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), BF16))
     recover(state, ["infer"], state.step_s() * 1.1, variance_regained)
     assert state.assignments()["infer"] == {"fc0": FP32, "fc1": FP32, "fc2": BF16}
@@ -298,9 +300,11 @@ def test_what_a_raise_is_worth_is_looked_at_when_its_turn_comes():
     times = {"fp32": Cost(3e-4), "bf16": Cost(2e-4), "int8": Cost(1e-4), "int8 gelu": Cost(1e-4)}
     ops = {**base.ops, **dict.fromkeys(("fc0", "fc1", "fc2"), times)}
     sensitivity = sensitivity_of(graph, {"fc0": 10.0, "fc1": 4.0, "fc2": 3.0})
-    state = State(pose(graph, {"infer": replace(base, ops=ops)}, sensitivity, cluster_of({"infer": 1})))
+    state = State(
+        make_problem(graph, {"infer": replace(base, ops=ops)}, sensitivity, cluster_of({"infer": 1}))
+    )
     state.move("infer", dict.fromkeys(("fc0", "fc1", "fc2"), INT8))
-    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_room)
+    recover(state, ["infer"], state.step_s() + 2.1e-4, regained_per_slack)
     assert state.assignments()["infer"] == {"fc0": BF16, "fc1": BF16, "fc2": INT8}
 
 

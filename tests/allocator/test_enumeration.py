@@ -1,4 +1,4 @@
-"""Where all assignments can be tried, greedy and the fastest start are exact."""
+"""Where all assignments can be tried, the fast solver and the fastest start are exact."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from random import Random
 import pytest
 from graphs import cluster_of, images, mlp, profile_of, sensitivity_of
 
-from qsync.allocator.problem import pose
-from qsync.allocator.solvers.enumeration import every_assignment
-from qsync.allocator.solvers.fastest_start import fastest_start
+from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.solvers.fastest_start import every_assignment, fastest_start
 from qsync.allocator.solvers.greedy import greedy
+from qsync.allocator.solvers.local_search import improve
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
@@ -35,7 +35,7 @@ def stated(graph, seed=0, budget=None):
 
     ops = {op: {mode: varied(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()}
     parts = {"infer": replace(profile, ops=ops)}, replace(sensitivity, omega=omega), cluster_of({"infer": 2})
-    return State(pose(graph, *parts, budgets={"infer": budget} if budget else None))
+    return State(make_problem(graph, *parts, Constraints(budgets={"infer": budget} if budget else None)))
 
 
 def tried(graph, seed, memory):
@@ -66,6 +66,7 @@ def test_greedy_finds_the_best_of_all(seed, time):
     fastest_start(state, "infer")
     target = state.step_s() + time * (max(step for step, _ in fitting) - state.step_s())
     greedy(state, ["infer"], target)
+    improve(state, ["infer"], target)
     assert holds(state, target)
     assert state.variance == pytest.approx(
         min(added for step, added in fitting if step <= target * (1 + 1e-9))

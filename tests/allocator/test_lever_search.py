@@ -52,11 +52,11 @@ def test_levers_add_less_variance_at_the_same_step_and_each_says_what_it_bought(
     assert plan.target_s == plain.target_s and checked(plan)
     assert plan.added_variance < 0.5 * plain.added_variance
     assert "share" in plan.levers.used and set(plan.levers.without) >= set(plan.levers.used)
-    problem = Search(*PARTS, ("share",), OTHER, **FAST)
+    problem = Search(Basis(PARTS[0], PARTS[3], PARTS[1], PARTS[2]), ("share",), OTHER, FAST)
     setting = Setting(replace(plan.levers, without={}), plan.bucket_cap_bytes)
     for lever, without in plan.levers.without.items():
         if without.added_variance is not None:
-            again = problem.judge(setting.without(lever))[1]
+            again = problem.evaluate(setting.without(lever))[1]
             assert (again.step_s, again.added_variance) == (without.step_s, without.added_variance)
 
 
@@ -92,8 +92,8 @@ def test_without_a_target_that_can_be_reached_the_step_is_named():
 
 def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, monkeypatch):
     kept = tmp_path / "trials.log"
-    judged, judge = [], Search.judge
-    monkeypatch.setattr(Search, "judge", lambda self, point: judged.append(point) or judge(self, point))
+    judged, evaluate = [], Search.evaluate
+    monkeypatch.setattr(Search, "evaluate", lambda self, point: judged.append(point) or evaluate(self, point))
     first = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
     begun = len(judged)
     again = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
@@ -115,12 +115,12 @@ import sys, time
 sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../support"]
 import test_lever_search as own
 from qsync.allocator.levers.search import Search
-judge = Search.judge
+evaluate = Search.evaluate
 def slowly(self, setting):
     print("judging", flush=True)
     time.sleep(float(sys.argv[4]))
-    return judge(self, setting)
-Search.judge = slowly
+    return evaluate(self, setting)
+Search.evaluate = slowly
 own.search(*own.PARTS, other=own.OTHER, trials=int(sys.argv[3]), storage=sys.argv[2], seed=1, **own.FAST)
 """
 

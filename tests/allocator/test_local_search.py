@@ -1,4 +1,4 @@
-"""Where single raises and exchanges stand still, windows go on, and what is made holds."""
+"""Where single raises find no more, moves of windows do, and every plan they reach holds."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from qsync.allocator.problem import pose
+from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.solvers import local_search, milp
-from qsync.allocator.solvers.compensation import Changes, paid
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
-from qsync.allocator.solvers.local_search import change_windows
+from qsync.allocator.solvers.local_search import Changes, Round, combine, improve
 from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.state import ClassState, State
 
 
 def begun(graph, seed, *, time=0.3, memory=None, cast_s=1e-9, pins=None, after_greedy=True):
-    """After greedy, or at the fastest start; target and budget so far between what the fastest start takes
+    """After greedy, or at the fastest start; target and budget so far between what the fastest start uses
     and what FP32 does. Sensitivities vary by ten thousand times."""
     draw, sensitivity = Random(seed), sensitivity_of(graph)
     omega = {
@@ -36,14 +35,14 @@ def begun(graph, seed, *, time=0.3, memory=None, cast_s=1e-9, pins=None, after_g
         for name, slow in (("train", 1.0), ("infer", 1.8))
     }
     parts = graph, profiles, replace(sensitivity, omega=omega), cluster_of()
-    state, budgets = State(pose(*parts, pins=pins)), {}
+    state, budgets = State(make_problem(*parts, Constraints(pins=pins))), {}
     slow_s, most = state.step_s(), state.classes["infer"].peak_bytes
     fastest_start(state, "infer")
     target = state.step_s() + time * (slow_s - state.step_s())
     if memory is not None:
         least = state.classes["infer"].peak_bytes
         budgets = {"infer": int(least + memory * (most - least))}
-        state = State(pose(*parts, budgets=budgets))
+        state = State(make_problem(*parts, Constraints(budgets=budgets)))
         fastest_start(state, "infer")
     if after_greedy:
         greedy(state, ["infer"], target)
@@ -67,10 +66,10 @@ def least_of(state, target):
 
 
 @pytest.mark.parametrize("seed", [3, 16])
-def test_greedy_alone_stands_still_above_the_best_of_all_and_windows_go_on(seed):
+def test_local_search_comes_near_the_best_of_all_from_where_greedy_stops(seed):
     state, target = begun(mlp(8, rows=512), seed)
     alone = state.variance
-    assert change_windows(state, ["infer"], target)
+    assert improve(state, ["infer"], target)
     assert holds(state, target)
     found = state.variance
     best = least_of(state, target)
@@ -78,33 +77,42 @@ def test_greedy_alone_stands_still_above_the_best_of_all_and_windows_go_on(seed)
     assert best * (1 - 1e-9) <= found <= 1.01 * best
 
 
-def test_a_plan_that_its_bound_leaves_open_is_looked_at_again():
+def test_a_plan_far_above_its_bound_is_improved():
     state, target = begun(encoder(2, rows=512), 16, cast_s=1e-10)
     alone, assignments = state.variance, state.assignments()
-    assert milp.judge(state, ["infer"], target).variance < alone / 1.05
+    assert milp.improve_and_bound(state, ["infer"], target).variance < alone / 1.05
     state.restore(assignments)
-    assert not change_windows(state, ["infer"], target, enough=alone)
+    assert not improve(state, ["infer"], target, enough=alone)
     assert state.assignments() == assignments
 
 
-def test_windows_keep_within_a_budget():
+def test_moves_keep_within_a_memory_budget():
     state, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
     alone = state.variance
-    assert change_windows(state, ["infer"], target)
+    assert improve(state, ["infer"], target)
     assert holds(state, target)
     assert state.variance < alone / 1.3
 
 
-def test_what_one_window_is_said_to_make_by_itself_fits_in_memory(monkeypatch):
+def test_bytes_count_where_memory_is_short(monkeypatch):
+    with_bytes, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
+    improve(with_bytes, ["infer"], target)
+    without, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
+    monkeypatch.setattr(ClassState, "in_use", lambda self: np.zeros(1, dtype=np.int64))
+    improve(without, ["infer"], target)
+    assert without.variance > 1.05 * with_bytes.variance
+
+
+def test_a_move_of_one_window_fits_in_memory(monkeypatch):
     state, target = begun(mlp(6, rows=512), 5, time=1.0, memory=0.4, after_greedy=False)
     one = state.classes["infer"]
     assert one.is_tight
 
     def fitting():
-        found = local_search._Round(state, "infer", list(local_search._nearest(one)), target)
-        for _, chosen in found._found():
+        found = Round(state, "infer", list(local_search._neighbours(one)), target, True)
+        for _, chosen in found.moves():
             if len(chosen) == 1:
-                move = state.move("infer", dict(found._changes[chosen[0]].assignment))
+                move = state.move("infer", dict(found.changes[chosen[0]].assignment))
                 yield one.fits()
                 state.back(move)
 
@@ -113,19 +121,19 @@ def test_what_one_window_is_said_to_make_by_itself_fits_in_memory(monkeypatch):
     assert set(fitting()) == {True, False}
 
 
-def test_where_memory_is_short_what_pays_in_bytes_alone_is_kept():
+def test_where_memory_binds_changes_that_save_bytes_alone_stay():
     state, target = begun(mlp(6, rows=512), 5, time=1.0, memory=0.4, after_greedy=False)
-    near = list(local_search._nearest(state.classes["infer"]))
-    found = local_search._Round(state, "infer", near, target)
+    neighbours = list(local_search._neighbours(state.classes["infer"]))
+    found = Round(state, "infer", neighbours, target, True)
 
     def beaten(window):
         """Changes that another of the same window beats in variance and seconds, and that save bytes."""
-        priced = found._priced(window)
+        priced = found.priced(window)
         for one in priced:
             if any(c.variance <= one.variance and c.seconds < one.seconds for c in priced):
                 yield int(one.in_use.min()) < 0
 
-    assert any(any(beaten(window)) for window in found._windows(near))
+    assert any(any(beaten(window)) for window in found.windows(neighbours))
 
 
 def test_bytes_in_use_at_each_time_are_those_of_that_time():
@@ -136,40 +144,40 @@ def test_bytes_in_use_at_each_time_are_those_of_that_time():
 
 
 def test_what_is_priced_in_a_round_does_not_grow_with_the_graph(monkeypatch):
-    monkeypatch.setattr(local_search, "_MOST_OF_CLASS", 300)
-    monkeypatch.setattr(local_search, "_MOST_ROUNDS", 1)
+    monkeypatch.setattr(local_search, "_MAX_PRICED_PER_CLASS", 300)
+    monkeypatch.setattr(local_search, "_MAX_ROUNDS", 1)
     priced = []
-    seconds = local_search._Round._seconds
-    monkeypatch.setattr(local_search._Round, "_seconds", lambda self: priced.append(1) or seconds(self))
+    seconds = Round.seconds
+    monkeypatch.setattr(Round, "seconds", lambda self: priced.append(1) or seconds(self))
     for layers in (2, 6):
         state, target = begun(encoder(layers, rows=512), 16, cast_s=1e-10)
         priced.clear()
-        change_windows(state, ["infer"], target)
+        improve(state, ["infer"], target)
         assert 0 < len(priced) < 300 + 2 * 8 * layers
 
 
 def test_with_nothing_to_choose_nothing_changes():
     state, target = begun(mlp(3), 0, pins={"*": "bf16"}, time=1.0)
     assert state.variance > 0.0
-    assert not change_windows(state, ["infer"], target)
+    assert not improve(state, ["infer"], target)
 
 
-def changes(of, variance, takes):
-    return Changes(np.array(of, dtype=bool), np.array(variance), np.array(takes))
+def changes(of, variance, uses):
+    return Changes(np.array(of, dtype=bool), np.array(variance), np.array(uses))
 
 
-def test_the_last_payer_is_the_one_that_makes_up_for_the_rest():
+def test_the_last_compensating_change_covers_the_remaining_deficit():
     found = changes(np.eye(4), [-5.0, 1.0, 1.5, 3.0], [[10.0], [-4.0], [-8.0], [-20.0]])
-    assert paid(found, np.array([2.0]), 0.0)[0] == (-3.5, (0, 2))
-    assert paid(found, np.array([0.0]), 0.0)[0] == (-2.5, (0, 1, 2))
-    assert paid(found, np.array([10.0]), 0.0)[0] == (-5.0, (0,))
-    assert paid(found, np.array([-30.0]), 0.0) == []
-    assert paid(found, np.array([0.0]), 2.5) == []
+    assert combine(found, np.array([2.0]), 0.0)[0] == (-3.5, (0, 2))
+    assert combine(found, np.array([0.0]), 0.0)[0] == (-2.5, (0, 1, 2))
+    assert combine(found, np.array([10.0]), 0.0)[0] == (-5.0, (0,))
+    assert combine(found, np.array([-30.0]), 0.0) == []
+    assert combine(found, np.array([0.0]), 2.5) == []
 
 
 def test_no_operator_is_changed_twice():
     overlapping = changes([[1, 1], [0, 1]], [-5.0, 1.0], [[1.0], [-1.0]])
-    assert paid(overlapping, np.zeros(1), 0.0) == []
+    assert combine(overlapping, np.zeros(1), 0.0) == []
 
 
 number = st.integers(-8, 8).map(float)
@@ -178,13 +186,13 @@ number = st.integers(-8, 8).map(float)
 @given(
     of=arrays(bool, (6, 4)),
     variance=arrays(float, 6, elements=number),
-    takes=arrays(float, (6, 2), elements=number),
-    room=arrays(float, 2, elements=number),
+    uses=arrays(float, (6, 2), elements=number),
+    slack=arrays(float, 2, elements=number),
 )
-def test_what_goes_together_is_within_the_room_and_worth_it(of, variance, takes, room):
+def test_every_combined_move_is_within_the_slack_and_lessens_the_variance(of, variance, uses, slack):
     variance.sort()
-    for more, rows in paid(Changes(of, variance, takes), room, 0.5):
+    for more, rows in combine(Changes(of, variance, uses), slack, 0.5):
         chosen = list(rows)
         assert more == variance[chosen].sum() < -0.5
-        assert (takes[chosen].sum(axis=0) <= room).all()
+        assert (uses[chosen].sum(axis=0) <= slack).all()
         assert (of[chosen].sum(axis=0) <= 1).all()

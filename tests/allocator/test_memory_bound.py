@@ -10,23 +10,25 @@ from graphs import sensitivity_of as sensitivity
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.allocator.problem import pose
-from qsync.allocator.solvers.class_model import LinearClass
-from qsync.allocator.solvers.memory_bound import kept_bytes
+from qsync.allocator.problem import make_problem
+from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.memory_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.allocator.state import State
 from qsync.predictor.memory.peak import StepMemory, bytes_throughout
 
 
 def state_of(graph):
-    return State(pose(graph, {"infer": profile_of(graph)}, sensitivity(graph), cluster_of({"infer": 2})))
+    return State(
+        make_problem(graph, {"infer": profile_of(graph)}, sensitivity(graph), cluster_of({"infer": 2}))
+    )
 
 
 def kept_and_in_use(state, assignment):
     """The sum at an assignment, and what the memory model says is in use when backward begins."""
     one, graph = state.classes["infer"], state.problem.graph
-    linear = LinearClass(graph, one.part, 1.0, float("inf"))
-    kept = kept_bytes(linear, graph, "cpu")
+    linear = ClassModel(graph, one.part, 1.0, float("inf"))
+    kept = saved_bytes(linear, graph, "cpu")
     state.move("infer", assignment)
     fixed = [
         (linear.chosen[op][p], 1.0, 1.0) for op, p in assignment.items() if not linear.chosen[op][p].settled

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, tradeoff
-from qsync.allocator.problem import pose
+from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.solvers import milp
-from qsync.allocator.solvers.class_model import LinearClass
+from qsync.allocator.solvers.class_model import ClassModel
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
@@ -48,21 +48,23 @@ def varied(graph, seed):
 def begun(graph, *, slow=1.8, cast_s=1e-11, link=None, budget=None, seed=0, slack=0.02, cap=None):
     """A problem at its fastest start, with a target a little longer."""
     parts = (pair(graph, slow, cast_s), varied(graph, seed), cluster_of(link=link or Link(1e-6, 1e9)))
-    state = State(pose(graph, *parts, bucket_cap_bytes=cap))
+    state = State(make_problem(graph, *parts, Constraints(bucket_cap_bytes=cap)))
     most = state.classes["infer"].peak_bytes
     fastest_start(state, "infer")
     if budget is not None:  # between what the fastest start needs and what FP32 does
         least = state.classes["infer"].peak_bytes
-        state = State(pose(graph, *parts, budgets={"infer": int(least + budget * (most - least))}))
+        state = State(
+            make_problem(graph, *parts, Constraints(budgets={"infer": int(least + budget * (most - least))}))
+        )
         fastest_start(state, "infer")
     return state, state.step_s() * (1 + slack)
 
 
 @pytest.mark.parametrize("graph", [encoder(2), images(2), mlp(4)], ids=lambda graph: graph.model)
 def test_the_sums_are_what_replay_makes_of_every_assignment(graph):
-    state = State(pose(graph, pair(graph), sensitivity_of(graph), cluster_of()))
+    state = State(make_problem(graph, pair(graph), sensitivity_of(graph), cluster_of()))
     one = state.classes["infer"]
-    linear = LinearClass(graph, one.part, 1.0, float("inf"))
+    linear = ClassModel(graph, one.part, 1.0, float("inf"))
     seconds = Sum()
     seconds.add(total([*linear.forward_s, *linear.backward_s]), 1e6)  # HiGHS looks no closer than a millionth
     draw = random.Random(0)

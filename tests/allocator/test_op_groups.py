@@ -9,9 +9,9 @@ from random import Random
 import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import alike, allocate, check_plan, explain, fastest_within, shadow_prices
+from qsync.allocator import allocate, check_plan, explain, fastest_within, matched_groups, shadow_prices
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import pose
+from qsync.allocator.problem import make_problem
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
 from qsync.errors import FormatError, InfeasibleError, MismatchError, UnsupportedError
@@ -36,16 +36,16 @@ def parts(graph, seed=0):
 
 
 def test_names_go_together_in_which_the_wildcards_stand_for_the_same():
-    assert alike(GRAPH, [QKV]) == tuple(
+    assert matched_groups(GRAPH, [QKV]) == tuple(
         tuple(f"layer.{n}.{one}" for one in ("query", "key", "value")) for n in (0, 1)
     )
-    assert alike(GRAPH, [["layer.0.*"]])[0][-1] == "layer.0.fc2"
-    assert alike(GRAPH, [["layer.?.query", "layer.[0-9].key"]]) == tuple(
+    assert matched_groups(GRAPH, [["layer.0.*"]])[0][-1] == "layer.0.fc2"
+    assert matched_groups(GRAPH, [["layer.?.query", "layer.[0-9].key"]]) == tuple(
         (f"layer.{n}.query", f"layer.{n}.key") for n in (0, 1)
     )
     # Groups that share an operator are one.
-    assert alike(GRAPH, [["*.query", "*.key"], ["*.value", "*.key"]]) == alike(GRAPH, [QKV])
-    assert alike(GRAPH, []) == ()
+    assert matched_groups(GRAPH, [["*.query", "*.key"], ["*.value", "*.key"]]) == matched_groups(GRAPH, [QKV])
+    assert matched_groups(GRAPH, []) == ()
 
 
 @pytest.mark.parametrize("solver", ["milp", "greedy"])
@@ -71,7 +71,7 @@ def test_the_exact_solver_finds_the_best_of_all_that_run_alike():
     together = [["fc0", "fc2"]]
     for slack in (0.05, 0.2, 0.5):
         plan = allocate(graph, profiles, sensitivity, CLUSTER, slack=slack, together=together)
-        state = State(pose(graph, profiles, sensitivity, CLUSTER))
+        state = State(make_problem(graph, profiles, sensitivity, CLUSTER))
         found = []
         for first, second, last in itertools.product((FP32, BF16, INT8), repeat=3):
             state.restore({"infer": {"fc0": first, "fc1": second, "fc2": first, "fc3": last}})

@@ -22,11 +22,11 @@ from graphs import (
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.allocator import allocate, check_plan, doubts, explain, search, shadow_prices
-from qsync.allocator.levers.save_less_steps import savings
-from qsync.allocator.problem import pose
-from qsync.allocator.solvers.class_model import LinearClass
-from qsync.allocator.solvers.memory_bound import kept_bytes
+from qsync.allocator import allocate, check_plan, explain, find_warnings, search, shadow_prices
+from qsync.allocator.levers.save_less_steps import save_less_steps
+from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.memory_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.allocator.state import State
 from qsync.commands.tables import lever_lines
@@ -56,7 +56,13 @@ def state_of(graph, patterns=("*",), **options):
     profiles = {"infer": profile_of(graph, saving=1.3, latency_s=1e-8, cast_s=1e-11)}
     less = {"infer": patterns}
     return State(
-        pose(graph, profiles, sensitivity_of(graph), cluster_of({"infer": 2}), saving_less=less, **options)
+        make_problem(
+            graph,
+            profiles,
+            sensitivity_of(graph),
+            cluster_of({"infer": 2}),
+            Constraints(saving_less=less, **options),
+        )
     )
 
 
@@ -79,10 +85,10 @@ def test_sums_of_time_are_replay_s_and_those_of_memory_what_the_model_says(graph
     state, draw = state_of(graph, patterns), random.Random(0)
     one = state.classes["infer"]
     assert one.lowering.saving_less() == ops_that_save_less(graph, patterns) != ()
-    linear = LinearClass(graph, one.part, 1.0, float("inf"))
+    linear = ClassModel(graph, one.part, 1.0, float("inf"))
     seconds, kept = Sum(), Sum()
     seconds.add(total([*linear.forward_s, *linear.backward_s]), 1e6)
-    kept.add(kept_bytes(linear, graph, "cpu"), 1e-3)
+    kept.add(saved_bytes(linear, graph, "cpu"), 1e-3)
     for _ in range(10):
         weights = {p: draw.random() for p in CPU_PRECISIONS}
         drawn = {
@@ -104,11 +110,11 @@ def test_rows_of_memory_never_say_more_than_the_model(data):
     assume(graph.adjustable and ops_that_save_less(graph, ["*"]))
     state = state_of(graph)
     one = state.classes["infer"]
-    linear = LinearClass(graph, one.part, 1.0, float("inf"))
+    linear = ClassModel(graph, one.part, 1.0, float("inf"))
     drawn = data.draw(assignments_for(graph, CPU_PRECISIONS))
     drawn = {op: p for op, p in drawn.items() if p in one.part.choices[op]}
     kept, seconds = Sum(), Sum()
-    kept.add(kept_bytes(linear, graph, "cpu"), 1e-3)
+    kept.add(saved_bytes(linear, graph, "cpu"), 1e-3)
     seconds.add(total([*linear.forward_s, *linear.backward_s]), 1e6)
     least = sums_at(linear, seconds, drawn)
     assume(least > -float("inf"))  # some cast may have no price
@@ -161,8 +167,8 @@ def test_a_plan_carries_what_saves_less_and_everybody_agrees_on_it(solver, tmp_p
     assert shadow_prices(GRAPH, plan, profiles, SENSITIVITY, CLUSTER)
     plain = replace(plan, classes={**plan.classes, "infer": replace(plan["infer"], saving_less=())})
     assert not check_plan(GRAPH, plain, profiles, SENSITIVITY, CLUSTER).ok
-    assert [text for text in doubts(GRAPH, plan, profiles, CLUSTER) if "eight-bit codes" in text]
-    assert not [text for text in doubts(GRAPH, allocate(*PARTS), profiles, CLUSTER) if "codes" in text]
+    assert [text for text in find_warnings(GRAPH, plan, profiles, CLUSTER) if "eight-bit codes" in text]
+    assert not [text for text in find_warnings(GRAPH, allocate(*PARTS), profiles, CLUSTER) if "codes" in text]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +189,9 @@ def test_brute_force_finds_nothing_better_where_some_save_less(graph, budget):
     options = {"saving_less": less, "budgets": budgets, "slack": 0.04}
     plan, quick = (allocate(*parts, **options, solver=solver, gap=0.0) for solver in ("milp", "greedy"))
     limit = budgets.get("infer", 1 << 60)
-    part = pose(*parts, **{k: v for k, v in options.items() if k != "slack"}).classes["infer"]
+    part = make_problem(*parts, Constraints(**{k: v for k, v in options.items() if k != "slack"})).classes[
+        "infer"
+    ]
     found = []
     for chosen in itertools.product(*part.choices.values()):
         assignment = dict(zip(part.choices, chosen, strict=True))
@@ -200,20 +208,20 @@ def test_brute_force_finds_nothing_better_where_some_save_less(graph, budget):
 
 
 def test_blocks_save_less_one_after_another():
-    assert savings(GRAPH, PROFILES["infer"]) == ((), ("layer.0.*",), ("*",))
-    assert savings(mlp(2), profile_of(mlp(2), saving=1.2)) == ((), ("*",))
-    assert savings(GRAPH, profile_of(GRAPH)) == ((),)
+    assert save_less_steps(GRAPH, PROFILES["infer"]) == ((), ("layer.0.*",), ("*",))
+    assert save_less_steps(mlp(2), profile_of(mlp(2), saving=1.2)) == ((), ("*",))
+    assert save_less_steps(GRAPH, profile_of(GRAPH)) == ((),)
     ops = dict(PROFILES["infer"].ops)
     ops["layer.1.gelu"] = {
         mode: cost for mode, cost in ops["layer.1.gelu"].items() if mode.split()[-1] in ("fp32", "fused")
     }
     rest = ("layer.1.drop1", "layer.1.norm1", "layer.1.drop2", "layer.1.norm2")
-    found = savings(GRAPH, replace(PROFILES["infer"], ops=ops))
+    found = save_less_steps(GRAPH, replace(PROFILES["infer"], ops=ops))
     assert found == ((), ("layer.0.*",), ("layer.0.*", *rest))
     # Nor does a gelu whose product was never timed without it in its epilogue.
     ops = dict(PROFILES["infer"].ops)
     ops["layer.1.fc1"] = {mode: cost for mode, cost in ops["layer.1.fc1"].items() if mode != "int8"}
-    assert savings(GRAPH, replace(PROFILES["infer"], ops=ops))[-1] == found[-1]
+    assert save_less_steps(GRAPH, replace(PROFILES["infer"], ops=ops))[-1] == found[-1]
 
 
 def test_forms_that_have_no_time_are_refused_before_anything_is_solved():
@@ -224,8 +232,10 @@ def test_forms_that_have_no_time_are_refused_before_anything_is_solved():
     profiles["infer"] = replace(profiles["infer"], ops={**profiles["infer"].ops, "1.act": bare})
     parts = (graph, profiles, sensitivity_of(graph), cluster_of({"infer": 2}))
     with pytest.raises(MismatchError, match="no time of 1.act in fp32 bits .* again with save_less=True"):
-        pose(*parts, saving_less={"infer": ["*"]})
-    assert pose(*parts, saving_less={"infer": ["0.*"]}).classes["infer"].saving_less == {"0.act"}
+        make_problem(*parts, Constraints(saving_less={"infer": ["*"]}))
+    assert make_problem(*parts, Constraints(saving_less={"infer": ["0.*"]})).classes["infer"].saving_less == {
+        "0.act"
+    }
 
 
 def test_saving_less_is_preferred_to_lower_precision_where_memory_binds_and_the_target_has_room():
@@ -258,10 +268,12 @@ def test_brute_force_over_precisions_and_what_saves_less_finds_nothing_better():
     budgets = {"infer": int(0.8 * peak_of(parts))}
     options = {"budgets": budgets, "target_s": 1.06 * allocate(*parts).target_s}
     plan = search(*parts, levers=["save_less"], trials=12, gap=0.0, **options)
-    steps, found = savings(graph, parts[1]["infer"]), {}
+    steps, found = save_less_steps(graph, parts[1]["infer"]), {}
     assert len(steps) == 5
     for less in steps:
-        part = pose(*parts, budgets=budgets, saving_less={"infer": less}).classes["infer"]
+        part = make_problem(*parts, Constraints(budgets=budgets, saving_less={"infer": less})).classes[
+            "infer"
+        ]
         for chosen in itertools.product(*part.choices.values()):
             assignment = dict(zip(part.choices, chosen, strict=True))
             entry = replace(plan["infer"], assignment=assignment, saving_less=less)
@@ -301,12 +313,15 @@ def test_every_shortcut_of_a_search_knows_who_saves_less(monkeypatch):
     graph, cluster = encoder(8, width=8, rows=16), cluster_of({"infer": 1, "other": 1, "train": 1})
     profiles = {name: profile_of(graph, name, saving=1.3) for name in ("infer", "other", "train")}
     less = {"infer": ["layer.3.*"], "train": ["layer.3.*"]}
-    state = State(pose(graph, profiles, sensitivity_of(graph), cluster, saving_less=less))
+    state = State(
+        make_problem(graph, profiles, sensitivity_of(graph), cluster, Constraints(saving_less=less))
+    )
     infer, other, train = (state.classes[name] for name in ("infer", "other", "train"))
     assert infer.lowering.saving_less() == train.lowering.saving_less() != other.lowering.saving_less() == ()
     assert infer.peak_bytes == train.peak_bytes != other.peak_bytes
     places = {
-        one: {f"layer.{k}.fc1": one.places()[f"layer.{k}.fc1"] for k in (3, 4)} for one in (infer, other)
+        one: {f"layer.{k}.fc1": one.structural_classes()[f"layer.{k}.fc1"] for k in (3, 4)}
+        for one in (infer, other)
     }
     assert places[infer]["layer.3.fc1"] != places[infer]["layer.4.fc1"]
     assert places[other]["layer.3.fc1"] == places[other]["layer.4.fc1"]

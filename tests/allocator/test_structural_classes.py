@@ -10,7 +10,7 @@ from graphs import Builder, assignments_for, cluster_of, encoder, graphs, profil
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from qsync.allocator.problem import pose
+from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.recovery import holds
@@ -32,11 +32,11 @@ def posed(graph, profile=None, names=("infer",)):
     draw, found = Random(0), sensitivity_of(graph)
     omega = {op: {p: draw.random() for p in modes} for op, modes in found.omega.items()}
     sensitivity = replace(found, omega=omega)
-    return pose(graph, profiles, sensitivity, cluster_of(dict.fromkeys(names, 1)))
+    return make_problem(graph, profiles, sensitivity, cluster_of(dict.fromkeys(names, 1)))
 
 
 def places(graph, profile=None):
-    return State(posed(graph, profile)).classes["infer"].places()
+    return State(posed(graph, profile)).classes["infer"].structural_classes()
 
 
 def test_equal_blocks_have_equal_places_but_for_those_near_the_ends():
@@ -60,13 +60,13 @@ def test_what_costs_otherwise_is_another_place_and_so_is_what_is_beside_it():
 
 def test_another_precision_is_another_place():
     one = State(posed(encoder(24)))
-    before = one.classes["infer"].places()
+    before = one.classes["infer"].structural_classes()
     move = one.move("infer", {"layer.12.fc1": BF16})
-    after = one.classes["infer"].places()
+    after = one.classes["infer"].structural_classes()
     assert after["layer.12.fc1"] != before["layer.12.fc1"] and after["layer.12.fc2"] != before["layer.12.fc2"]
     assert after["layer.2.fc1"] == before["layer.2.fc1"]
     one.back(move)
-    assert one.classes["infer"].places() == before
+    assert one.classes["infer"].structural_classes() == before
 
 
 @given(st.data())
@@ -79,7 +79,7 @@ def test_what_is_known_of_a_place_holds_there(data):
     for _ in range(2):  # what was found before the second assignment is remembered
         drawn = data.draw(assignments_for(graph, (Precision.FP32, BF16, INT8)))
         state.move("infer", {op: p for op, p in drawn.items() if p in choices[op]})
-        now = one.places()
+        now = one.structural_classes()
         for op, options in choices.items():
             for precision in options:
                 known = state.seconds_of("infer", {op: precision}, now)
@@ -93,7 +93,7 @@ def test_equal_blocks_are_asked_about_once():
     def asked(num_layers):
         state = State(posed(encoder(num_layers)))
         one = state.classes["infer"]
-        now = one.places()
+        now = one.structural_classes()
         for op, options in one.part.choices.items():
             for precision in options:
                 state.seconds_of("infer", {op: precision}, now)
@@ -119,7 +119,7 @@ def test_the_fastest_start_of_equal_blocks_is_found_in_as_many_moves_as_that_of_
         found.append(count)
         # Nothing alone makes it faster.
         one = state.classes["infer"]
-        now = one.places()
+        now = one.structural_classes()
         for op, options in one.part.choices.items():
             assert all(state.seconds_of("infer", {op: p}, now) > -1e-12 for p in options)
     assert found[0] == found[1]
@@ -160,7 +160,7 @@ def test_where_buffers_are_handed_out_first_all_start_with_the_last():
     builder.loss("loss", x)
     graph = builder.build()
     profiles = {"train": profile_of(graph, "train", slow=0.1, optimizer_s=1e-2), "infer": profile_of(graph)}
-    state = State(pose(graph, profiles, sensitivity_of(graph), cluster_of(link=Link(1e-6, 1e9))))
+    state = State(make_problem(graph, profiles, sensitivity_of(graph), cluster_of(link=Link(1e-6, 1e9))))
     exchange, works = state.problem.exchange, [one.work for one in state.classes.values()]
     starts = starts_s(works, exchange)
     assert starts[0] == starts[1] == 1e-2 + exchange.broadcast_s > works[1].optimizer_s
@@ -182,7 +182,9 @@ def test_no_step_is_shorter_than_one_class_needs(data, link):
     graph = data.draw(graphs())
     assume(graph.adjustable)
     profiles = {n: profile_of(graph, n, slow=s, cast_s=1e-11) for n, s in (("train", 1.0), ("infer", 1.8))}
-    problem = pose(graph, profiles, sensitivity_of(graph), cluster_of(link=link), bucket_cap_bytes=64)
+    problem = make_problem(
+        graph, profiles, sensitivity_of(graph), cluster_of(link=link), Constraints(bucket_cap_bytes=64)
+    )
     state = State(problem)
     drawn = data.draw(assignments_for(graph, (Precision.FP32, BF16, INT8)))
     state.move("infer", {op: p for op, p in drawn.items() if p in problem.classes["infer"].choices[op]})

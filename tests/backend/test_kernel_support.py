@@ -13,7 +13,7 @@ from torch import nn
 
 import qsync
 from qsync import backend
-from qsync.allocator import allocate, check_plan, refusals
+from qsync.allocator import allocate, check_plan, unsupported_precisions
 from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.selection import Kernels
 from qsync.commands import device_report, doctor_tables, main
@@ -153,18 +153,20 @@ def fp32_plan(graph: OpGraph) -> Plan:
 
 
 def test_every_refusal_is_listed_with_what_runs_instead(graph):
-    found = refusals(graph, fp32_plan(graph), profiles_of(graph), gpu_cluster())
+    found = unsupported_precisions(graph, fp32_plan(graph), profiles_of(graph), gpu_cluster())
     assert [(r.op, r.precision, r.runs_in, r.why) for r in found if r.device_class == "infer"] == [
         (name, INT8, "fp32", reason) for name, reason in REASONS.items()
     ]
-    assert not refusals(graph, fp32_plan(graph), profiles_of(graph), cluster_of(precisions=GPU))
+    assert not unsupported_precisions(graph, fp32_plan(graph), profiles_of(graph), cluster_of(precisions=GPU))
 
 
 def test_what_the_profile_was_refused_is_listed(graph):
     profiles = profiles_of(graph)
     ops = {**profiles["infer"].ops, "plain": {"fp32": profiles["infer"].ops["plain"]["fp32"]}}
     lacking = replace(profiles["infer"], ops=ops, refused={"plain": {"int8": "nvcc is missing"}})
-    found = refusals(graph, fp32_plan(graph), {**profiles, "infer": lacking}, cluster_of(precisions=GPU))
+    found = unsupported_precisions(
+        graph, fp32_plan(graph), {**profiles, "infer": lacking}, cluster_of(precisions=GPU)
+    )
     assert [(r.op, r.precision, r.why) for r in found] == [
         ("plain", FP16, "the profile has no time of it; profile this class again"),
         ("plain", INT8, "nvcc is missing"),
@@ -180,7 +182,7 @@ def test_kinds_without_a_precision_say_why():
     graph = builder.build()
     precisions = (FP32, Precision.INT8_ALL)
     profiles = {name: profile_of(graph, name, precisions) for name in ("train", "infer")}
-    (found, _) = refusals(graph, fp32_plan(graph), profiles, cluster_of(precisions=precisions))
+    (found, _) = unsupported_precisions(graph, fp32_plan(graph), profiles, cluster_of(precisions=precisions))
     assert found.op == "conv" and "conv2d in int8_all: not written" in found.why
 
 
@@ -245,7 +247,7 @@ def test_what_capture_keeps_in_fp32_says_why(body, kind, reason):
     op = next(op for op in found.ops if op.kind == kind and op.role is Role.FIXED)
     assert reason in op.fixed_because
     profiles = {name: profile_of(found, name) for name in ("train", "infer")}
-    listed = refusals(found, fp32_plan(found), profiles, cluster_of())
+    listed = unsupported_precisions(found, fp32_plan(found), profiles, cluster_of())
     assert [(r.device_class, r.precision, r.why) for r in listed if r.op == op.name] == [
         (None, None, op.fixed_because)
     ]

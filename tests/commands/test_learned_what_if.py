@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, doubts
+from qsync.allocator import allocate, find_warnings
 from qsync.commands import main
 from qsync.commands.what_if import load_basis
 from qsync.distributed.plan_cache import cache_key
@@ -226,7 +226,7 @@ def test_no_doubt_where_time_is_known_or_memory_decides():
         profiles = pair(noise)
         budgets = {"infer": budget} if budget else None
         plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), budgets=budgets)
-        return doubts(GRAPH, plan, profiles, cluster_of(), budgets)
+        return find_warnings(GRAPH, plan, profiles, cluster_of(), budgets)
 
     assert judged(0.0) == judged(0.01) == []
     assert len(judged(0.6)) == 1
@@ -244,4 +244,4 @@ def test_no_doubt_where_fp32_was_never_measured():
 
     profiles = {name: without_fp32(profile) for name, profile in pair(0.6).items()}
     plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of(), pins={"layer.0.query": "bf16"})
-    assert plan["infer"].lowered and doubts(GRAPH, plan, profiles, cluster_of()) == []
+    assert plan["infer"].lowered and find_warnings(GRAPH, plan, profiles, cluster_of()) == []

@@ -9,7 +9,7 @@ import pytest
 from graphs import cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import uniform
-from qsync.allocator.problem import pose
+from qsync.allocator.problem import make_problem
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
@@ -38,7 +38,7 @@ def basis_of(graph, slow=1.8, cast_s=2e-9, infer=1, **changes):
 
 def started(basis, slack):
     """A state at its fastest, and a target so much longer."""
-    state = State(pose(basis.graph, basis.profiles, basis.sensitivity, basis.cluster))
+    state = State(make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster))
     fastest_start(state, "infer")
     return state, state.step_s() * (1 + slack)
 

@@ -32,7 +32,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import peaks, replay, under
-from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, recomputing, with_recomputed
+from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, mark_recomputed, with_recomputation
 from qsync.runtime import program
 from qsync.runtime.activation_recomputation import recompute
 
@@ -73,7 +73,7 @@ def test_what_is_recomputed_saves_as_torch_does_priced_and_run():
     profiles = {"infer": profile_of(graph, saving=1.3)}
     at = replace(
         profiles["infer"],
-        setting=Setting(with_recomputed(graph, ["layers.0"]), 2, graph.shapes_hash, 2, plan.levers["infer"]),
+        setting=Setting(mark_recomputed(graph, ["layers.0"]), 2, graph.shapes_hash, 2, plan.levers["infer"]),
     )
     timeline = replay(graph, plan, {"infer": at}, cluster_of({"infer": 1}))
     priced = {node.op: node.form for node in timeline["infer"].nodes if isinstance(node, Run)}
@@ -110,16 +110,16 @@ def test_the_blocks_of_a_model_are_what_is_numbered():
     with pytest.raises(
         FormatError, match=r"0 cannot be recomputed: 0.conv1.norm would count every batch twice"
     ):
-        with_recomputed(images(2), ["0"])
+        mark_recomputed(images(2), ["0"])
     with pytest.raises(FormatError, match="no operator of encoder belongs to 'layer.7'"):
-        with_recomputed(GRAPH, ["layer.7"])
+        mark_recomputed(GRAPH, ["layer.7"])
     with pytest.raises(FormatError, match="layer.0 lies within layer, and both"):
-        with_recomputed(GRAPH, ["layer", "layer.0"])
+        mark_recomputed(GRAPH, ["layer", "layer.0"])
     builder = Builder("torn")
     x = builder.linear("a.0.fc1", builder.enter("x", (4, 4)), 4)
     x = builder.linear("a.0.fc2", builder.linear("b", x, 4), 4)
     with pytest.raises(FormatError, match="a.0 cannot be recomputed as one block: b runs between"):
-        with_recomputed(builder.build(), ["a.0"])
+        mark_recomputed(builder.build(), ["a.0"])
 
 
 def test_a_recomputed_block_costs_its_forward_once_more_but_for_casts_of_weights():
@@ -152,18 +152,18 @@ def test_recomputing_keeps_what_enters_a_block_and_no_more():
             x = builder.follow(f"layer.{layer}.{name}.gelu", "gelu", x)
     builder.loss("loss", x)
     graph = builder.build()
-    plain, twice = (peak_memory(lower(g, {})) for g in (graph, with_recomputed(graph, ["layer.0"])))
+    plain, twice = (peak_memory(lower(g, {})) for g in (graph, mark_recomputed(graph, ["layer.0"])))
     # When the loss is there: of six values a block keeps only the last, which enters the other one.
     assert plain.saved == 12 * VALUE and twice.saved == 7 * VALUE
-    both = peak_memory(lower(with_recomputed(graph, ["layer.0", "layer.1"]), {}))
+    both = peak_memory(lower(mark_recomputed(graph, ["layer.0", "layer.1"]), {}))
     assert both.estimate_bytes - both.margin < twice.estimate_bytes < plain.estimate_bytes
     assert twice.inputs == plain.inputs + 8 * RANDOM_STATE
 
 
 @settings(max_examples=25)
 @given(st.data())
-def test_incremental_vectorized_and_whole_memory_agree_with_recomputed_blocks(data):
-    graph = with_recomputed(GRAPH, data.draw(st.sampled_from([BLOCKS, BLOCKS[:1], BLOCKS[1:]])))
+def test_incremental_vectorized_and_whole_memory_agree_mark_recomputed_blocks(data):
+    graph = mark_recomputed(GRAPH, data.draw(st.sampled_from([BLOCKS, BLOCKS[:1], BLOCKS[1:]])))
     assignment = data.draw(assignments_for(graph))
     less = ops_that_save_less(graph, data.draw(st.sampled_from([[], ["*"], ["layer.0.*"]])))
     lowering = Lowering(graph, assignment, "bf16", less)
@@ -195,7 +195,7 @@ def test_the_peak_is_what_is_predicted(precision, saving):
         for _ in range(2):
             again.step()
         measured = again._throughout() + step_peak_bytes(again.step, torch.device("cpu"))
-        graph = with_recomputed(trained.graph, [path])
+        graph = mark_recomputed(trained.graph, [path])
         # What a recomputed block keeps waits for a moment only: there nothing saves less.
         assert not any(name.startswith(path) for name in ops_that_save_less(graph, saving))
         lowered = lower(graph, assignment, "bf16", ops_that_save_less(graph, saving))
@@ -218,5 +218,5 @@ def test_a_plan_may_recompute_where_nothing_else_fits():
     shown = peaks(graph, plan, twice, cluster)["infer"]
     assert shown.peak_bytes == plan["infer"].predicted.memory_bytes
     # What has no samples to share is not asked for a second capture.
-    assert recomputing(profiles["infer"], graph) is profiles["infer"] and mlp().recomputed == ()
+    assert with_recomputation(profiles["infer"], graph) is profiles["infer"] and mlp().recomputed == ()
     assert Role.ADJUSTABLE in {op.role for op in graph.ops}

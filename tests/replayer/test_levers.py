@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from graphs import Builder, cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
-from qsync.allocator import allocate, check_plan, doubts
-from qsync.allocator.problem import pose
+from qsync.allocator import allocate, check_plan, find_warnings
+from qsync.allocator.problem import make_problem
 from qsync.errors import FormatError, MismatchError
 from qsync.lowering.vectorized import Tabulated
 from qsync.records.levers import ClassLevers, Levers, Without, samples_of
@@ -17,8 +17,8 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Exchange, Sized, replay, under
-from qsync.replayer.levers.batch_size import carried, resized
-from qsync.replayer.vectorized_costs import price
+from qsync.replayer.levers.batch_size import at_samples, resized
+from qsync.replayer.vectorized_costs import vectorized_costs_of
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 SLOW = {"train": 1.0, "infer": 3.0}
@@ -53,7 +53,10 @@ def test_a_graph_between_two_captures_is_the_one_that_would_be_captured():
 
 def test_between_two_profiles_costs_lie_on_the_line_through_them():
     at = resized(GRAPH, SMALLER, 12)
-    found, expected = carried(PROFILES["infer"], GRAPH, OTHER, 12, at), profile_of(mlp(3, rows=12), slow=3.0)
+    found, expected = (
+        at_samples(PROFILES["infer"], GRAPH, OTHER, 12, at),
+        profile_of(mlp(3, rows=12), slow=3.0),
+    )
     assert found.origin == "interpolated" and found.shapes_hash == at.shapes_hash
     for op, modes in expected.ops.items():
         for mode, cost in modes.items():
@@ -61,7 +64,7 @@ def test_between_two_profiles_costs_lie_on_the_line_through_them():
     casts = {("x", "fp32", "bf16"): Cost(1.0)}, {("x", "fp32", "bf16"): Cost(0.5)}
     one = replace(PROFILES["infer"], host_s=3e-5, outside=Cost(2e-6, 4e-6), casts=casts[0])
     two = replace(OTHER.profiles["infer"], host_s=1e-5, outside=Cost(1e-6, 2e-6), casts=casts[1])
-    found = carried(one, GRAPH, Sized(SMALLER, {"infer": two}), 12, at)
+    found = at_samples(one, GRAPH, Sized(SMALLER, {"infer": two}), 12, at)
     assert (found.host_s, found.outside.total_s) == pytest.approx((2e-5, 4.5e-6))
     assert found.casts["x", "fp32", "bf16"].forward_s == pytest.approx(0.75)
 
@@ -69,7 +72,7 @@ def test_between_two_profiles_costs_lie_on_the_line_through_them():
 def test_with_one_profile_what_has_samples_costs_in_proportion_and_it_says_so():
     casts = {("x", "fp32", "bf16"): Cost(1.0), ("fc0.weight", "fp32", "bf16"): Cost(1.0)}
     measured = replace(PROFILES["infer"], loading_s=1.0, casts=casts)
-    found = carried(measured, GRAPH, ALONE, 8, SMALLER, loaded=16)
+    found = at_samples(measured, GRAPH, ALONE, 8, SMALLER, loaded=16)
     assert found.origin == "proportional"
     assert found.ops["fc1"]["bf16"].total_s == pytest.approx(measured.ops["fc1"]["bf16"].total_s / 2)
     assert found.ops["loss"]["fp32"].total_s == pytest.approx(measured.ops["loss"]["fp32"].total_s / 2)
@@ -92,7 +95,7 @@ def test_passes_cost_their_sum_but_for_weights_that_are_cast_once():
     twice = levered(Sized(SMALLER, {"infer": half}), whole, infer=ClassLevers(passes=2))["infer"]
 
     def work(profile, graph):
-        costs = price(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
+        costs = vectorized_costs_of(Tabulated(graph, {"fc1": BF16}, "bf16"), profile)
         return Exchange(GRAPH, CLUSTER).work(costs)
 
     one, both = work(half, SMALLER), work(twice, twice.graph_of(GRAPH))
@@ -131,7 +134,7 @@ def test_unequal_shares_are_faster_and_weigh_by_samples():
     assert shared.levers.used == ("share",)
     # What 10 of 32 samples add, which 16 were measured to: their own rounding averages out less.
     weight = (10 / 32) ** 2 * 16 / 10
-    problem = pose(GRAPH, profiles, SENSITIVITY, CLUSTER)
+    problem = make_problem(GRAPH, profiles, SENSITIVITY, CLUSTER)
     assert problem.classes["infer"].variance["fc2"][INT8] == pytest.approx(weight * SENSITIVITY["fc2", INT8])
     assert problem.classes["train"].variance["fc2"][INT8] == pytest.approx(
         (22 / 32) ** 2 * SENSITIVITY["fc2", INT8]
@@ -145,7 +148,7 @@ def test_under_levers_the_exact_solver_is_exact():
         Levers({"train": ClassLevers(20, passes=2), "infer": ClassLevers(12, passes=2)}), Sized(smaller, {}),
     )  # fmt: skip
     plan = allocate(graph, profiles, SENSITIVITY, CLUSTER, slack=0.1, gap=0.0)
-    names, problem = [op.name for op in graph.adjustable], pose(graph, profiles, SENSITIVITY, CLUSTER)
+    names, problem = [op.name for op in graph.adjustable], make_problem(graph, profiles, SENSITIVITY, CLUSTER)
     least = min(
         sum(problem.classes["infer"].variance[op][p] for op, p in zip(names, chosen, strict=True))
         for chosen in itertools.product((Precision.FP32, BF16, INT8), repeat=len(names))
@@ -208,5 +211,5 @@ def test_batch_norm_under_unequal_shares_is_doubted():
     for levers, expected in (({"infer": ClassLevers(passes=2)}, 1), ({}, 0)):
         profiles = under(graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {}))
         plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
-        found = [text for text in doubts(graph, plan, profiles, CLUSTER) if "batch norms" in text]
+        found = [text for text in find_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]
         assert len(found) == expected and all("(accumulate)" in text for text in found)

@@ -280,7 +280,8 @@ def test_a_trace_has_one_process_per_class_and_times_in_microseconds(tmp_path):
 
 
 def test_planning_imports_no_torch():
-    code = "import sys, qsync.replayer, qsync.allocator, qsync.predictor.memory.peak; exit('torch' in sys.modules)"
+    modules = "sys, qsync.replayer, qsync.allocator, qsync.predictor.memory.peak"
+    code = f"import {modules}; exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -24,7 +24,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer import ClassCosts, Exchange, replay, step_time, vectorized_costs
 from qsync.replayer.lazy_sequence import OnAccess
-from qsync.replayer.vectorized_costs import price
+from qsync.replayer.vectorized_costs import vectorized_costs_of
 
 EXACT = {"rel": 1e-12, "abs": 0.0}
 
@@ -65,7 +65,7 @@ def check(graph: OpGraph, assignment, profile: Profile, cluster, cap=None) -> No
     timeline = replay(graph, {name: assignment}, {name: profile}, cluster, bucket_cap_bytes=cap)
     lowering = Lowering(graph, assignment, cluster[name].carried_16bit)
     costs = ClassCosts(lowering, profile)
-    found = price(Tabulated(graph, assignment, cluster[name].carried_16bit), profile)
+    found = vectorized_costs_of(Tabulated(graph, assignment, cluster[name].carried_16bit), profile)
     np.testing.assert_allclose(found.forward_s, costs.forward_s, rtol=1e-12)
     np.testing.assert_allclose(found.backward_s, costs.backward_s, rtol=1e-12)
     exchange = Exchange(graph, cluster, cap)
@@ -172,10 +172,10 @@ def test_prices_are_asked_for_once_for_every_distinct_neighbourhood(monkeypatch)
         profile = profile_of(graph)
         assignment = {op.name: Precision.INT8 for op in graph.adjustable}
         asked.clear()
-        price(Tabulated(graph, assignment), profile)
+        vectorized_costs_of(Tabulated(graph, assignment), profile)
         counts.append(len(asked))
         asked.clear()
-        price(Tabulated(graph, assignment), profile)
+        vectorized_costs_of(Tabulated(graph, assignment), profile)
         assert not asked
     assert counts[0] == counts[1] == counts[2] > 0
 
