@@ -12,7 +12,7 @@ from graphs import CPU_PRECISIONS, cluster_of, encoder, graphs, images, mlp, pro
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qsync.allocator import allocate, check_plan, tradeoff
+from qsync.allocator import allocate, check_plan, frontier
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.class_model import ClassModel
@@ -215,7 +215,7 @@ def test_bits_of_bits():
 def test_every_point_of_the_frontier_is_a_plan_and_none_beats_another():
     graph = encoder(2)
     profiles, sensitivity, cluster = pair(graph), varied(graph, 2), cluster_of()
-    plans = tradeoff(graph, profiles, sensitivity, cluster, 6)
+    plans = frontier(graph, profiles, sensitivity, cluster, 6)
     assert len(plans) > 3
     for plan in plans:
         assert check_plan(graph, plan, profiles, sensitivity, cluster).ok
@@ -229,7 +229,7 @@ def test_every_point_of_the_frontier_is_a_plan_and_none_beats_another():
 def test_a_frontier_that_makes_no_sense_is_refused(num, options):
     graph = encoder(1)
     with pytest.raises(FormatError, match="frontier"):
-        tradeoff(graph, pair(graph), sensitivity_of(graph), cluster_of(), num, **options)
+        frontier(graph, pair(graph), sensitivity_of(graph), cluster_of(), num, **options)
 
 
 def test_what_the_solver_prints_is_not_seen(capfd, monkeypatch):
