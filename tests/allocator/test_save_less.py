@@ -327,5 +327,5 @@ def test_every_shortcut_of_a_search_knows_who_saves_less(monkeypatch):
     assert places[other]["layer.3.fc1"] == places[other]["layer.4.fc1"]
     state.move("infer", dict.fromkeys(infer.part.choices, INT8))
     expected = StepMemory(infer.lowering.lowered(), num_ranks=3, device="cpu").peak_bytes
-    monkeypatch.setattr("qsync.allocator.state._MANY", 0)
+    monkeypatch.setattr("qsync.allocator.state._MAX_INCREMENTAL", 0)
     assert infer.peak_bytes == expected
