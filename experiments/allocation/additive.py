@@ -45,8 +45,6 @@ def additive(state: State, classes: Sequence[str], target_s: float) -> Additive:
 
     class by class, with t the profiled time of the operator by itself and the FP32 step as replayed: only
     the differences are additive. Begins with what `state` has, which must hold, and ends with `state` there.
-
-    >>> additive(state, ["infer"], target_s=0.1).solved
     """
     begun = state.assignments()
     solved: Assignments | None = state.assignments()

@@ -43,8 +43,6 @@ def balanced(graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluste
     A class takes fixed + share x the rest, with Python, optimizer and the copies to buckets fixed and
     operators, casts, loss and data loading in proportion to the samples. That is an assumption in favour of
     LB-BSP: smaller batches use a device less well. Shares need not be whole samples.
-
-    >>> balanced(graph, uniform(graph, profiles, cluster, {}), profiles, cluster).step_s
     """
     timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
     trained = sum(value.num_elements for value in graph.parameters if value.requires_grad)

@@ -27,10 +27,7 @@ _STYLES = {
 
 
 def draw(rows: Rows, path: str | Path) -> Path:
-    """Draw a panel per model and cluster: the first cluster above, the one of most classes below.
-
-    >>> draw(content["rows"], "allocation.png")
-    """
+    """Draw a panel per model and cluster: the first cluster above, the one of most classes below."""
     models = list(dict.fromkeys(row["model"] for row in rows))
     clusters = list(dict.fromkeys(row["cluster"] for row in rows))
     shown = list(dict.fromkeys([clusters[0], max(clusters, key=lambda name: name.count("+"))]))

@@ -20,8 +20,6 @@ def raise_by_variance(state: State, classes: Sequence[str], target_s: float) -> 
 
     Each goes to the highest precision with which the step is within `target_s` seconds and memory holds,
     whatever time that takes from those that come after it; one pass.
-
-    >>> raise_by_variance(state, ["infer"], target_s=0.1)
     """
     added = [
         (-variance[state.classes[name].precision(op)], number, name, op)
@@ -39,8 +37,6 @@ def raise_at_random(state: State, classes: Sequence[str], target_s: float, seed:
 
     A raise stays if the step is within `target_s` seconds and memory holds, so the result is a random
     assignment to which little can be added.
-
-    >>> raise_at_random(state, ["infer"], target_s=0.1, seed=0)
     """
     tries = [
         (name, op, precision)
@@ -60,9 +56,6 @@ def lower_by_time(state: State, classes: Sequence[str], target_s: float) -> bool
     Each gets its own fastest precision among its neighbours as they are, whatever variance that adds, until
     the step is within `target_s` seconds; only in classes that are late beside those that are never lowered.
     Orders are taken again until nothing saves time. Whether step and memory hold in the end.
-
-    >>> lower_by_time(state, ["infer"], target_s=0.1)
-    True
     """
     for name in classes:
         state.move(name, state.classes[name].part.highest)

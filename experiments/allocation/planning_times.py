@@ -97,10 +97,7 @@ def main(
             if not (out / name / "cluster.json").is_file():
                 made_up(graph(), learned(out), count, seed).save(out / name)
             for solver, bar_s in bars_s.items():
-                row = experiment.piece(
-                    f"{name} {solver}",
-                    partial(timed, out / name, solver, slack, times),
-                )
+                row = experiment.piece(f"{name} {solver}", partial(timed, out / name, solver, slack, times))
                 rows.append({"model": name, "solver": solver, "bar_s": bar_s, **row})
     experiment.finish(
         {"rows": rows}, bars=[one for row in rows for one in bars(row)], tables=[table(rows)],

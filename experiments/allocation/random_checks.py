@@ -62,8 +62,7 @@ def main(
         for begin in range(first, first + problems, PROBLEMS_A_PIECE):
             numbers = range(begin, min(begin + PROBLEMS_A_PIECE, first + problems))
             rows += experiment.piece(
-                f"problems {numbers[0]} to {numbers[-1]}",
-                partial(try_problems, seed, numbers, graphs),
+                f"problems {numbers[0]} to {numbers[-1]}", partial(try_problems, seed, numbers, graphs)
             )
     found = counts(rows)
     bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]

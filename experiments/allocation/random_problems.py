@@ -39,11 +39,7 @@ class Drawn:
 
 
 def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
-    """Make the problem of this number; one in ten has one of the given graphs, if there are any.
-
-    >>> problem(0, 17) == problem(0, 17)
-    True
-    """
+    """Make the problem of this number; one in ten has one of the given graphs, if there are any."""
     draw = random.Random(f"{seed} {number}")
     kind = draw.random()
     if graphs and kind < 0.1:

@@ -25,8 +25,6 @@ def run_demo(
 
     Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts,
     for a workload, data, share, or number that cannot be used, and when a rank failed.
-
-    >>> run_demo(workload="resnet", out=Path("demo-out"))["runs"]["qsync"]["measured_step_s"]
     """
     if not 0 < weak_share <= 1:
         raise QSyncError(

@@ -40,8 +40,6 @@ def predicted_vs_measured(
 
     `runs` is that of report.json: run -> measured_step_s and predicted_step_s (s), of which either may be
     missing. Raises QSyncError if there is no run.
-
-    >>> predicted_vs_measured(report["runs"], "steps.png", emulated=True)
     """
     if not runs:
         raise QSyncError("there is no run to draw; give the runs of a report")

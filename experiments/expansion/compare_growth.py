@@ -94,11 +94,7 @@ def main(
 
 
 def sizes_of(text: str | None) -> Sizes | None:
-    """Parse sizes as they are given on the command line. Raises QSyncError for what are none.
-
-    >>> sizes_of("192,4,6")
-    Sizes(width=192, layers=4, heads=6)
-    """
+    """Parse sizes as they are given on the command line. Raises QSyncError for what are none."""
     if text is None:
         return None
     parts = text.split(",")

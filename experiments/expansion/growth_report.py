@@ -41,9 +41,6 @@ def reached(curve: Sequence[Mapping[str, float]], loss: float) -> float | None:
     """Return the tokens (images) after which the held-out loss stays at or below `loss`; None if never.
 
     Between two points of the curve it is taken to be straight. That a noisy curve dips below does not count.
-
-    >>> reached([{"items": 0, "heldout": 3.0}, {"items": 10, "heldout": 1.0}], 2.0)
-    5.0
     """
     if curve[-1]["heldout"] > loss:
         return None
@@ -223,8 +220,6 @@ def picture(rows: Rows, path: str | Path) -> Path:
 
     A line is the mean over seeds, its band from the least to the most; the dashed line is where the
     from-scratch run ends.
-
-    >>> picture(content["rows"], "expansion.png")
     """
     workloads = list(dict.fromkeys(row["setting"]["workload"] for row in rows))
     title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"

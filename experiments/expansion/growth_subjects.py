@@ -66,10 +66,7 @@ SETTINGS = {
 
 
 def setting(name: str, **changed: Any) -> Setting:
-    """Return the setting called `name`, with other sizes where given. Raises QSyncError for an unknown one.
-
-    >>> setting("gpt", steps=1200, large=Sizes(256, 6, 8))
-    """
+    """Return the setting called `name`, with other sizes where given; QSyncError for an unknown one."""
     if name not in SETTINGS:
         raise QSyncError(f"there is no workload {name!r} to grow; choose from {', '.join(SETTINGS)}")
     return replace(SETTINGS[name], **{key: value for key, value in changed.items() if value is not None})

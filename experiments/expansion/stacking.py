@@ -17,10 +17,7 @@ BLOCK = re.compile(r"^blocks\.(\d+)\.")
 
 
 def stacked(small: nn.Module, large: nn.Module) -> nn.Module:
-    """`large`, a new model of the class of `small`, with the tiled and stacked weights of `small`. In place.
-
-    >>> big = stacked(small, Gpt(width=384, num_layers=8))
-    """
+    """Tile and stack the weights of `small` into `large`, a new model of its class; return `large`."""
     trained = small.state_dict()
     layers = len(small.blocks)  # type: ignore[arg-type]
     modules = dict(large.named_modules())

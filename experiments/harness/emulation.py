@@ -24,9 +24,6 @@ def pin_to_core(local_rank: int) -> int:
     """Bind every thread of this process to one of its cores, counted by `local_rank`; return the core.
 
     Threads that start later inherit it. Raises UnsupportedError where processes cannot be bound to cores.
-
-    >>> pin_to_core(local_rank=1)
-    1
     """
     if not hasattr(os, "sched_setaffinity"):
         raise UnsupportedError("this system cannot bind a process to a core; run the emulation on Linux")
@@ -40,11 +37,7 @@ def pin_to_core(local_rank: int) -> int:
 
 @contextlib.contextmanager
 def throttled(share: float) -> Iterator[Throttle]:
-    """Run the body with `share` of the core, 0 < share <= 1; at 1 nothing is paused.
-
-    >>> with throttled(0.5):
-    ...     train()
-    """
+    """Run the body with `share` of the core, 0 < share <= 1; at 1 nothing is paused."""
     throttle = Throttle(share)
     throttle.start()
     try:

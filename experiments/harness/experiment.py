@@ -40,11 +40,7 @@ Bar = dict[str, Any]
 
 
 def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False) -> Bar:
-    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value.
-
-    >>> bar("import qsync, ms", 31.0, 50.0)["holds"]
-    True
-    """
+    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value."""
     if isinstance(limit, bool):
         holds: bool | None = measured == limit
     elif measured is None:

@@ -16,9 +16,6 @@ def keep_freed_memory() -> bool:
     5, torch 2.13, in time of the thread: INT8 conv2d of 16x64x32x32 channels-last 4.3 to 7.7 ms without and
     3.4 with; FP32 11.0 and 7.0 contiguous. Memory once used stays with the process. Not called by qsync's
     kernels: whoever owns the process decides, and compares only runs that decided alike.
-
-    >>> keep_freed_memory()
-    True
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -15,8 +15,6 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     """Return the most bytes of tensors that `step` has live at once beyond those it found.
 
     Counted by the allocator's own events: resident memory of the process mixes in everything else that runs.
-
-    >>> step_peak_bytes(lambda: model(batch).sum().backward(), torch.device("cpu"))
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

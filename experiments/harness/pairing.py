@@ -51,8 +51,6 @@ def measure(
     Everybody finds the caches of the one before, so who goes first rotates, and every other round goes
     backwards.
     Each is called three times beforehand. `ticked` is called after each round.
-
-    >>> measure({"clone": x.clone, "copy": lambda: y.copy_(x)}, 15, torch.device("cpu"))["clone"].median_s
     """
     names = list(variants)
     calls = {name: _calls(variants[name], device, sample_s) for name in names}
@@ -82,11 +80,7 @@ def ratios(slower: Samples, faster: Samples) -> list[float]:
 
 
 def quartiles(values: list[float]) -> list[float]:
-    """First quartile, median and third quartile; one value is all three.
-
-    >>> quartiles([1.0, 2.0, 3.0])
-    [1.0, 2.0, 3.0]
-    """
+    """First quartile, median and third quartile; one value is all three."""
     return statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
 
 

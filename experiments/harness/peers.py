@@ -56,8 +56,6 @@ def linear_one_dnn(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
     On AMD processors MKL leaves AVX-512 alone: 91 against 175 GFLOP/s, one thread of a Zen 5, 2048 squared.
     No one trains with this call, but "times as fast as FP32" is worth about half as much against it.
-
-    >>> linear_one_dnn(x, weight, bias)
     """
     y: Tensor = _OneDnnLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return y
@@ -142,11 +140,7 @@ def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
-    """Which products each form of torchao's INT8 training runs on one layer, forward and backward.
-
-    >>> what_torchao_runs(torch.device("cpu"))["module_swap"]["runs_int8"]
-    True
-    """
+    """Which products each form of torchao's INT8 training runs on one layer, forward and backward."""
     version = torchao_version()
     if version is None:
         return {"installed": False, "seen": "torchao is not installed"}
@@ -172,11 +166,7 @@ def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
 
 
 def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """How often each operator ran in one call after a call to warm up, as torch's profiler names them.
-
-    >>> operators_run(lambda: a @ b, torch.device("cpu"))
-    {'aten::mm': 1}
-    """
+    """How often each operator ran in one call after a call to warm up, as torch's profiler names them."""
     run()
     return {event.key: event.count for event in profiled(run, device).key_averages()}
 

@@ -30,10 +30,7 @@ def start_ranks(module: str, config: Mapping[str, Any], num_ranks: int = 2, what
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function of a module returns, as JSON, in an interpreter of its own.
-
-    >>> in_fresh_process(capture_llama)["peak_bytes"]
-    """
+    """Return what a function of a module returns, as JSON, in an interpreter of its own."""
     code = (
         f"import json, sys; from {function.__module__} import {function.__name__} as run; "
         "print(json.dumps(run(*json.loads(sys.argv[1]))))"

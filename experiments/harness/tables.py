@@ -35,19 +35,11 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
 
 
 def yes(holds: bool | None) -> str:
-    """Return a verdict in words; what does not hold is in capitals.
-
-    >>> yes(True), yes(False), yes(None)
-    ('yes', 'NO', '-')
-    """
+    """Return a verdict in words; what does not hold is in capitals."""
     return "-" if holds is None else "yes" if holds else "NO"
 
 
 def milliseconds(seconds: float) -> str:
-    """Return three digits and the unit.
-
-    >>> milliseconds(0.0000406), milliseconds(1.07)
-    ('0.0406 ms', '1070 ms')
-    """
+    """Return three digits and the unit."""
     value = 1e3 * seconds
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"

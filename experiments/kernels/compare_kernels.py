@@ -124,10 +124,7 @@ def run(
             continue
         wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
         for number, make in enumerate((cases or standard_cases)(bench, section)):
-            found = experiment.piece(
-                f"{section} {number}",
-                partial(_measured, make, wanted, device),
-            )
+            found = experiment.piece(f"{section} {number}", partial(_measured, make, wanted, device))
             measured.append(found["case"])
             rows += found["rows"]
     if demo_report is not None:
@@ -261,11 +258,7 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
 
 
 def judged(row: dict[str, Any], value: float | None, spread: list[float] | None) -> dict[str, Any]:
-    """Return the row with its measured value: whether the bar holds, and by what part it is missed.
-
-    >>> judged({"bar": 2.0, "at_most": False}, 1.5, None)["missed_by"]
-    0.25
-    """
+    """Return the row with its measured value: whether the bar holds, and by what part it is missed."""
     bar, missed = row["bar"], None
     if value is not None:
         missed = max(0.0, value / bar - 1 if row["at_most"] else 1 - value / bar)

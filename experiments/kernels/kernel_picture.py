@@ -58,10 +58,7 @@ _PANELS = (
 
 
 def draw(content: Mapping[str, Any], path: str | Path) -> Path:
-    """Draw the cases of kernels.json: a panel per section, a group per shape, and a rule where a bar lies.
-
-    >>> draw(read_json("kernels.json"), "kernels.png")
-    """
+    """Draw the cases of kernels.json: a panel per section, a group per shape, and a rule where a bar lies."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for section, title in _PANELS:
         for case in content["cases"]:

@@ -26,12 +26,7 @@ COPIES = (2**20, 2**22, 2**24, 2**26)  # bytes copied: in the caches, up to far 
 
 # Bytes moved per element of (input, weight, result), by variant; forward, and forward with backward. Operands
 # are FP32 outside: a BF16 or INT8 variant reads 4 bytes, writes its own type and reads that again.
-FORWARD = {
-    "fp32": (4, 4, 4),
-    "bf16": (8, 2, 2),
-    "fp8": (6, 1, 4),
-    "int8": (6, 1, 4),
-}
+FORWARD = {"fp32": (4, 4, 4), "bf16": (8, 2, 2), "fp8": (6, 1, 4), "int8": (6, 1, 4)}
 # A weight's cast, which is due once per optimizer step.
 WEIGHT_CAST = {"fp32": 0, "bf16": 6, "fp8": 5, "int8": 5}
 # Backward reads the gradient twice, both operands again (INT8 codes are decoded to BF16: 1 + 2 + 2), and

@@ -94,11 +94,7 @@ def step_case(
     case.add("fp32", lambda: _step(copy.deepcopy(model), batch))
     least = least_times(bench, model, batch, case.runs["fp32"], precisions)
     for precision in precisions:
-        case.add(
-            precision,
-            partial(_wrapped_step, model, precision, batch),
-            least_s=least.get(precision),
-        )
+        case.add(precision, partial(_wrapped_step, model, precision, batch), least_s=least.get(precision))
     if any(value.ndim == 4 for value in batch.values()):
         plain = {key: value.contiguous() for key, value in batch.items()}
         whole: nn.Module = cast(Any, copy.deepcopy(model)).to(memory_format=torch.contiguous_format)

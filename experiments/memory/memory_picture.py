@@ -15,10 +15,7 @@ from qsync.figures.style import FAINT, INK, SERIES_COLOURS, save_png
 
 
 def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], path: str | Path) -> Path:
-    """Draw the rows of memory_error.json, and the curve of one plan (`StepMemory.curve`).
-
-    >>> draw(content["plans"], memory.curve(), "memory_error.png")
-    """
+    """Draw the rows of memory_error.json, and the curve of one plan (`StepMemory.curve`)."""
     rows = [row for row in rows if "peak_bytes" in row]  # refused plans have nothing to show
     figure = new_figure(12, 7.6, "Bytes predicted from the graph, and measured")
     (saved, peak), (budget, step) = figure.subplots(2, 2)

@@ -52,8 +52,6 @@ def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str
 
     Rows of random plans have the bytes of `Trained.measure`; of accepted ones also their budget. Raises
     QSyncError when a rank failed.
-
-    >>> rows = run_ranks(["gpt"], num_plans=6, seed=3)
     """
     with tempfile.TemporaryDirectory() as folder:
         config = {"models": list(models), "num_plans": num_plans, "seed": seed, "out": folder}

@@ -116,8 +116,6 @@ def saved_bytes(
 
     The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are
     those at the addresses that `leave_out` holds once `forward` has run.
-
-    >>> saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
     """
     there = {tensor.untyped_storage().data_ptr() for tensor in known}
     kept: dict[int, int] = {}

@@ -125,9 +125,7 @@ def without_casts(profile: Profile) -> Profile:
     """Return the same profile with every cast free."""
     free = (Cost(0.0), Cost(0.0))
     return replace(
-        profile,
-        casts=dict.fromkeys(profile.casts, Cost(0.0)),
-        cast_fit=dict.fromkeys(profile.cast_fit, free),
+        profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=dict.fromkeys(profile.cast_fit, free)
     )
 
 

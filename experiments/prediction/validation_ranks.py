@@ -45,8 +45,6 @@ def run_validation(
     Or run the given plans, by name, of classes called as the demo calls them.
 
     Raises QSyncError for an unknown model, numbers that cannot be used, and when a rank failed.
-
-    >>> run_validation("bert", num_ranks=2).median_error
     """
     subjects.subject(model, 1)
     if num_ranks not in (1, 2):

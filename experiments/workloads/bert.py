@@ -52,11 +52,7 @@ class Layer(nn.Module):
 
 
 class Bert(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, vocab).
-
-    >>> Bert()(torch.ones(4, 128, dtype=torch.int64)).shape
-    torch.Size([4, 128, 256])
-    """
+    """Tokens (B, T), int64 -> logits (B, T, vocab)."""
 
     def __init__(
         self,

@@ -75,11 +75,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens (B, T), int64 -> logits (B, T, vocab). 10.9 M parameters as it stands.
-
-    >>> Gpt()(torch.zeros(4, 256, dtype=torch.int64)).shape
-    torch.Size([4, 256, 256])
-    """
+    """Tokens (B, T), int64 -> logits (B, T, vocab). 10.9 M parameters as it stands."""
 
     def __init__(
         self,

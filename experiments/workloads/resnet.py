@@ -60,11 +60,7 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): three stages of two blocks.
-
-    >>> ResNet()(torch.zeros(2, 1, 16, 16)).shape
-    torch.Size([2, 10])
-    """
+    """Images (B, 1, 16, 16) -> logits (B, 10): three stages of two blocks."""
 
     def __init__(
         self,

@@ -32,12 +32,7 @@ _IMAGES: dict[str, tuple[Callable[[], nn.Module], int]] = {
 
 
 def subject(name: str, batch_size: int | None = None) -> Workload:
-    """Return the experiments' model of this name as a workload. Raises QSyncError for an unknown name.
-
-    >>> chosen = subject("bert")
-    >>> inputs, targets = chosen.batch(seed=0, step=0, rank=0)
-    >>> chosen.loss_fn(chosen.make_model(0)(inputs), targets)
-    """
+    """Return the experiments' model of this name as a workload. Raises QSyncError for an unknown name."""
     if name in _IMAGES:
         make, usual = _IMAGES[name]
         size = batch_size or usual
@@ -60,10 +55,6 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
 
     `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
     Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to the resnet.
-
-    >>> workload = demo_workload("gpt")
-    >>> inputs, targets = workload.batch(seed=0, step=0, rank=1)
-    >>> loss = workload.loss_fn(workload.make_model(0)(inputs), targets)
     """
     if name == "gpt":
         return text_workload(

@@ -38,8 +38,6 @@ def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
     gives its last 5 % to the held-out part; so does a folder with too few files to hold some out whole. At
     most 50 MB are read. Raises QSyncError if `data` is missing, unreadable, empty, or too small for one
     window of `context` + 1 bytes in each part.
-
-    >>> load_text("notes.txt").train.shape
     """
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))

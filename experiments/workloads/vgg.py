@@ -9,11 +9,7 @@ from qsync.expansion.recipe.recipes import Recipe
 
 
 class Vgg(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): stages of 3 x 3 convolutions, each halved by max-pooling.
-
-    >>> Vgg()(torch.zeros(2, 1, 16, 16)).shape
-    torch.Size([2, 10])
-    """
+    """Images (B, 1, 16, 16) -> logits (B, 10): stages of 3 x 3 convolutions, each halved by max-pooling."""
 
     def __init__(
         self,

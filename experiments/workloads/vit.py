@@ -10,11 +10,7 @@ from qsync.experiments.workloads.gpt import BLOCK, Block
 
 
 class Vit(nn.Module):
-    """Images (B, 1, 16, 16) -> logits (B, 10): patches by a strided convolution, a class token, blocks.
-
-    >>> Vit()(torch.zeros(2, 1, 16, 16)).shape
-    torch.Size([2, 10])
-    """
+    """Images (B, 1, 16, 16) -> logits (B, 10): patches by a strided convolution, a class token, blocks."""
 
     def __init__(
         self,

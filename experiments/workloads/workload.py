@@ -51,11 +51,7 @@ class Workload:
 def evaluate(
     model: nn.Module, workload: Workload, device: str | torch.device = "cpu", num_batches: int = 16
 ) -> float:
-    """Return the mean loss over the first held-out batches, in eval mode; put the model's mode back.
-
-    >>> evaluate(model, workload)
-    5.55
-    """
+    """Return the mean loss over the first held-out batches, in eval mode; put the model's mode back."""
     was_training = model.training
     model.eval()
     total, num_targets = 0.0, 0
