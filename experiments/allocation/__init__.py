@@ -6,8 +6,7 @@
 `additive`         a program without casts
 `orders`           operators in one simple order
 `balanced`         dynamic batching
-`methods_report`   its tables
-`methods_picture`  its picture
+`methods_report`   its tables and picture
 `measured_steps`   qsync's plans on two real ranks
 `planning_times`   seconds of planning large models
 `random_checks`    do plans hold? on made-up problems

@@ -30,10 +30,9 @@ import torch
 import typer
 
 from qsync.errors import QSyncError
-from qsync.experiments.allocation import methods_picture
 from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
-from qsync.experiments.allocation.methods_report import bars, markdown, summary, tables
+from qsync.experiments.allocation.methods_report import bars, draw, summary, tables
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
 from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, run
 from qsync.experiments.workloads.subjects import NAMES
@@ -95,8 +94,7 @@ def main(
     }  # fmt: skip
     experiment.finish(
         figures, measured="profiles, and seconds of solvers; steps and variances are simulated",
-        markdown=markdown, picture=lambda content, path: methods_picture.draw(content["rows"], path),
-        tables=tables(found), bars=bars(found["verdicts"]),
+        picture=lambda content, path: draw(content["rows"], path), tables=tables(found), bars=bars(found["verdicts"]),
     )  # fmt: skip
 
 

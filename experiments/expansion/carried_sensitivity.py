@@ -21,13 +21,14 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
+from rich.table import Table
 from scipy.stats import spearmanr
 from torch import nn
 
 import qsync
 from qsync.expansion.plan.plan import ExpansionPlan
-from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run, show
-from qsync.experiments.harness.tables import markdown_table
+from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run
+from qsync.experiments.harness.tables import table
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.subjects import CONTEXT, subject
@@ -96,9 +97,8 @@ def main(
                     rows.append(experiment.piece(f"profile {name}", partial(timed, name, 0)))
                 else:
                     rows += experiment.piece(f"{name} {seed}", partial(judged, name, seed, quick))
-    table = times(rows) if profiles else markdown(rows)
-    show(table)
-    experiment.finish({"threads": 1, "rows": rows}, markdown=lambda content: table)
+    shown = times(rows) if profiles else correlations(rows)
+    experiment.finish({"threads": 1, "rows": rows}, tables=[shown])
 
 
 def judged(name: str, seed: int, quick: bool = False) -> list[Row]:
@@ -172,7 +172,7 @@ def compare(guess: Sensitivity, other: Sensitivity, precision: str) -> Row:
     return {"spearman": float(spearmanr(pairs)[0]), "ratio": [float(q) for q in ratios]}
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def correlations(rows: Sequence[Row]) -> Table:
     """Return the table by model and moment: BF16 / INT8, means over seeds; ratios as medians."""
     columns = ("fresh", "truth", "fresh against fresh", "fresh against truth")
     lines = []
@@ -191,10 +191,10 @@ def markdown(rows: Sequence[Row]) -> str:
         "model, steps after growing", "guess ~ fresh", "guess ~ truth", "fresh ~ fresh", "fresh ~ truth",
         "guess / truth: 5 %, median, 95 % (INT8)",
     )  # fmt: skip
-    return "\n".join(markdown_table(headings, lines)) + "\n"
+    return table("Carried and own sensitivity (measured)", headings, lines)
 
 
-def times(rows: Sequence[Row]) -> str:
+def times(rows: Sequence[Row]) -> Table:
     """Return the second table of docs/results: single operators, and compute of whole steps."""
     cells = [
         [
@@ -205,7 +205,7 @@ def times(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     headings = ("model", "operators, median / 95th", "FP32", "BF16", "INT8")
-    return "\n".join(markdown_table(headings, cells)) + "\n"
+    return table("Carried and own profile (measured)", headings, cells)
 
 
 def _step_s(graph: OpGraph, assignment: Mapping[str, str], profile: Profile) -> float:

@@ -23,7 +23,7 @@ import typer
 from rich.console import Console
 
 from qsync.errors import QSyncError
-from qsync.experiments.expansion.growth_report import bars, markdown, picture, summary, table
+from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
 from qsync.experiments.expansion.hybrid_plans import make_plan, plan_path
 from qsync.experiments.expansion.starts import source_path
@@ -88,7 +88,7 @@ def main(
     }  # fmt: skip
     experiment.finish(
         figures, measured="held-out losses; CPU seconds of training steps on one thread", bars=bars(found),
-        markdown=markdown, tables=[table(found)],
+        tables=[table(found)],
         picture=lambda content, path: picture(content["rows"], path),
     )  # fmt: skip
 

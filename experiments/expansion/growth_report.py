@@ -15,7 +15,6 @@ from rich.table import Table
 from qsync.experiments.harness.emulated_profiles import HALF
 from qsync.experiments.harness.experiment import bar
 from qsync.experiments.harness.pictures import legend_below, new_figure, open_axes
-from qsync.experiments.harness.tables import markdown_table
 from qsync.experiments.harness.tables import table as table_of
 from qsync.figures.style import FAINT, INK, save_png
 
@@ -170,49 +169,6 @@ def table(found: Mapping[str, Any]) -> Table:
     rows = [[workload, *cells(method)] for workload, of in found.items() for method in of["methods"].values()]
     headings = ["workload", *(heading.format(items="tokens or images") for heading in _HEADINGS)]
     return table_of("Growing (measured; the plan's weak class is emulated)", headings, rows, left=2)
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the tables of docs/results, one per workload, with what was trained above each."""
-    parts = []
-    settings = {one["workload"]: one for one in content["settings"]}
-    for workload, of in content["summary"].items():
-        setting = settings[workload]
-        small, large = (_sizes(setting[key]) for key in ("small", "large"))
-        items = "tokens" if workload == "gpt" else "images"
-        rows = [row for row in content["rows"] if row["setting"]["workload"] == workload]
-        per_step = rows[0]["curve"][-1]["items"] // rows[0]["steps"]
-        parts += [
-            f"{workload}: {small}, trained for {setting['source_steps']} steps of {per_step} {items}, grown "
-            f"to {large}; from scratch {setting['steps']} steps.",
-            "",
-            *markdown_table([h.format(items=items) for h in _HEADINGS], map(cells, of["methods"].values())),
-            "",
-            *_gaps(rows, of["methods"]),
-        ]
-    machine, seeds = content["machine"], len(content["seeds"])
-    parts.append(
-        f"Means over {seeds} seeds, least and most in parentheses; {machine['processor']}, one thread, torch "
-        f"{machine['torch']}, commit {content['commit']} (measured)."
-    )
-    return "\n".join(parts) + "\n"
-
-
-def _sizes(of: Mapping[str, int]) -> str:
-    return f"{of['layers']} layers of width {of['width']}"
-
-
-def _gaps(rows: Rows, methods: Mapping[str, Any]) -> list[str]:
-    """Say what the plan lowers and what that adds, where there is one."""
-    row = next((row for row in rows if row["start"] == "plan"), None)
-    if row is None:
-        return []
-    gaps = [f"{methods[row['method']][f'gap_{key}']['mean']:+.0e}" for key in ("first", "final")]
-    modes = ", ".join(f"{count} in {mode.upper()}" for mode, count in sorted(row["lowered"].items()))
-    return [
-        f"Of {row['adjustable']} operators the weak class has {modes or 'none lowered'}, which adds "
-        f"{gaps[0]} to its held-out loss at step 0 and {gaps[1]} at the end.\n"
-    ]
 
 
 def picture(rows: Rows, path: str | Path) -> Path:

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness.provenance import provenance
+from qsync.experiments.harness.tables import as_markdown
 from qsync.records.json_files import read_json, write_json, write_text
 
 # Options that the experiments share.
@@ -160,10 +161,9 @@ class Experiment:
         bars: Iterable[Bar] = (),
         measured: str | bool = True,
         picture: Callable[[Mapping[str, Any], Path], object] | None = None,
-        markdown: Callable[[Mapping[str, Any]], str] | None = None,
         tables: Sequence[Table] = (),
     ) -> dict[str, Any]:
-        """Write figures.json, and .png and .md where they are given; print the tables. Return the content.
+        """Write figures.json, the tables as .md, and a picture; print the tables. Return the content.
 
         `measured` says what was measured and what was simulated.
         """
@@ -174,8 +174,8 @@ class Experiment:
         write_json(self.out / "figures.json", content)
         if picture is not None:
             picture(content, self.out / "figures.png")
-        if markdown is not None:
-            write_text(self.out / "figures.md", markdown(content))
+        if tables:
+            write_text(self.out / "figures.md", "\n".join(map(as_markdown, tables)))
         show(*tables, f"Written: {self.out / 'figures.json'}")
         return content
 

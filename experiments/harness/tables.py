@@ -25,6 +25,15 @@ def table(
     return shown
 
 
+def as_markdown(table: Table) -> str:
+    """Return a terminal's table in Markdown, its title above it."""
+    rows = zip(
+        *([str(cell).replace("|", "\\|") for cell in column.cells] for column in table.columns), strict=True
+    )
+    lines = markdown_table([str(column.header) for column in table.columns], rows)
+    return "\n".join([f"{table.title}", "", *lines]) + "\n"
+
+
 def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
     """Return the lines of the same table in Markdown."""
     return [

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run, show
+from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run
 from qsync.experiments.harness.processes import start_ranks
-from qsync.experiments.harness.tables import markdown_table
+from qsync.experiments.harness.tables import table as table_of
 from qsync.records.json_files import read_json
 
 
@@ -40,11 +41,10 @@ def main(
         return rows
 
     rows = experiment.piece("tight" if tight else "levers", measure)
-    show(markdown(rows))
-    experiment.finish({"emulated": True, "rows": rows})
+    experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)])
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table: steps and memory peaks, predicted and measured, and the variance each plan adds."""
     cells = []
     for row in rows:
@@ -60,7 +60,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     headings = (
         "", "step, predicted", "measured", "peak of either rank, MiB, predicted", "measured", "added variance"
     )  # fmt: skip
-    return "\n".join(markdown_table(headings, cells))
+    return table_of("Levers (measured; the weak rank is emulated)", headings, cells)
 
 
 if __name__ == "__main__":

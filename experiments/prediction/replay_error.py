@@ -28,8 +28,8 @@ from rich.table import Table
 from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run
 from qsync.experiments.harness.pictures import new_figure, open_axes
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
-from qsync.experiments.harness.tables import markdown_table, yes
 from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness.tables import yes
 from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
@@ -74,7 +74,7 @@ def main(
     ]
     experiment.finish(
         {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
-        markdown=markdown, picture=draw, tables=[table(results)],
+        picture=draw, tables=[table(results)],
     )  # fmt: skip
 
 
@@ -167,17 +167,6 @@ def table(results: list[dict[str, Any]]) -> Table:
     rows = [[*_cells(entry), yes(all(one["holds"] for one in bars(entry)))] for entry in results]
     headings = ("model", "ranks", *METHODS, "inside interval", "holds")
     return table_of("|error| of the step, median / 95th percentile (measured)", headings, rows)
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the table as it stands in docs/results/prediction.md."""
-    lines = [
-        f"Error of the predicted step, median / 95th percentile over {content['plans']} random plans; one "
-        f"thread a rank, seed {content['seed']}; steps measured, commit {content['commit']}.",
-        "",
-        *markdown_table(("", "ranks", *METHODS, "inside the interval"), map(_cells, content["results"])),
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def draw(content: Mapping[str, Any], path: Path) -> Path:

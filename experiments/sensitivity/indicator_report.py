@@ -12,7 +12,7 @@ from rich.table import Table
 from scipy.stats import t as student
 
 from qsync.experiments.harness.pictures import new_figure, open_axes
-from qsync.experiments.harness.tables import markdown_table, table
+from qsync.experiments.harness.tables import table as table_of
 from qsync.figures.style import INK, PRECISION_COLOURS, save_png
 from qsync.records.precision import Precision
 
@@ -102,39 +102,15 @@ def geometric(values: Iterable[float]) -> dict[str, float | None]:
     return {"mean": math.exp(centre), "factor": None if half is None else math.exp(half)}
 
 
-def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Return rank correlation, plans' gradient errors, held-out losses, and joint effects by model."""
-    models, (first, *_) = list(found), list(found.values())
-    shown = [
-        _table(f"Spearman with the truth, {precision}: mean over seeds (least)", models, {
-            name: [f"{of['mean']:.2f} ({of['least']:.2f})" for of in _of(found, "spearman", name, precision)]
-            for name in first["spearman"]
-        })
-        for precision in first["spearman"]["variance"]
-    ]  # fmt: skip
-    for budget in first["to_default"]["variance"]:
-        title = f"Gradient error of the plan that saves {float(budget):.0%}, of the default's, batch by batch"
-        rows = {
-            name: list(map(_times, _of(found, "to_default", name, budget))) for name in first["to_default"]
-        }
-        own = [f"{cell['mean']:.1e}" for cell in _of(found, "plan_error", "variance", budget)]
-        shown.append(_table(title, models, {**rows, "default: of |g|^2": own}))
-    rows = {name: list(map(_plus_minus, _of(found, "heldout", name))) for name in first["heldout"]}
-    shown.append(_table("Held-out loss of the plan that saves 60 %, minus that of FP32", models, rows))
-    joint = {"measured": list(map(_times, _of(found, "joint_to_sum")))}
-    return [*shown, _table("Joint effect of random plans, of the sum of single effects", models, joint)]
+def table(found: Mapping[str, Any]) -> Table:
+    """Return, by model, rank correlation, gradient errors of plans, held-out losses and joint effects.
 
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """Return the table: rank correlation, and the gradient error of plans against the default's."""
-    found, machine = content["summary"], content["machine"]
-    models, (first, *_), scale = list(found), list(found.values()), content["scale"]
+    Spearman's correlation with the truth is that in BF16 / INT8. A plan saves a share of the time that can be
+    saved; its gradient error is a multiple of the default plan's, batch by batch. Losses are those under the
+    plans that save most, minus that of FP32. In brackets 95 % intervals over seeds.
+    """
+    first = next(iter(found.values()))
     budgets = list(first["to_default"]["variance"])
-    several, saved = len(content["seeds"]) > 1, " and ".join(f"{float(budget):.0%}" for budget in budgets)
-    measured = f"commit {content['commit']}"
-    if content["sensitivities"] != content["commit"]:
-        measured += f", sensitivities {content['sensitivities']}"
-    means = f"means over {len(content['seeds'])} seeds" if several else "one seed"
     rows: dict[str, list[str]] = {}
     for name, by_precision in first["spearman"].items():
         by_mode = [[cell["mean"] for cell in _of(found, "spearman", name, p)] for p in by_precision]
@@ -147,27 +123,12 @@ def markdown(content: Mapping[str, Any]) -> str:
             if name in NEAREST or (name != "variance" and budget == budgets[-1]):
                 rows[plan + _shown(name)] = list(map(_range, _of(found, "to_default", name, budget)))
         own = _of(found, "plan_error", "variance", budget)
-        rows[f"{plan}{_shown('variance')}, of \\|g\\|²"] = [f"{cell['mean']:.1e}" for cell in own]
+        rows[f"{plan}{_shown('variance')}, of |g|²"] = [f"{cell['mean']:.1e}" for cell in own]
     for name in first["heldout"]:
-        if name != "fp32":
-            rows[f"held-out loss, plan by {_shown(name)}"] = list(map(_small, _of(found, "heldout", name)))
+        rows[f"held-out loss, plan by {_shown(name)}"] = list(map(_small, _of(found, "heldout", name)))
     rows["joint effect of random plans, of the sum"] = list(map(_range, _of(found, "joint_to_sum")))
-    lines = [
-        f"Spearman's correlation with the truth in BF16 / INT8, "
-        f"{means}. Below, the gradient "
-        f"error of plans that save {saved}",
-        f"of the time that can be saved, as a multiple of the default's on each of {scale['unseen']} unseen "
-        "batches",
-        f"(geometric mean{' over batches and seeds, 95 % interval over seeds' if several else ''}). "
-        f"Last, the held-out loss after {scale['steps']} more",
-        f"steps of training under those that save {float(budgets[-1]):.0%}, minus that after as many in "
-        f"FP32{' (mean and 95 % interval)' if several else ''}.",
-        f"One thread of an {machine['processor']}, torch {machine['torch']}; measured, {measured};",
-        "step times of plans are simulated.",
-        "",
-        *markdown_table(["", *models], [[name, *cells] for name, cells in rows.items()]),
-    ]
-    return "\n".join(lines) + "\n"
+    title = "Correlation with the truth; plans' gradient errors and losses (measured; times simulated)"
+    return table_of(title, ["", *found], [[name, *cells] for name, cells in rows.items()])
 
 
 def _of(found: Mapping[str, Any], *keys: str) -> list[Any]:
@@ -191,20 +152,6 @@ def _range(cell: Mapping[str, Any]) -> str:
 
 def _ratio(value: float) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.0e}"
-
-
-def _table(title: str, models: Sequence[str], rows: Mapping[str, Sequence[str]]) -> Table:
-    return table(f"{title} (measured)", ["", *models], [[name, *cells] for name, cells in rows.items()])
-
-
-def _times(cell: Mapping[str, float | None]) -> str:
-    factor = cell["factor"]
-    return f"{cell['mean']:.2f}" + ("" if factor is None else f" */ {factor:.2f}")
-
-
-def _plus_minus(cell: Mapping[str, float | None]) -> str:
-    half = cell["half"]
-    return f"{cell['mean']:+.4f}" + ("" if half is None else f" +- {half:.4f}")
 
 
 def _small(cell: Mapping[str, float | None]) -> str:

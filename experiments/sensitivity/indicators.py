@@ -34,7 +34,7 @@ from qsync.api import calibrating
 from qsync.errors import MismatchError
 from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run
 from qsync.experiments.harness.provenance import commit
-from qsync.experiments.sensitivity.indicator_report import markdown, picture, summary, tables
+from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.calibration import Calibration
@@ -118,7 +118,7 @@ def main(
     }
     experiment.finish(
         content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
-        tables=tables(content["summary"]), markdown=markdown,
+        tables=[table(content["summary"])],
         picture=lambda content, path: picture(content["rows"], path),
     )  # fmt: skip
 

@@ -130,8 +130,8 @@ torch = pytest.importorskip("torch")
 
 from qsync.experiments.allocation import bases, compare_methods, methods  # noqa: E402
 from qsync.experiments.allocation.methods import BATCHES, GREEDY, MILP, compare, targets  # noqa: E402
-from qsync.experiments.allocation.methods_picture import draw  # noqa: E402
-from qsync.experiments.allocation.methods_report import BEST_UNIFORM, markdown, summary, tables  # noqa: E402
+from qsync.experiments.allocation.methods_report import BEST_UNIFORM, draw, summary, tables  # noqa: E402
+from qsync.experiments.harness.tables import as_markdown  # noqa: E402
 from qsync.experiments.workloads.workload import Workload, seeded  # noqa: E402
 
 
@@ -183,11 +183,10 @@ def test_the_report_says_factors_targets_met_and_who_adds_less(tmp_path):
     assert verdicts["additive_misses_by"] == pytest.approx(0.2) and len(verdicts["greedy_beyond_bar"]) == 2
     rows.append(fake("by sensitivity alone", 0.5, part=0.2))
     assert summary(rows)["verdicts"]["baselines_that_add_less"][0][3:] == ["by sensitivity alone", 0.5]
-    content = {"summary": summary(rows), "parts": [0.2, 0.6], "seed": 0, "commit": "c",
-               "machine": {"processor": "p", "torch": "t"}}  # fmt: skip
-    text = markdown(content)
+    shown = tables(summary(rows))
+    text = as_markdown(shown[0])
     assert "| by latency alone | 8.00 (1 of 2) |" in text and "never met" in text
-    assert len(tables(content["summary"])) == 2
+    assert len(shown) == 2
     assert draw(rows, tmp_path / "a.png").stat().st_size > 10_000
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qsync.experiments.expansion import carried_sensitivity
+from qsync.experiments.harness.tables import as_markdown
 from qsync.records.profiles import Sensitivity
 
 
@@ -33,6 +34,8 @@ def test_the_tables_have_means_over_seeds_and_errors_with_their_sign():
         for precision, value in (("bf16", 0.6), ("int8", 0.8))
     ]
     expected = "| gpt, 0 | 0.65 / 0.85 | 0.65 / 0.85 | 0.65 / 0.85 | 0.65 / 0.85 | 0.50, 1.50, 3.00 |"
-    assert carried_sensitivity.markdown(rows).splitlines()[2:] == [expected]
+    assert as_markdown(carried_sensitivity.correlations(rows)).splitlines()[4:] == [expected]
     row = {"model": "vit", "median": 0.09, "p95": 0.23, "steps": {"fp32": -0.03, "bf16": 0.05, "int8": 0.0}}
-    assert carried_sensitivity.times([row]).splitlines()[2:] == ["| vit | 9% / 23% | -3% | +5% | +0% |"]
+    assert as_markdown(carried_sensitivity.times([row])).splitlines()[4:] == [
+        "| vit | 9% / 23% | -3% | +5% | +0% |"
+    ]

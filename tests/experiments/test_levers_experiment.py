@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.levers import measured_levers
 
 
@@ -11,4 +12,4 @@ def test_the_table_says_by_how_much_a_prediction_is_off():
         "predicted_bytes": [2**20, 3 * 2**20], "measured_bytes": [2**19, 3 * 2**20],
     }  # fmt: skip
     expected = "| FP32 | 101 ms (+1.0%) | 100 ms | 1.0 / 3.0 | 0.5 / 3.0 | 2.0e-04 |"
-    assert measured_levers.markdown([row]).splitlines()[2:] == [expected]
+    assert as_markdown(measured_levers.table([row])).splitlines()[4:] == [expected]
