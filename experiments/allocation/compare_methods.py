@@ -94,7 +94,8 @@ def main(
     }  # fmt: skip
     experiment.finish(
         figures, measured="profiles, and seconds of solvers; steps and variances are simulated",
-        picture=lambda content, path: draw(content["rows"], path), tables=tables(found), bars=bars(found["verdicts"]),
+        picture=lambda content, path: draw(content["rows"], path), tables=tables(found),
+        bars=bars(found["verdicts"]),
     )  # fmt: skip
 
 

@@ -33,7 +33,12 @@ from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out,
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.harness.tables import yes
-from qsync.experiments.workloads.large_models import bert_graph, large_graph, synthetic_profile
+from qsync.experiments.workloads.large_models import (
+    bert_graph,
+    large_graph,
+    made_up_sensitivity,
+    synthetic_profile,
+)  # fmt: skip
 from qsync.predictor.cost_model.fill_profile import simulate
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.samples import samples_of
@@ -42,7 +47,7 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.datasheets import datasheet
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 
 SHEETS = ("T4", "V100", "L4", "A100")
@@ -51,7 +56,6 @@ SLACK = 0.1
 MEMORY_BYTES = 1 << 50
 LINK = Link(30e-6, 10e9, num_ranks=2)
 GAP_BAR, MEMORY_BAR = 0.01, 4 * 2**30
-_OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
 
 
 def _bert_large() -> OpGraph:
@@ -133,13 +137,7 @@ def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int, sheets: Seq
         c.name: simulate(base, graph, datasheet(sheet), c.name, costs)
         for sheet, c in zip(sheets, cluster.classes, strict=True)
     }
-    draw = random.Random(seed)
-    omega = {}
-    for op in graph.adjustable:
-        scale = 10 ** draw.uniform(-4, 0)
-        able = [p for p in PRECISIONS_BY_KIND[op.kind] if p in _OMEGA]
-        omega[op.name] = {str(p): scale * _OMEGA[p] * 10 ** draw.uniform(-0.3, 0.3) for p in able}
-    return Basis(graph, cluster, profiles, Sensitivity(graph.hash, "made up", omega))
+    return Basis(graph, cluster, profiles, made_up_sensitivity(random.Random(seed), graph, 0.3))
 
 
 def solve(folder: str, solver: str, slack: float) -> dict[str, Any]:

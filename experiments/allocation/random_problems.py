@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qsync.experiments.workloads.large_models import made_up_sensitivity
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
@@ -23,7 +24,6 @@ CPU = (Precision.FP32, Precision.BF16, Precision.INT8)
 GPU = (*CPU, Precision.TF32, Precision.FP16, Precision.FP8)
 # Usual speed against FP32, and variance against BF16.
 _SPEED = {"fp32": 1.0, "tf32": 0.7, "bf16": 0.5, "fp16": 0.5, "fp8": 0.3, "int8": 0.3}
-_OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
 _LAYOUTS = ("row", "col", "inner", "image", "channel")
 
 
@@ -66,7 +66,9 @@ def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
         options["bucket_cap_bytes"] = draw.choice((64, 4096, 1 << 20))
     if draw.random() < 0.15 and graph.adjustable:
         options["pins"] = {draw.choice(graph.adjustable).name: "fp32"}
-    return Drawn(graph, profiles, _sensitivity(draw, graph), Cluster(tuple(classes), link), options)
+    return Drawn(
+        graph, profiles, made_up_sensitivity(draw, graph, 0.5), Cluster(tuple(classes), link), options
+    )
 
 
 def _graph(draw: random.Random, num_products: int) -> OpGraph:
@@ -150,16 +152,3 @@ def _profile(draw: random.Random, graph: OpGraph, name: str, precisions: Sequenc
         bucket_s_per_byte=draw.choice((0.0, 1e-11)), reduce_s_per_call=1e-8,
         reduce_s_per_byte=draw.choice((0.0, 1e-10)),
     )  # fmt: skip
-
-
-def _sensitivity(draw: random.Random, graph: OpGraph) -> Sensitivity:
-    """Operators differ by up to four decades, and precisions now and then change places."""
-    omega = {}
-    for op in graph.adjustable:
-        scale = 10 ** draw.uniform(-4, 0)
-        omega[op.name] = {
-            str(p): scale * _OMEGA[p] * 10 ** draw.uniform(-0.5, 0.5)
-            for p in PRECISIONS_BY_KIND[op.kind]
-            if p in _OMEGA
-        }
-    return Sensitivity(graph.hash, "made up", omega)

@@ -2,9 +2,7 @@
 
 `compare_growth`       the experiment on growing
 `growth_subjects`      the models
-`starts`               how a large model begins
-`stacking`             plain stacking and tiling
-`hybrid_plans`         the precision plan of a grown model
+`starts`               how a large model begins, and the precision plan of a grown one
 `training_runs`        one training run
 `growth_report`        its tables and picture
 `carried_sensitivity`  the experiment on inherited sensitivities and profiles

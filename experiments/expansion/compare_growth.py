@@ -25,8 +25,7 @@ from rich.console import Console
 from qsync.errors import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
-from qsync.experiments.expansion.hybrid_plans import make_plan, plan_path
-from qsync.experiments.expansion.starts import source_path
+from qsync.experiments.expansion.starts import make_plan, plan_path, source_path
 from qsync.experiments.expansion.training_runs import Method, run
 from qsync.experiments.harness.experiment import Experiment, Fresh, Out
 from qsync.experiments.harness.experiment import run as run_command

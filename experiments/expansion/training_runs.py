@@ -19,8 +19,7 @@ from torch import nn
 
 import qsync
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, workload_of
-from qsync.experiments.expansion.hybrid_plans import in_ranks, plan_path
-from qsync.experiments.expansion.starts import begun, source_path
+from qsync.experiments.expansion.starts import begun, in_ranks, plan_path, source_path
 from qsync.experiments.harness.emulated_profiles import HALF
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate
 from qsync.records.plans import Plan

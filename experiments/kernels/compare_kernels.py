@@ -34,7 +34,6 @@ from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, C
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import CONTIGUOUS
-from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 
 ROUNDS, STEP_ROUNDS = 15, 7
@@ -44,7 +43,6 @@ SECTIONS = (
     "bert", "resnet",
 )  # fmt: skip
 STEPS = ("bert", "resnet")
-DEMO_LIMIT = 1.05
 
 TERMS = (
     "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
@@ -69,17 +67,8 @@ def main(
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Rounds of every case.")] = None,
     quick: Annotated[bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of everything, no Inductor.")] = False,
-    skip_inductor: Annotated[
-        bool, typer.Option(help="Leave out torch.compile: minutes of compiling.")
-    ] = False,
-    page_faults: Annotated[
-        bool, typer.Option(help="Leave glibc's malloc as it is: freed buffers fault anew.")
-    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
-    demo_report: Annotated[
-        Path | None, typer.Option(help="A demo's report.json, for the plan's bar.")
-    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Measure every kernel and whole step against its bar and its peers."""
@@ -90,12 +79,12 @@ def main(
     torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
     settings = {
         "device": device, "rounds": rounds or (QUICK_ROUNDS if quick else None),
-        "inductor": not (quick or skip_inductor),
-        "keep_freed_memory": False if page_faults else keep_freed_memory(),
+        "inductor": not quick,
+        "keep_freed_memory": keep_freed_memory(),
     }  # fmt: skip
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
     with experiment.progress():
-        content = run(experiment, only or SECTIONS, demo_report=demo_report)
+        content = run(experiment, only or SECTIONS)
     report(content)
 
 
@@ -104,7 +93,6 @@ def run(
     sections: Sequence[str],
     *,
     cases: Callable[[Bench, str], Iterator[Callable[[], Case]]] | None = None,
-    demo_report: Path | None = None,
 ) -> dict[str, Any]:
     """Measure the sections, case by case; return the content of figures.json.
 
@@ -127,8 +115,6 @@ def run(
             found = experiment.piece(f"{section} {number}", partial(_measured, make, wanted, device))
             measured.append(found["case"])
             rows += found["rows"]
-    if demo_report is not None:
-        rows.append(demo_row(demo_report))
     figures = {
         "threads": torch.get_num_threads(), "rounds": rounds or {"layers": ROUNDS, "steps": STEP_ROUNDS},
         "peaks": peaks, "torchao": torchao, "terms": list(TERMS), "rows": rows, "cases": measured,
@@ -270,17 +256,6 @@ def judged(row: dict[str, Any], value: float | None, spread: list[float] | None)
         **row, "value": value, "quartiles": spread, "holds": holds, "missed_by": missed,
         "within_spread": near,
     }  # fmt: skip
-
-
-def demo_row(path: Path) -> dict[str, Any]:
-    """Return the bar of `qsync demo`, read from its report."""
-    found = read_json(path)["runs"]
-    row = {
-        "section": "demo", "shape": "plan step", "variant": "qsync plan", "against": "fast rank alone",
-        "bar": DEMO_LIMIT, "at_most": True, "unit": "x", "roofline": None, "why": f"from {path}",
-    }  # fmt: skip
-    steps = [found[name]["measured_step_s"] for name in ("qsync", "fast_alone")]
-    return judged(row, steps[0] / steps[1] if all(steps) else None, None)
 
 
 def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:

@@ -24,11 +24,9 @@ from qsync import api, cost_learning
 from qsync.errors import QSyncError
 from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Out, run, show
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.pictures import new_figure, open_axes
 from qsync.experiments.harness.tables import table
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
-from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.lowering.incremental import Lowering
 from qsync.predictor.cost_model.fill_profile import fill, priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
@@ -42,7 +40,6 @@ from qsync.replayer import ClassCosts
 OUT = Path("experiments/results/learned_costs")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
-_COLOURS = {"roofline": "0.75", "linear": SERIES_COLOURS[1], "learned": SERIES_COLOURS[0]}
 # Another batch size of each model than the one that is profiled.
 OTHER_BATCH = {"gpt": 3, "bert": 12, "vit": 40, "resnet": 20, "vgg": 12}
 # Shorter operators are mostly Python and the clock: a second figure leaves them out.
@@ -69,7 +66,7 @@ def main(
     content = evaluate({"sheet": sheet.to_json()}, read(out))
     found = verdicts(content)
     bars = [{"name": name, "measured": beats, "limit": True, "holds": beats} for name, beats in found.items()]
-    experiment.finish(content, bars=bars, picture=draw, tables=[_table(content)])
+    experiment.finish(content, bars=bars, tables=[_table(content)])
     show(*_lines(content))
 
 
@@ -248,32 +245,6 @@ def _signed(errors: Mapping[str, float]) -> str:
 
 def _percent(found: Sequence[float]) -> str:
     return f"{found[0]:.0%} / {found[1]:.0%}"
-
-
-def draw(content: Mapping[str, Any], path: Path) -> Path:
-    """Draw errors by kind at held-out shapes, and signed errors of held-out models' steps."""
-    figure = new_figure(11, 8.5, "Predicted costs against measured ones, of what was held out")
-    top, bottom = figure.subplots(2)
-    shapes = content["held_out_shapes"]
-    kinds = [kind for kind in shapes["learned"] if kind not in ("output", "input")]
-    steps = [(name, p) for name, entry in content["whole_steps"].items() for p in entry["learned"]]
-    for number, (method, colour) in enumerate(_COLOURS.items()):
-        at = np.arange(len(kinds)) + 0.27 * (number - 1)
-        medians, high = (np.array([shapes[method][kind][i] for kind in kinds]) for i in (0, 1))
-        top.bar(at, medians, 0.25, color=colour, label=method)
-        top.vlines(at, medians, high, color=colour, linewidth=1)
-        errors = [100 * content["whole_steps"][name][method][p] for name, p in steps]
-        bottom.bar(np.arange(len(steps)) + 0.27 * (number - 1), errors, 0.25, color=colour, label=method)
-    top.set_xticks(range(len(kinds)), kinds, rotation=40, ha="right")
-    top.set(yscale="log", ylim=(0.02, 10), ylabel="|predicted / measured - 1|")
-    top.set_title("Operators at shapes held out: median, line to the 95th percentile (measured)", loc="left")
-    top.legend(frameon=False, ncols=3)
-    bottom.axhline(0, color="black", linewidth=0.6)
-    bottom.set_xticks(range(len(steps)), [f"{name}\n{p}" for name, p in steps])
-    bottom.set_ylabel("predicted against measured, %")
-    bottom.set_title("All operators and casts of a step, models held out (measured)", loc="left")
-    open_axes(top, bottom)
-    return save_png(figure, path, dpi=110)
 
 
 if __name__ == "__main__":

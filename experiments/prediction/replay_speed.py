@@ -1,8 +1,7 @@
 """How long replay itself takes: `python -m qsync.experiments.prediction.replay_speed --out FOLDER`.
 
 Times are measured; the profiles are SYNTHETIC (`large_models.synthetic_profile`), since only their size
-matters here. The graph is that of a model of Llama-3-70B's sizes, captured on the meta device, or without
-transformers a stack of blocks of about as many operators.
+matters here. The graph is that of a model of Llama-3-70B's sizes, captured on the meta device.
 
 A replay is whole: casts, prices, step, waits, interval, and the memory peak of every class. Events and the
 list of nodes are written out only on demand. Caches between calls depend on the graph, or on a profile and

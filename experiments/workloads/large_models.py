@@ -5,7 +5,7 @@ Only the size of these profiles matters: to how long planning and replay take. N
 
 from __future__ import annotations
 
-import importlib.util
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import qsync
 from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
+from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
 from qsync.records.profiles import Cost, Profile, Sensitivity
 
@@ -22,6 +22,8 @@ PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 # Round rates of a server core, for the synthetic profiles: FLOP/s in FP32, bytes/s, and speed against FP32.
 _FLOPS_PER_S, _BYTES_PER_S = 1e11, 1e10
 _SPEED = {Precision.FP32: 1.0, Precision.BF16: 2.0, Precision.INT8: 3.0}
+# Variance against BF16.
+_OMEGA = {"tf32": 0.02, "bf16": 1.0, "fp16": 0.02, "fp8": 40.0, "int8": 8.0}
 
 
 def bert(**sizes: Any) -> torch.nn.Module:
@@ -64,41 +66,22 @@ def llama_70b(num_layers: int = 80) -> tuple[torch.nn.Module, dict[str, torch.Te
 
 
 def large_graph(num_layers: int) -> OpGraph:
-    """Return the graph of `llama_70b`, or without transformers a stack of as many blocks."""
-    if not importlib.util.find_spec("transformers"):
-        return stack(num_layers)
+    """Return the graph of `llama_70b`."""
     graph: OpGraph = qsync.capture(*llama_70b(num_layers))
     return graph
 
 
-def stack(num_layers: int, width: int = 8192, rows: int = 2048) -> OpGraph:
-    """Build blocks of 61 operators, 8 of them products, with residuals: a Llama's in size only."""
-    inputs = [Input("x", "batch", "fp32", (rows, width))]
-    ops: list[Op] = []
-    shape = (rows, width)
-
-    def op(name: str, kind: str, role: Role, *taken: str) -> str:
-        flops = 2 * num_elements(shape) * width if kind == "linear" else 0
-        ops.append(Op(name, kind, role, taken, (), "fp32", shape, flops))
-        return name
-
-    def linear(name: str, x: str) -> str:
-        inputs.append(Input(f"{name}.weight", "parameter", "fp32", (width, width), requires_grad=True))
-        return op(name, "linear", Role.ADJUSTABLE, x, f"{name}.weight")
-
-    x = "x"
-    for layer in range(num_layers):
-        for part in range(4):
-            at = f"{layer}.{part}."
-            y = op(at + "norm", "rms_norm", Role.FOLLOWING, x)
-            left, right = linear(at + "left", y), linear(at + "right", y)
-            for j in range(10):
-                left = op(f"{at}view{j}", "view", Role.FOLLOWING, left)
-            y = op(at + "mul", "mul", Role.FOLLOWING, left, right)
-            x = op(at + "add", "add", Role.FOLLOWING, y, x)
-        x = op(f"{layer}.silu", "silu", Role.FOLLOWING, x)
-    op("loss", "loss", Role.FIXED, x)
-    return OpGraph("stack", tuple(inputs), tuple(ops))
+def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> Sensitivity:
+    """Draw a sensitivity: operators differ by up to four decades, a precision by so many either way."""
+    omega = {}
+    for op in graph.adjustable:
+        scale = 10 ** draw.uniform(-4, 0)
+        omega[op.name] = {
+            str(p): scale * _OMEGA[p] * 10 ** draw.uniform(-decades, decades)
+            for p in PRECISIONS_BY_KIND[op.kind]
+            if p in _OMEGA
+        }
+    return Sensitivity(graph.hash, "made up", omega)
 
 
 def synthetic_basis(graph: OpGraph) -> Basis:

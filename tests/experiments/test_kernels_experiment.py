@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
@@ -182,13 +180,6 @@ def test_what_cannot_run_is_named_with_the_reason():
     assert found["holds"] is None and found["why"] == "ours: no such kernel"
     with pytest.raises(RuntimeError, match="theirs"):
         case.add("ours", broken)
-
-
-def test_the_plan_of_a_demo_is_judged_from_its_report(tmp_path):
-    runs = {"qsync": {"measured_step_s": 1.04}, "fast_alone": {"measured_step_s": 1.0}}
-    (tmp_path / "report.json").write_text(json.dumps({"runs": runs}))
-    found = compare_kernels.demo_row(tmp_path / "report.json")
-    assert found["holds"] and set(found) == ROW_FIELDS
 
 
 def test_rounds_are_paired_and_the_order_rotates():
