@@ -304,12 +304,12 @@ def draw(rows: Sequence[Mapping[str, Any]], curve: Mapping[str, Sequence[int]], 
     """Draw the rows of memory_error.json, and the curve of one plan (`StepMemory.curve`)."""
     rows = [row for row in rows if "peak_bytes" in row]  # refused plans have nothing to show
     figure = new_figure(12, 7.6, "Bytes predicted from the graph, and measured")
-    (saved, peak), (budget, step) = figure.subplots(2, 2)
+    (saved, highest), (budget, step) = figure.subplots(2, 2)
     _against(saved, rows, "saved", 0.01)
-    _against(peak, rows, "peak", 0.05)
+    _against(highest, rows, "peak", 0.05)
     _within(budget, rows)
     saved.legend(*_keys(rows, "model"), frameon=False, fontsize=8, ncols=3, loc="lower center")
-    peak.legend(*_keys(rows, "part"), frameon=False, fontsize=8, ncols=2, loc="lower center")
+    highest.legend(*_keys(rows, "part"), frameon=False, fontsize=8, ncols=2, loc="lower center")
     stack_parts(step, curve)
     handles, labels = step.get_legend_handles_labels()
     step.legend(handles[::-1], labels[::-1], frameon=False, fontsize=8, ncols=2, loc="upper left")
