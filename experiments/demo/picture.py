@@ -15,11 +15,11 @@ from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
 RUN_TITLES = {
-    "fast_alone": "fast rank alone, FP32",
-    "ddp_fp32": "plain DDP, FP32",
-    "weak_bf16": "weak rank in BF16",
-    "weak_int8": "weak rank in INT8",
-    "all_int8": "everybody in INT8",
+    "fast_alone": "fast rank alone, FP32 (the limit)",
+    "ddp_fp32": "DDP, FP32 everywhere",
+    "weak_bf16": "weak rank all in 16 bits",
+    "weak_int8": "weak rank all in INT8",
+    "all_int8": "every rank in INT8",
     "qsync": "qsync plan",
 }
 

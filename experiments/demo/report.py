@@ -19,15 +19,6 @@ from qsync.records.json_files import write_json
 from qsync.replayer import Timeline, peaks
 from qsync.replayer.trace import write_trace
 
-_TITLES = {
-    "fast_alone": "fast rank alone, FP32 (the limit)",
-    "ddp_fp32": "DDP, FP32 everywhere",
-    "weak_bf16": "weak rank all in 16 bits",
-    "weak_int8": "weak rank all in INT8",
-    "all_int8": "every rank in INT8",
-    "qsync": "qsync plan",
-}
-
 
 def assemble(
     basis: Basis,
@@ -110,7 +101,7 @@ def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
     step, predicted = run["measured_step_s"], run["predicted_step_s"]
     waits = " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values())
     return [
-        _TITLES[name],
+        picture.RUN_TITLES[name],
         f"{step * 1e3:.0f} ms" if step else "-",
         f"{step / limit:.2f}" if step and limit else "-",
         f"{predicted * 1e3:.0f} ms",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from qsync.distributed.job import in_ddp
-from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.measured_peak import state_bytes, step_peak_bytes
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Workload, make_optimizer
 from qsync.records.plans import Plan
@@ -103,9 +103,8 @@ class Runner:
     def _persistent_bytes(self) -> int:
         """Return the bytes that stay: parameters, buffers, gradients (DDP's buckets), optimizer state."""
         parameters = list(self.model.parameters())
-        state = [v for entry in self.optimizer.state.values() for v in entry.values()]
-        tensors = [*parameters, *self.model.buffers(), *(v for v in state if isinstance(v, torch.Tensor))]
-        return sum(t.nbytes for t in tensors) + sum(p.nbytes for p in parameters if p.requires_grad)
+        held = sum(t.nbytes for t in [*parameters, *self.model.buffers()]) + state_bytes(self.optimizer)
+        return held + sum(p.nbytes for p in parameters if p.requires_grad)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.workload.lr)([p for p in self.model.parameters() if p.requires_grad])

@@ -83,36 +83,35 @@ def main(
     models: Models = None,
     seeds: int = 3,
     profiles: Annotated[bool, typer.Option("--profiles", help="Measure times instead.")] = False,
-    quick: bool = False,
     fresh: Fresh = False,
 ) -> None:
     """Judge the guess, print the table, and write figures and table."""
     torch.set_num_threads(1)
-    experiment = Experiment("carried", out, settings={"steps": [BEFORE, AFTER], "quick": quick}, fresh=fresh)
+    experiment = Experiment("carried", out, settings={"steps": [BEFORE, AFTER]}, fresh=fresh)
     rows: list[Row] = []
     with experiment.progress():
         for name in models or SUBJECTS:
-            for seed in range(1 if profiles or quick else seeds):
+            for seed in range(1 if profiles else seeds):
                 if profiles:
                     rows.append(experiment.piece(f"profile {name}", partial(timed, name, 0)))
                 else:
-                    rows += experiment.piece(f"{name} {seed}", partial(judged, name, seed, quick))
+                    rows += experiment.piece(f"{name} {seed}", partial(judged, name, seed))
     shown = times(rows) if profiles else correlations(rows)
     experiment.finish({"threads": 1, "rows": rows}, tables=[shown])
 
 
-def judged(name: str, seed: int, quick: bool = False) -> list[Row]:
+def judged(name: str, seed: int) -> list[Row]:
     """Compare the guess with fresh statistics and the truth, right after growing and some steps later."""
     chosen, work = SUBJECTS[name], _workload(name)
-    batches = [work.batch(seed, 10_000 + i, 0) for i in range(1 if quick else chosen.num_batches)]
+    batches = [work.batch(seed, 10_000 + i, 0) for i in range(chosen.num_batches)]
     others = [work.batch(seed, 20_000 + i, 0) for i in range(len(batches))]
     small = seeded(chosen.make, seed)
-    train(small, work, seed, range(2 if quick else BEFORE))
+    train(small, work, seed, range(BEFORE))
     before = _gathered(small, batches, work)
     graph, big, target, plan = _grown(small, chosen, batches[0], seed)
     guess = qsync.carry_sensitivity(before, graph, target, plan)
     rows = []
-    for steps in (0, 2 if quick else AFTER):
+    for steps in (0, AFTER):
         train(big, work, seed, range(1_000, 1_000 + steps))
         fresh, truth = _gathered(big, batches, work), _gathered(big, batches, work, "empirical")
         again = _gathered(big, others, work, draw=1)

@@ -33,6 +33,18 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
     return peak
 
 
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of the optimizer's state."""
+    state = optimizer.state.values()
+    return sum(v.nbytes for entry in state for v in entry.values() if isinstance(v, torch.Tensor))
+
+
+def bucket_bytes(model: torch.nn.Module) -> list[int]:
+    """Return the bytes of each bucket of gradients, as DDP holds them after a backward pass."""
+    storages = [p.grad.untyped_storage() for p in model.parameters() if p.grad is not None]
+    return list({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 @contextlib.contextmanager
 def quiet_stderr() -> Iterator[None]:
     """Silence file descriptor 2, to which the profiler writes start, stop and blocks it did not see."""

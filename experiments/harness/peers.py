@@ -171,10 +171,10 @@ def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, 
     return {event.key: event.count for event in profiled(run, device).key_averages()}
 
 
-def profiled(run: Callable[[], object], device: torch.device, memory: bool = False) -> Any:
+def profiled(run: Callable[[], object], device: torch.device) -> Any:
     """Run a call under the profiler, and return the profiler."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with quiet_stderr(), profile(activities=activities, profile_memory=memory) as profiler:
+    with quiet_stderr(), profile(activities=activities) as profiler:
         run()
     return profiler
 

@@ -286,29 +286,3 @@ def _peers(layer: Layer) -> dict[str, Callable[[], tuple[Callable[[], Tensor], l
     if device.type == "cuda":
         found["torchao float8, inductor"] = lambda: module(peers.torchao_float8, True)
     return found
-
-
-def kept_bytes(layer: Layer, precision: Precision) -> int:
-    """Return the bytes that a forward pass saves for backward, without its result and the weight's cast.
-
-    On a CPU from the allocator's events: bytes allocated and not freed while the call's result is alive.
-    """
-    with torch.no_grad():
-        once = {i: layer.cast(i, precision) for i in range(1, len(layer.operands))}
-    call = layer.qsync(precision, "fp32", once)
-    call()  # kernels may build what they keep for good
-    results: list[Tensor] = []
-    if layer.bench.device.type == "cuda":
-        before = torch.cuda.memory_allocated(layer.bench.device)
-        results.append(call())
-        return torch.cuda.memory_allocated(layer.bench.device) - before - results[0].nbytes
-    profiler = peers.profiled(lambda: results.append(call()), layer.bench.device, memory=True)
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    left = sum(int(event.nbytes()) for event in events)
-    return left - results[0].nbytes
-
-
-def scale_bytes(layer: Layer) -> int:
-    """Return the bytes of the scales of the layer's input: FP32, one per row or per image."""
-    x = layer.operands[0]
-    return 4 * (x.shape[0] if layer.kind == "conv2d" else x.numel() // x.shape[-1])

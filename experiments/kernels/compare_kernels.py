@@ -34,12 +34,11 @@ from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, C
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import CONTIGUOUS
-from qsync.records.precision import Precision
 
 ROUNDS, STEP_ROUNDS = 15, 7
 QUICK_ROUNDS = 3
 SECTIONS = (
-    "quantize", "linear forward", "linear training", "conv forward", "conv training", "memory",
+    "quantize", "linear forward", "linear training", "conv forward", "conv training",
     "bert", "resnet",
 )  # fmt: skip
 STEPS = ("bert", "resnet")
@@ -53,7 +52,6 @@ TERMS = (
     "forward: recorded for backward; the weight's cast is included only where the variant says '+ weight': a "
     "bar is judged without it, and again with it",
     "against FP32 an INT8 layer hands on FP32; against torch.autocast, which hands on BF16, it hands on BF16",
-    "memory: bytes of its input that an INT8 layer keeps for backward, over those of the FP32 input",
     "bert, resnet: forward, loss, backward and AdamW; dropout as configured; a fixed random batch",
     "roofline: products at the measured peak of their type, bytes of perfectly fused kernels at the measured "
     "copy rate; of whole steps Amdahl's bound: products at their peak, the rest as in FP32 eager",
@@ -107,9 +105,6 @@ def run(
     measured: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
     for section in sections:
-        if section == "memory":
-            rows += experiment.piece("memory", lambda: memory_rows(bench))
-            continue
         wanted = rounds or (STEP_ROUNDS if section in STEPS else ROUNDS)
         for number, make in enumerate((cases or standard_cases)(bench, section)):
             found = experiment.piece(f"{section} {number}", partial(_measured, make, wanted, device))
@@ -196,31 +191,6 @@ def _step_case(bench: Bench, section: str) -> Case:
     return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8"), bars)
 
 
-def memory_rows(
-    bench: Bench,
-    linear: Sequence[Any] = kernel_cases.LINEAR_SHAPES,
-    conv: Sequence[Any] = kernel_cases.CONV_SHAPES,
-) -> list[dict[str, Any]]:
-    """Return the bytes that an INT8 layer saves of its input for backward, per byte of the FP32 input."""
-    made: list[tuple[str, Any, Any]] = [
-        ("x".join(map(str, shape)), kernel_cases.linear, shape) for shape in linear
-    ]
-    made += [(kernel_cases.conv_name(shape), kernel_cases.conv2d, shape) for shape in conv]
-    rows = []
-    for name, make, shape in made:
-        layer = make(bench, shape)
-        row = {"section": "memory", "shape": name, "variant": "int8", "against": "fp32", "at_most": True}
-        full = layer.operands[0].nbytes
-        limit = 0.25 + kernel_cases.scale_bytes(layer) / full
-        try:
-            value: float | None = kernel_cases.kept_bytes(layer, Precision.INT8) / full
-            why = None
-        except QSyncError as error:
-            value, why = None, str(error)
-        rows.append(judged({**row, "unit": "x", "bar": limit, "roofline": limit, "why": why}, value, None))
-    return rows
-
-
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
     """Return a row for each bar of a case: measured ratio, verdict, bound by the roofline."""
     rows = []
@@ -248,7 +218,6 @@ def judged(row: dict[str, Any], value: float | None, spread: list[float] | None)
     bar, missed = row["bar"], None
     if value is not None:
         missed = max(0.0, value / bar - 1 if row["at_most"] else 1 - value / bar)
-        missed = 0.0 if missed < 1e-9 else missed  # bytes that are equal, divided
     holds = None if missed is None else missed == 0.0
     # Two variants that run the same kernels miss a bar of 1 every other time.
     near = spread is not None and spread[0] <= bar <= spread[-1]
@@ -303,11 +272,8 @@ def report(content: Mapping[str, Any]) -> None:
 def _bars(rows: Sequence[Mapping[str, Any]]) -> Table:
     cells = []
     for row in rows:
-        digits = 4 if row["section"] == "memory" else 2
-        measured, bound = (
-            "-" if row[key] is None else f"{row[key]:.{digits}f}" for key in ("value", "roofline")
-        )
-        limit = f"{'<=' if row['at_most'] else '>='} {row['bar']:.{digits}f}"
+        measured, bound = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("value", "roofline"))
+        limit = f"{'<=' if row['at_most'] else '>='} {row['bar']:.2f}"
         pair = f"{row['variant']} / {row['against']}"
         cells.append([row["section"], row["shape"], pair, verdict(row), limit, measured, bound])
     headings = ("section", "shape", "variant / against", "verdict", "bar", "measured", "roofline")

@@ -22,6 +22,7 @@ import qsync
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.pairing import measure
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
+from qsync.experiments.kernels.roofline import training_flops
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
 Batch = dict[str, Tensor]
@@ -181,12 +182,7 @@ def _flops_by_type(flops: Mapping[str, float], precision: Precision) -> dict[str
     """Return the FLOPs of a step by the type that multiplies them; FP32 where a precision is missing."""
     found: dict[str, float] = {}
     for kind, forward in flops.items():
-        if precision not in PRECISIONS_BY_KIND[kind]:
-            shares = {"fp32": 3 * forward}
-        elif precision is Precision.INT8:
-            shares = {"int8": forward, "bf16": 2 * forward}
-        else:
-            shares = {"int8" if precision is Precision.INT8_ALL else str(precision): 3 * forward}
-        for name, count in shares.items():
+        multiplied = precision if precision in PRECISIONS_BY_KIND[kind] else Precision.FP32
+        for name, count in training_flops(str(multiplied), forward).items():
             found[name] = found.get(name, 0.0) + count
     return found

@@ -18,7 +18,7 @@ from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
-from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_rank
 from qsync.experiments.memory.memory_runs import parts_of
 from qsync.experiments.workloads.workload import make_optimizer
@@ -187,17 +187,15 @@ class _Steps:
         """Return the bytes at the peak of one step: those that stay, and those of the step."""
         self._step()
         comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
-        state = [v for entry in self._optimizer.state.values() for v in entry.values()]
         tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]
-        held = sum(t.nbytes for t in [*tensors, *state] if isinstance(t, torch.Tensor))
+        held = sum(t.nbytes for t in tensors) + state_bytes(self._optimizer)
         return held + self._buckets + comes_and_goes
 
     def _step(self) -> None:
         for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
             self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        storages = [p.grad.untyped_storage() for p in self._ddp.parameters() if p.grad is not None]
-        self._buckets = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        self._buckets = sum(bucket_bytes(self._ddp))
         self._optimizer.zero_grad(set_to_none=True)
 
 

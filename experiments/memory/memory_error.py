@@ -147,8 +147,9 @@ def _finished(experiment: Experiment, found: Mapping[str, Rows]) -> dict[str, An
         "parts": parts, "worst_underprediction": {"cpu": worst_underprediction(rows)}, "plans": rows,
         "curve": curve,
     }  # fmt: skip
+    bars = [one for part, of in parts.items() for one in _bars(part, of["models"][ALL])]
     return experiment.finish(
-        figures, bars=_bars(parts), tables=[table(parts)],
+        figures, bars=bars, tables=[table(parts)],
         picture=(lambda content, path: draw(shown, curve, path)) if curve else None,
     )  # fmt: skip
 
@@ -157,13 +158,14 @@ def _chosen(part: str) -> str:
     return next(name for name, parts in PARTS.items() if part in parts)
 
 
-def _bars(parts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for part, found in parts.items():
-        entry = found["models"][ALL]
-        for what, limit in (("saved", SAVED_BAR), ("peak", PEAK_BAR)):
-            worst = max(abs(entry[what]["lowest"]), abs(entry[what]["highest"]))
-            yield bar(f"{part}: worst error of {what} bytes", worst, limit)
-        yield bar(f"{part}: plans over their budget", entry["over_budget"], 0)
+def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the worst errors of some plans, and how many went over their budget, beside the limits."""
+    worst = {what: max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) for what in ("saved", "peak")}
+    return [
+        bar(f"{part}: worst error of saved bytes", worst["saved"], SAVED_BAR),
+        bar(f"{part}: worst error of peak bytes", worst["peak"], PEAK_BAR),
+        bar(f"{part}: plans over their budget", entry["over_budget"], 0),
+    ]
 
 
 def _state(content: Mapping[str, Any]) -> None:
@@ -228,11 +230,7 @@ def worst_underprediction(rows: Rows) -> float:
 
 def holds(entry: Mapping[str, Any]) -> bool:
     """Return whether errors are within the bars, and no plan went over its budget."""
-    within = all(
-        max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) <= bar
-        for what, bar in (("saved", SAVED_BAR), ("peak", PEAK_BAR))
-    )
-    return within and not entry["over_budget"]
+    return all(one["holds"] for one in _bars("", entry))
 
 
 def table(parts: Mapping[str, Mapping[str, Any]]) -> Table:

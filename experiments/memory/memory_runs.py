@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from qsync.distributed.job import in_ddp
-from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
 from qsync.experiments.memory.saved_bytes import saved_bytes
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import NAMES, subject
@@ -62,15 +62,13 @@ class Trained:
         loss = self.loss_fn(self.ddp(self.batch[0]), self.batch[1])
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        gradients = [p.grad.untyped_storage() for p in self.model.parameters() if p.grad is not None]
-        self.buckets = list({storage.data_ptr(): storage.nbytes() for storage in gradients}.values())
+        self.buckets = bucket_bytes(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of the optimizer's state."""
-        state = self.optimizer.state.values()
-        return sum(v.nbytes for entry in state for v in entry.values() if isinstance(v, torch.Tensor))
+        return state_bytes(self.optimizer)
 
     def measure(self, choice: Choice) -> dict[str, int]:
         """Return the bytes that this plan saves for backward, and at its peak; predicted and measured.

@@ -3,8 +3,8 @@
     python -m qsync.experiments.prediction.learned_costs --out FOLDER
 
 Measures a few hundred single operators and five models on this machine, on one thread. Predicts shapes
-without any sample of the shape, models without any sample of the model, and other batch sizes of a profiled
-model. Profiles stay in the folder; `--again` evaluates them anew.
+without any sample of the shape, and models without any sample of the model. Profiles stay in the folder;
+`--again` evaluates them anew.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from qsync.experiments.harness.tables import table
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.lowering.incremental import Lowering
-from qsync.predictor.cost_model.fill_profile import fill, priced_as
+from qsync.predictor.cost_model.fill_profile import priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
 from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
@@ -40,8 +40,6 @@ from qsync.replayer import ClassCosts
 OUT = Path("experiments/results/learned_costs")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
-# Another batch size of each model than the one that is profiled.
-OTHER_BATCH = {"gpt": 3, "bert": 12, "vit": 40, "resnet": 20, "vgg": 12}
 # Shorter operators are mostly Python and the clock: a second figure leaves them out.
 LONG_S, LONG = 20e-6, "20 us or more"
 Measured = tuple[OpGraph, Profile]
@@ -71,7 +69,7 @@ def main(
 
 
 def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
-    """Profile single operators (cells) and every model at two batch sizes; return the device's peaks.
+    """Profile single operators (cells) and every model; return the device's peaks.
 
     Every profile is a piece, saved as it is made.
     """
@@ -88,15 +86,14 @@ def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
                 cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
             )
     for name in NAMES:
-        jobs[name] = partial(_profiled, name, None, rounds)
-        jobs[f"{name}-other"] = partial(_profiled, name, OTHER_BATCH[name], rounds)
+        jobs[name] = partial(_profiled, name, rounds)
     for name, job in jobs.items():
         experiment.piece(name, partial(_saved, experiment.out, name, job))
     return sheet
 
 
-def _profiled(name: str, size: int | None, rounds: int) -> Measured:
-    work = subject(name, size)
+def _profiled(name: str, rounds: int) -> Measured:
+    work = subject(name)
     model, batch = work.make_model(0), work.batch(0, 0, 0)
     graph = api.trace_step(model, batch, work.loss)
     return graph, api.profile(model, batch, work.loss, precisions=PRECISIONS, rounds=rounds)
@@ -121,16 +118,16 @@ def read(out: Path) -> dict[str, Measured]:
 
 
 def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[str, Any]:
-    """Return the errors of every method: of shapes and models held out, of other batch sizes."""
+    """Return the errors of every method: of shapes and models held out."""
     sheet = DataSheet.from_json(about["sheet"])
     samples = {name: samples_of(*found, sheet) for name, found in measured.items()}
     cells = [s for name, found in samples.items() if name.startswith("cells") for s in found]
-    models = [name for name in measured if not name.startswith("cells") and not name.endswith("-other")]
+    models = [name for name in measured if not name.startswith("cells")]
     all_samples = cells + [s for name in models for s in samples[name]]
     shapes = {
         method: _by_kind(all_samples, held_out_shapes(all_samples, fit)) for method, fit in METHODS.items()
     }
-    held, steps, batches = {}, {}, {}
+    held, steps = {}, {}
     for name in models:
         others = cells + [s for other in models if other != name for s in samples[other]]
         priced = {method: fit(others) for method, fit in METHODS.items()}
@@ -139,10 +136,8 @@ def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[st
             for method, model in priced.items()
         }
         steps[name] = {method: _steps(measured[name], model, sheet) for method, model in priced.items()}
-        if f"{name}-other" in measured:
-            batches[name] = _batches(measured[name], measured[f"{name}-other"], CostModel(all_samples), sheet)
     body = {"num_samples": len(all_samples), "held_out_shapes": shapes, "held_out_models": held}
-    return {**about, **body, "whole_steps": steps, "other_batches": batches}
+    return {**about, **body, "whole_steps": steps}
 
 
 def _by_kind(samples: Sequence[Sample], predicted: Any) -> dict[str, tuple[float, float]]:
@@ -162,22 +157,6 @@ def _steps(found: Measured, model: Any, sheet: DataSheet) -> dict[str, float]:
     graph, profile = found
     guess = priced_as(graph, profile, model, sheet)
     return {str(p): total_s(graph, guess, p) / total_s(graph, profile, p) - 1 for p in PRECISIONS}
-
-
-def _batches(known: Measured, other: Measured, model: CostModel, sheet: DataSheet) -> dict[str, Any]:
-    """Return the signed error of a step at another batch size: filled in, and scaled by the batch."""
-    (graph, profile), (larger, truth) = known, other
-    guess = fill(profile, larger, model, measured_on=graph, sheet=sheet)
-    grown = _batch(larger) / _batch(graph)
-    actual = {p: total_s(larger, truth, p) for p in PRECISIONS}
-    return {
-        "learned": {str(p): total_s(larger, guess, p) / actual[p] - 1 for p in PRECISIONS},
-        "scaled by batch": {str(p): grown * total_s(graph, profile, p) / actual[p] - 1 for p in PRECISIONS},
-    }
-
-
-def _batch(graph: OpGraph) -> int:
-    return next(value.shape[0] for value in graph.inputs if value.kind == "batch" and value.shape)
 
 
 def total_s(graph: OpGraph, profile: Profile, precision: Precision) -> float:
@@ -233,8 +212,6 @@ def _table(content: Mapping[str, Any]) -> Table:
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    for name, entry in content["other_batches"].items():
-        yield f"another batch of {name}: " + "; ".join(f"{one}: {_signed(e)}" for one, e in entry.items())
     for name, holds in verdicts(content).items():
         yield f"{'beats both baselines' if holds else 'DOES NOT beat both'}: {name}"
 

@@ -75,19 +75,14 @@ class Scale:
     seeds: int = 5
     warm_up: int = 40
     steps: int = 10
-    num_batches: int | None = None
     unseen: int = 32
     random_plans: int = 3
-
-
-QUICK = Scale(seeds=1, warm_up=4, steps=2, num_batches=1, unseen=2, random_plans=2)
 
 
 def main(
     out: Out = Path("indicators"),
     models: Models = None,
     seeds: int = 5,
-    quick: bool = False,
     processes: int = 1,
     sensitivities: Annotated[
         Path | None,
@@ -96,7 +91,7 @@ def main(
     fresh: Fresh = False,
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and a table."""
-    scale = QUICK if quick else Scale(seeds=seeds)
+    scale = Scale(seeds=seeds)
     earlier = {} if sensitivities is None else read_json(sensitivities / "figures.json")
     tasks = {
         f"{name} {seed}": (name, seed, scale, _row_of(earlier, name, seed, sensitivities))
@@ -143,7 +138,7 @@ def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
     size, num = BATCHES[name]
     workload = subject(name, size)
     if earlier is None:
-        return judge(workload, seed, scale, scale.num_batches or num)
+        return judge(workload, seed, scale, num)
     return judge_again(workload, scale, earlier)
 
 

@@ -19,7 +19,7 @@ from qsync.errors import QSyncError
 
 MAX_BYTES = 50_000_000  # beyond this a short run would never see the rest
 HELDOUT_EVERY = 20  # one file in twenty, or the last twentieth of the bytes
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,12 @@ def load_text(data: str | Path | None = None, *, context: int = 256) -> Text:
     """
     if data is None:
         root = Path(sysconfig.get_path("stdlib"))
-        return _split_files(root, _library_files(root), f"Python standard library ({root})", context)
+        sources = [file for file in _walk(root, _SKIPPED_FOLDERS) if file.suffix == ".py"]
+        return _split_files(root, sources, f"Python standard library ({root})", context)
     path = Path(data).expanduser()
     if path.is_dir():
-        return _split_files(path, _text_files(path), str(path), context)
+        visible = [file for file in _walk(path) if not any(part.startswith(".") for part in file.parts)]
+        return _split_files(path, visible, str(path), context)
     if not path.exists():
         raise QSyncError(f"there is no file or folder {path}; give --data a path that exists")
     return _split_tail(_read(path, MAX_BYTES), str(path), context)
@@ -58,24 +60,10 @@ def windows(text: np.ndarray, starts: Iterable[int], context: int) -> tuple[torc
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def _library_files(root: Path) -> list[Path]:
-    return [path for path in _walk(root) if path.suffix == ".py"]
-
-
-def _text_files(root: Path) -> list[Path]:
-    return [
-        path
-        for path in _walk(root, skipped=frozenset())
-        if not any(part.startswith(".") for part in path.parts)
-    ]
-
-
-def _walk(root: Path, skipped: frozenset[str] | set[str] = _SKIPPED_FOLDERS) -> list[Path]:
+def _walk(root: Path, skipped: frozenset[str] = frozenset()) -> list[Path]:
     """Files below `root`, relative to it, in an order that no file system decides."""
     found = (path.relative_to(root) for path in root.rglob("*") if path.is_file())
-    return sorted(
-        (path for path in found if skipped.isdisjoint(path.parts)), key=lambda path: path.as_posix()
-    )
+    return sorted((path for path in found if skipped.isdisjoint(path.parts)), key=Path.as_posix)
 
 
 def _split_files(root: Path, names: list[Path], source: str, context: int) -> Text:

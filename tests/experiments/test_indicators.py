@@ -39,7 +39,7 @@ from qsync.records.json_files import write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
-SCALE = Scale(seeds=2, warm_up=2, steps=2, num_batches=1, unseen=3, random_plans=2)
+SCALE = Scale(seeds=2, warm_up=2, steps=2, unseen=3, random_plans=2)
 
 
 def tiny() -> Workload:
