@@ -175,7 +175,9 @@ class Experiment:
         if picture is not None:
             picture(content, self.out / "figures.png")
         if tables:
-            write_text(self.out / "figures.md", "\n".join(map(as_markdown, tables)))
+            where = f"{content['machine']['processor']}, torch {content['machine']['torch']}"
+            origin = f"{where}, commit {content['commit']}.\n"
+            write_text(self.out / "figures.md", "\n".join([*map(as_markdown, tables), origin]))
         show(*tables, f"Written: {self.out / 'figures.json'}")
         return content
 
