@@ -20,7 +20,7 @@ demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
 
 test: $(VENV)/testable
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup $(TEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 # Warnings are errors. Once the tools are installed, this needs no network.
 docs: $(VENV)/documentable
