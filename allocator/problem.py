@@ -21,7 +21,7 @@ from qsync.replayer.costs import check_timed
 from qsync.replayer.simulate import check_profiles
 
 # From lowest to highest: decides only between precisions that add the same variance.
-RANK = {
+PRECISION_ORDER = {
     p: rank
     for rank, p in enumerate(
         (
@@ -281,7 +281,7 @@ def _choices(
 
 
 def _from_lowest(options: Iterable[Precision], variance: Mapping[Precision, float]) -> tuple[Precision, ...]:
-    return tuple(sorted(options, key=lambda p: (-variance[p], RANK[p])))
+    return tuple(sorted(options, key=lambda p: (-variance[p], PRECISION_ORDER[p])))
 
 
 def _omega(sensitivity: Sensitivity, op: str, precision: Precision) -> float:

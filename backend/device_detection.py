@@ -52,7 +52,7 @@ def hardware_of(device: torch.device) -> str:
     return processor_with(_processor(), torch.get_num_threads())
 
 
-def candidates(device_class: DeviceClass) -> tuple[Precision, ...]:
+def default_precisions(device_class: DeviceClass) -> tuple[Precision, ...]:
     """Return the precisions worth profiling on a class: those it multiplies in hardware.
 
     INT8 in all three products rounds gradients stochastically. That changes training more than a user

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from qsync import backend
-from qsync.backend.device_detection import candidates, detect_class, device_of, machine
+from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
 from qsync.errors import CalibrationError, FormatError, QSyncError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
@@ -120,7 +120,7 @@ def precisions_to_profile(
     device_class: DeviceClass, precisions: Sequence[Precision | str] | None = None
 ) -> tuple[Precision, ...]:
     """Return these precisions, or those worth choosing from. UnsupportedError for one the class lacks."""
-    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else candidates(device_class)
+    chosen = tuple(Precision.parse(p) for p in precisions) if precisions else default_precisions(device_class)
     for precision in chosen:
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)

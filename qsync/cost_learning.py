@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qsync import api
-from qsync.backend.device_detection import candidates, detect_class, machine
+from qsync.backend.device_detection import default_precisions, detect_class, machine
 from qsync.backend.device_peaks import measured_peaks
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
@@ -122,7 +122,7 @@ def profile_calls(
         return cast(Tensor, total)
 
     one = torch.ones((), device=device)
-    chosen = precisions or candidates(detect_class(device))
+    chosen = precisions or default_precisions(detect_class(device))
     graph = api.trace_step(bench, one, loss)
     return graph, api.profile(bench, one, loss, precisions=chosen, rounds=rounds)
 

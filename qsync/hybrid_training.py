@@ -25,7 +25,7 @@ from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.replayer import under
+from qsync.replayer import profiles_under_levers
 
 logger = logging.getLogger("qsync")
 
@@ -158,7 +158,7 @@ def _plan_and_save(
 def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[str, int] | None) -> None:
     """Write a plan beside its basis, and log the reasons to doubt it."""
     save_plan(folder, plan, basis)
-    profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
+    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
     for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
         logger.warning("qsync: %s", warning)
 

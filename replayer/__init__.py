@@ -17,7 +17,7 @@
 
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
-from qsync.replayer.levers.apply import under
+from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
 from qsync.replayer.simulate import Exchange, Work, least_time, replay, starts_s, steady_step, step_time
@@ -47,7 +47,7 @@ __all__ = [
     "starts_s",
     "steady_step",
     "step_time",
-    "under",
+    "profiles_under_levers",
     "vary",
     "write_trace",
 ]

@@ -19,7 +19,7 @@ from qsync.replayer.simulate import Exchange, Work, checked_lowerings, steady_st
 FACTORS = np.geomspace(1 / 4, 4, 65)
 
 
-def in_use(
+def with_links_in_use(
     graph: OpGraph,
     profiles: Mapping[str, Profile],
     cluster: Cluster,
@@ -32,7 +32,7 @@ def in_use(
     The mean counts, since a rank paused now and then makes some runs longer. If steps do not depend on the
     links because compute hides them, the links stay as measured.
 
-    >>> in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
+    >>> with_links_in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
     """
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
     names = [device_class.name for device_class in cluster.classes]

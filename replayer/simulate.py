@@ -393,7 +393,7 @@ def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
         if name in plan.classes and planned != priced:
             raise MismatchError(
                 f"the plan gives {name} {planned}, its profile is for {priced}; carry the profiles over to "
-                "the plan's levers (qsync.replayer.under)"
+                "the plan's levers (qsync.replayer.profiles_under_levers)"
             )
 
 

@@ -35,7 +35,7 @@ from qsync.records.levers import (
 )
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer.levers.apply import under
+from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 
 # Objectives beyond any variance (which is a part of that without levers): too slow, and infeasible.
@@ -78,7 +78,7 @@ class Search:
     def solve(self, setting: Setting, **changes: Any) -> Plan:
         """Return the best plan at one setting. Raises InfeasibleError, and what `under` raises."""
         basis = self.basis
-        profiles = under(
+        profiles = profiles_under_levers(
             basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
         )
         options = {**self.options, **changes}

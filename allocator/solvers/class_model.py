@@ -226,9 +226,9 @@ class ClassModel:
         if op.role is Role.ADJUSTABLE:
             for precision in self.chosen[op.name]:
                 computed = None
-                if follower is not None and rule.computes(op, precision, self._saves_less[follower]):
+                if follower is not None and rule.computes_follower(op, precision, self._saves_less[follower]):
                     computed = ops[follower].kind
-                form = rule.form_of(op, computed, False, False, lambda: False)
+                form = rule.run_form_of(op, computed, False, False, lambda: False)
                 for output, binary in self._output_types(i, precision):
                     yield Alternative(
                         str(precision), output, form, self._taken(i, precision, str(precision)), binary
@@ -239,14 +239,14 @@ class ClassModel:
             computed_there = total(
                 binary
                 for p, binary in self.chosen[ops[product].name].items()
-                if rule.computes(ops[product], p, self._saves_less[i])
+                if rule.computes_follower(ops[product], p, self._saves_less[i])
             )
         is_saved = self._is_saved(self._wiring.offset + i) if self._saves_less[i] else ZERO
         for mode, binary in self._modes[i].items():
             output = rule.output_of(op, Precision.FP32, mode, self._float16, False)
             for is_computed, binary_there in self._split(binary, computed_there):
                 forms = [
-                    rule.form_of(op, None, is_computed, self._saves_less[i], lambda saved=saved: saved)  # type: ignore[misc]
+                    rule.run_form_of(op, None, is_computed, self._saves_less[i], lambda saved=saved: saved)  # type: ignore[misc]
                     for saved in (False, True)
                 ]
                 split = (

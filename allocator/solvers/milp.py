@@ -1,14 +1,20 @@
 """The exact solver: every class's assignment of least variance, as a mixed-integer program (HiGHS, by scipy).
 
-A target for the step decouples the classes. With l the seconds before backward, r_k those until bucket k
-is complete, d_k its all-reduce alone and e_k the compute time that it takes, a step is never shorter than
+A target for the step decouples the classes. For any class, and for any bucket k of gradients, a step is never
+shorter than
 
     l + r_k + v (b - r_k) + sum over j < k of min(e_j, d_j) + sum over j >= k of d_j
 
-for any class, with b its whole backward and v the delay of all-reduces per second of it. Before bucket k
-starts, every earlier all-reduce has either taken its toll or been waited for. While the rest of backward
-runs, the all-reduces that follow are slower. These rows are linear in the choices (`class_model`), so the
-programs give a bound that no plan falls below.
+    l    seconds of the class before backward
+    b    seconds of its whole backward
+    r_k  seconds of its backward until bucket k is complete
+    d_k  seconds of bucket k's all-reduce alone
+    e_k  its toll: compute seconds that the class loses to bucket k's all-reduce beside it
+    v    seconds by which a second of backward beside them delays the all-reduces from k's on
+
+Before bucket k starts, every earlier all-reduce has either taken its toll or been waited for. While the rest
+of backward runs, the all-reduces that follow are slower. These rows are linear in the choices
+(`class_model`), so the programs give a bound that no plan falls below.
 
 Their solutions are replayed. Where replay is longer than the rows say (a class waits for another), the
 programs are solved again for a target shorter by the difference. An assignment that needs too much memory is
@@ -20,7 +26,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,6 +44,7 @@ from qsync.allocator.solvers.milp_expressions import (
     total,
 )
 from qsync.allocator.solvers.recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.solvers.solution import Solution
 from qsync.allocator.state import State
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
@@ -57,27 +64,6 @@ _MAX_ROUNDS = 30
 _NEAR_BOUND = 0.02
 # With at most so many free operators every assignment that replay rejects is cut off alone: this is exact.
 _MAX_FREE_FOR_CUTS, _MAX_CUTS = 12, 300
-
-
-@dataclass(frozen=True, slots=True)
-class Solution:
-    """A solution. `bound` is a variance that no plan within time and memory falls below.
-
-    `status` is "optimal" where `gap` is within the gap asked for, else "time-limited" or "unsolved" where
-    HiGHS says so of a program. It is "unproved" where more time would not help: the bound is loose, since it
-    counts memory only in part and does not know that classes wait for each other.
-    """
-
-    assignments: Mapping[str, Mapping[str, Precision]]
-    variance: float
-    bound: float
-    status: str
-    seconds: float
-
-    @property
-    def gap(self) -> float:
-        """The largest part of the variance that a better plan could save."""
-        return max(0.0, 1.0 - self.bound / self.variance) if self.variance > 0.0 else 0.0
 
 
 def solve(

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.problem import RANK
+from qsync.allocator.problem import PRECISION_ORDER
 from qsync.allocator.state import Move, State
 from qsync.records.precision import Precision
 from qsync.replayer import least_time, starts_s
@@ -82,7 +82,7 @@ def is_raise(state: State, device_class: str, op: str, precision: Precision) -> 
     """Return whether a precision adds less variance than the present one, or as much and ranks higher."""
     one = state.classes[device_class]
     variance, now = one.part.variance[op], one.precision(op)
-    return (variance[precision], -RANK[precision]) < (variance[now], -RANK[now])
+    return (variance[precision], -PRECISION_ORDER[precision]) < (variance[now], -PRECISION_ORDER[now])
 
 
 def _pass(state: State, classes: Sequence[str], target_s: float, priority: Priority) -> bool:

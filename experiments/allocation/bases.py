@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from qsync import api
-from qsync.backend.device_detection import candidates, detect_class
+from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, NETWORK, SHARE, slowed
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
@@ -78,7 +78,7 @@ def problems(name: str, folder: Path) -> list[ModelOnCluster]:
     profile = Profile.load(folder / f"profile-{HERE}.json")
     sensitivity = Sensitivity.load(folder / "sensitivity.json")
     own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=candidates(own), hardware=None)
+    own = replace(own, precisions=default_precisions(own), hardware=None)
     weak = replace(own, name=HALF, emulated_share=SHARE)
     profiles = {HERE: profile, HALF: slowed(profile, HALF, SHARE)}
     found = [ModelOnCluster(name, "this machine + half of it", MEASURED,

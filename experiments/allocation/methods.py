@@ -9,7 +9,7 @@ from typing import Any
 
 from qsync.allocator import allocate, check_plan, uniform
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import RANK, make_problem
+from qsync.allocator.problem import PRECISION_ORDER, make_problem
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.state import State
 from qsync.experiments.allocation.additive import additive
@@ -95,7 +95,7 @@ class _One:
         basis = self.basis
         some = {p for name in self.weak for p in basis.cluster[name].precisions if p is not Precision.FP32}
         rows = []
-        for precision in [Precision.FP32, *sorted(some, key=lambda p: -RANK[p])]:
+        for precision in [Precision.FP32, *sorted(some, key=lambda p: -PRECISION_ORDER[p])]:
             chosen = {name: _next_up(basis.cluster, name, precision) for name in self.weak}
             begun = time.process_time()
             plan = uniform(basis.graph, basis.profiles, basis.cluster, chosen, sensitivity=basis.sensitivity)
@@ -174,4 +174,7 @@ class _One:
 
 
 def _next_up(cluster: Cluster, name: str, precision: Precision) -> Precision:
-    return min((p for p in cluster[name].precisions if RANK[p] >= RANK[precision]), key=lambda p: RANK[p])
+    return min(
+        (p for p in cluster[name].precisions if PRECISION_ORDER[p] >= PRECISION_ORDER[precision]),
+        key=lambda p: PRECISION_ORDER[p],
+    )

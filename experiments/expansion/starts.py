@@ -22,7 +22,7 @@ from torch import nn
 
 import qsync
 from qsync import api
-from qsync.backend.device_detection import candidates, detect_class
+from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.experiments.expansion.growth_subjects import LARGE, Setting, make, workload_of
 from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, SHARE, slowed
 from qsync.records.cluster import Cluster
@@ -105,7 +105,7 @@ def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = Non
     batch = tuple(part.chunk(len(CLASSES))[0] for part in (inputs, targets))
     graph = api.trace_step(model, batch, workload.loss)
     own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=candidates(own))
+    own = replace(own, precisions=default_precisions(own))
     profile = qsync.profile(model, batch, workload.loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
     weak = replace(own, name=HALF, emulated_share=SHARE)
     plan: Plan = qsync.plan(

@@ -26,7 +26,7 @@ from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import Plan
-from qsync.replayer import Sized, under
+from qsync.replayer import Sized, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -111,7 +111,7 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
     captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
 
     def fp32(levers: Mapping[str, ClassLevers]) -> Plan:
-        profiles = under(basis.graph, basis.profiles, basis.cluster, Levers(levers), other)
+        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, Levers(levers), other)
         return allocate(basis.graph, profiles, *parts[2:], pins={"*": "fp32"}, target_s=slow)
 
     some = blocks(basis.graph)[:2]

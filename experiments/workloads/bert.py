@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 from qsync.experiments.workloads.gpt import Mlp
 
 MASK = 0  # a byte that text does not hold

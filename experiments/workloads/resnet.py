@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 
 HELDOUT_IMAGES = 297  # of 1797
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 from qsync.experiments.workloads.gpt import BLOCK, Block
 
 

@@ -42,22 +42,23 @@ def num_round_steps(num_precisions: int, save_less: bool = False) -> int:
 def round_steps(
     precisions: Sequence[Precision],
     save_less: bool,
-    refused: Callable[[OpGraph, Precision], Mapping[str, str]],
+    unsupported: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[RoundStep]:
     """List the steps of a round; with `save_less` each a second time, saving less for backward.
 
-    An operator runs in FP32 where its kind lacks the precision or the device does not support it (`refused`).
+    An operator runs in FP32 where its kind lacks the precision or the device does not support it
+    (`unsupported`).
     """
     num = num_round_steps(len(precisions)) - len(precisions)
 
     def supported(graph: OpGraph, wanted: Mapping[str, Precision]) -> Assignment:
-        unsupported = {precision: refused(graph, precision) for precision in set(wanted.values())}
+        lacking = {precision: unsupported(graph, precision) for precision in set(wanted.values())}
         return {
             op.name: wanted[op.name]
             for op in graph.adjustable
             if op.name in wanted
             and wanted[op.name] in PRECISIONS_BY_KIND[op.kind]
-            and op.name not in unsupported[wanted[op.name]]
+            and op.name not in lacking[wanted[op.name]]
         }
 
     def uniform(precision: Precision) -> Choose:

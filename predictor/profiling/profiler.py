@@ -99,7 +99,7 @@ class Profiler:
         )
         self._timer = NodeTimer(clock, timing_hook_s(clock))
         self._precisions = tuple(precisions)
-        steps = round_steps(precisions, options.save_less, runner.refused)
+        steps = round_steps(precisions, options.save_less, runner.unsupported)
         num = max(len(steps), num_round_steps(options.num_precisions, options.save_less))
         self._round = [steps[k % len(steps)] for k in range(num)]
         self._samples: list[tuple[str, StepTimes]] = []
@@ -275,7 +275,7 @@ class Profiler:
         """Return what the device does not support: operator -> precision -> reason."""
         found: dict[str, dict[str, str]] = defaultdict(dict)
         for precision in self._precisions:
-            for op, reason in self._runner.refused(self.graph, precision).items():
+            for op, reason in self._runner.unsupported(self.graph, precision).items():
                 found[op][str(precision)] = reason
         return dict(found)
 

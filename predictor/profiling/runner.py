@@ -24,7 +24,7 @@ class Runner(Protocol):
     ) -> None:
         """Run this assignment from the next step on, and show every node to the observer."""
 
-    def refused(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
+    def unsupported(self, graph: OpGraph, precision: Precision) -> Mapping[str, str]:
         """Return the operators that no kernel serves at this precision, each with the reason."""
         ...
 

@@ -15,5 +15,5 @@
 `diff`           what differs between two plans
 `options`        options that commands share, and how their texts are read
 `tables`         tables that commands print
-`what_if`        folders with plans and profiles, and profiles of devices that are not here
+`loading`        load plans and their bases; simulate profiles of devices that are not here
 """

@@ -85,7 +85,7 @@ def _grow(growth: _Growth, progress: Callable[[str], None]) -> tuple[str, dict[s
     from qsync.expansion.io.load import load_expanded
     from qsync.expansion.maps.describe import as_json
     from qsync.expansion.plan.planner import plan_expansion
-    from qsync.expansion.recipe.families import recipe_of
+    from qsync.expansion.recipe.shipped_recipes import recipe_of
 
     if growth.out is not None:
         save.check_free(growth.out)

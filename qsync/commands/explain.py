@@ -37,7 +37,7 @@ def explain(
     """Explain why operators are lowered or cannot be, and what more time or memory would buy."""
     from qsync.allocator import explain as explain_lowering
     from qsync.allocator import shadow_prices, unsupported_precisions
-    from qsync.commands.what_if import load_plan
+    from qsync.commands.loading import load_plan
     from qsync.replayer import peaks
 
     budgets = budgets_of(memory)

@@ -23,7 +23,7 @@ def learn(
     as_json: Json = False,
 ) -> None:
     """Measure a few operators here and learn what others cost: FOLDER/costs.json, for what-if planning."""
-    from qsync.commands.what_if import COSTS
+    from qsync.commands.loading import COSTS
     from qsync.records.graph import OpGraph
 
     if samples < 1:

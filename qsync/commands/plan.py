@@ -116,7 +116,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Choose the precision of every operator on every device class."""
-    from qsync.commands.what_if import load_basis
+    from qsync.commands.loading import load_basis
 
     goal = _Goal(target_step, slack, max_variance, pareto)
     search = _LeverSearch(levers, trials, storage, seed)
@@ -195,7 +195,7 @@ def _search_levers(
     basis: Basis, goal: _Goal, search: _LeverSearch, folder: Path, options: Mapping[str, Any]
 ) -> tuple[Basis, Plan]:
     from qsync.allocator import search as search_levers
-    from qsync.commands.what_if import load_other, under_levers
+    from qsync.commands.loading import load_other, under_levers
 
     other = load_other(folder)
     named = [name.strip() for name in (search.levers or "").split(",") if name.strip()]

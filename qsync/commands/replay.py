@@ -34,7 +34,7 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Predict what a step under a plan takes on every rank, and where each waits (simulated)."""
-    from qsync.commands.what_if import load_plan
+    from qsync.commands.loading import load_plan
     from qsync.replayer import replay as simulate
     from qsync.replayer import vary
 

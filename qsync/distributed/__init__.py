@@ -4,10 +4,10 @@
 `agreement`           share results; raise the error of one rank on all
 `liveness`            name a rank that dies, and stop
 `ddp_profiling`       profile every class in steps of the job
-`plan_cache`          plans on disk
+`plan_cache`          find and read a cached plan
 `gradient_weighting`  unequal batches: the gradient of the mean over all samples
 `step_phases`         the time of each phase of a training step
 `drift_monitor`       a running job against its prediction
 `validation`          random plans, predicted against measured
-`plan_runs`           runs of plans in turns, for validation
+`validation_runs`     runs of plans in turns, for validation
 """

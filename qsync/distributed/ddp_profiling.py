@@ -33,7 +33,7 @@ from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.replayer.link_calibration import in_use
+from qsync.replayer.link_calibration import with_links_in_use
 from qsync.runtime.program import Program
 
 # Profiling a class takes at most this long, apart from the rounds that are needed in any case.
@@ -200,7 +200,7 @@ class DdpProfiler:
             # Of the rank that works longest: the others wait for it.
             longest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
             runs.append((plans[k], classes[longest], ranks[longest][1]))
-        return in_use(graph, profiles, cluster, runs, self._bucket_cap_bytes)
+        return with_links_in_use(graph, profiles, cluster, runs, self._bucket_cap_bytes)
 
     def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
         """Return what a round is: each rank's class; per step the assignments; whether nothing saves less."""

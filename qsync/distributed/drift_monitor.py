@@ -25,7 +25,7 @@ from qsync.distributed.step_phases import Phases
 from qsync.errors import QSyncError
 from qsync.records.basis import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Timeline, replay, under
+from qsync.replayer import Timeline, profiles_under_levers, replay
 
 logger = logging.getLogger("qsync")
 
@@ -173,7 +173,7 @@ def watch(parallel: DistributedDataParallel, plan: Plan, folder: Path, device_cl
     def predict() -> dict[str, dict[str, float]] | None:
         try:
             basis = Basis.load(folder)
-            profiles = under(basis.graph, basis.profiles, basis.cluster, plan.levers)
+            profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
             timeline = replay(
                 basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
             )

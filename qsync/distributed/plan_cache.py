@@ -1,4 +1,7 @@
-"""Plans on disk, so that a job that starts again does not profile again."""
+"""Find and read a cached plan, so that a restarted job does not profile again.
+
+`records/basis.py` writes it.
+"""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from qsync.backend.device_detection import device_of, machine
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.plan_runs import Assignment, PlanRunner
+from qsync.distributed.validation_runs import Assignment, PlanRunner
 from qsync.errors import CalibrationError, shortened
 from qsync.predictor.profiling.loader_wait import endless
 from qsync.predictor.profiling.profiler import MakeOptimizer

@@ -13,12 +13,12 @@ from typing import Any
 
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.rules import (
-    computes,
-    form_of,
+    computes_follower,
     makes_channels_last,
     mode_of,
     needed_casts,
     output_of,
+    run_form_of,
     taken_type,
     takes_16bit,
 )
@@ -243,13 +243,13 @@ class Lowering:
         follower = self.wiring.epilogue[i]
         if follower is None:
             return False
-        return computes(self.graph.ops[i], self.precision[i], self._saves_less[follower])
+        return computes_follower(self.graph.ops[i], self.precision[i], self._saves_less[follower])
 
     def _form_of(self, i: int) -> str:
         follower, product = self.wiring.epilogue[i], self.wiring.product[i]
         computed = self.graph.ops[follower].kind if follower is not None and self._computes(i) else None
         is_computed = product is not None and self._computes(product)
-        return form_of(
+        return run_form_of(
             self.graph.ops[i], computed, is_computed, self._saves_less[i],
             lambda: self.wiring.is_saved(self._offset + i, self._taken, self._carried.__getitem__),
         )  # fmt: skip

@@ -130,12 +130,12 @@ def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
     return follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
 
 
-def computes(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
+def computes_follower(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
     """Return whether an operator with an epilogue for its follower computes it there."""
     return not follower_saves_less and precision in _WITH_EPILOGUE[op.kind]
 
 
-def form_of(
+def run_form_of(
     op: Op, computed: str | None, is_computed: bool, saves_less: bool, is_saved: Callable[[], bool]
 ) -> str:
     """Return the form in which an operator runs: see `Run.form`.

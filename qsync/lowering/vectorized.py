@@ -164,7 +164,7 @@ class Tables:
                     cells.taken[cell, j] = -1 if taken is None else self.type(taken)
                     cells.takes_16bit[cell, j] = rule.takes_16bit(taken)
                 if self.wiring.epilogue[i] is not None:
-                    cells.computes[cell] = rule.computes(op, precision, False)
+                    cells.computes[cell] = rule.computes_follower(op, precision, False)
         return cells
 
     def _fill_followers(self) -> None:
@@ -351,7 +351,7 @@ class Tables:
             self.type_names[carried[v]] if t is None else t for v, t in zip(values, taken, strict=True)
         )
         computed = self.wiring.ops[follower].kind if follower is not None and flags & 1 else None
-        form = rule.form_of(op, computed, bool(flags & 2), bool(flags & 4), lambda: bool(flags & 8))
+        form = rule.run_form_of(op, computed, bool(flags & 2), bool(flags & 4), lambda: bool(flags & 8))
         output = self.type_names[carried[self.offset + i]]
         self.runs.append(Run("", mode, operands, output, form, bool(flags & 16)))
         self._taken.add([-1 if t is None else self.type(t) for t in taken])

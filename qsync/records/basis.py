@@ -53,7 +53,7 @@ class Basis:
         profiles = {
             c.name: Profile.load(folder / f"profile-{c.name}.json")
             for c in cluster.classes
-            if c.datasheet is None  # simulated profiles are not on disk: see qsync.commands.what_if
+            if c.datasheet is None  # simulated profiles are not on disk: see qsync.commands.loading
         }
         graph = OpGraph.load(folder / "graph.json")
         return cls(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))

@@ -109,9 +109,9 @@ class Program:
         """Return the lowered graph of each segment that the last call ran, in order."""
         return tuple(entry.lowered for entry in self._ran)
 
-    def refused(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
+    def unsupported(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
         """Return operator -> why the device does not serve it in a precision that its kind has."""
-        return refused(graph, precision, self.kernels)
+        return unsupported(graph, precision, self.kernels)
 
     def choose(
         self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
@@ -248,10 +248,10 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
             return chosen
         moved: dict[tuple[str, Precision, str], list[str]] = {}
         kinds = {op.name: op.kind for op in graph.adjustable}
-        for name, reason in refused(graph, precision, kernels).items():
+        for name, reason in unsupported(graph, precision, kernels).items():
             tried = [precision]
             chosen[name] = next_precision_up(kinds[name], precision, tried, kernels.sixteen_bit)
-            while chosen[name] is not Precision.FP32 and name in refused(graph, chosen[name], kernels):
+            while chosen[name] is not Precision.FP32 and name in unsupported(graph, chosen[name], kernels):
                 tried.append(chosen[name])
                 chosen[name] = next_precision_up(kinds[name], chosen[name], tried, kernels.sixteen_bit)
             moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
@@ -262,7 +262,7 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
     return choose
 
 
-def refused(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
+def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
     """Return operator -> why this device does not serve it in a precision that its kind has.
 
     The reason is its shapes (see qsync.records.kernel_support), or a kernel that is missing here or wrong

@@ -19,7 +19,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import LARGEST
-from qsync.tracing.functionalize import make_out_of_place
+from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.operator_table import (
     NORMS,
     PASSES_MAGNITUDE,

@@ -19,7 +19,7 @@ from qsync.replayer.levers.batch_size import Sized, at_samples, resized
 from qsync.replayer.levers.recomputation import mark_recomputed, with_recomputation
 
 
-def under(
+def profiles_under_levers(
     graph: OpGraph,
     profiles: Mapping[str, Profile],
     cluster: Cluster,
@@ -34,7 +34,8 @@ def under(
     the same. Raises FormatError for shares that do not add up, passes that do not divide, and numbers too far
     from the profiled ones; MismatchError where `other` is missing or of another model.
 
-    >>> profiles = under(graph, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), other)
+    >>> levers = Levers({"infer": ClassLevers(passes=2)})
+    >>> profiles = profiles_under_levers(graph, profiles, cluster, levers, other)
     >>> plan = allocate(graph, profiles, sensitivity, cluster)
     """
     for name in levers.classes if levers else ():

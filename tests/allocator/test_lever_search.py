@@ -23,7 +23,7 @@ from qsync.hybrid_training import save_with_warnings
 from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import Plan
-from qsync.replayer import Sized, under
+from qsync.replayer import Sized, profiles_under_levers
 
 GRAPH, SMALLER = encoder(2, rows=32), encoder(2, rows=16)
 SLOW = {"train": 1.0, "infer": 3.0}
@@ -40,7 +40,7 @@ FAST = {"solver": "greedy", "slack": 0.3}
 
 
 def checked(plan: Plan, other=OTHER, **options) -> bool:
-    profiles = under(GRAPH, PROFILES, CLUSTER, plan.levers, other)
+    profiles = profiles_under_levers(GRAPH, PROFILES, CLUSTER, plan.levers, other)
     return check_plan(
         GRAPH, plan, profiles, SENSITIVITY, CLUSTER, bucket_cap_bytes=plan.bucket_cap_bytes, **options
     ).ok
@@ -167,7 +167,9 @@ def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):
     save_with_warnings(tmp_path, plan, basis, None)
     assert Plan.load(tmp_path / "plan.json") == plan
     levers = Levers({"infer": ClassLevers(recomputed=("layer.0",))})
-    twice = allocate(GRAPH, under(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST)
+    twice = allocate(
+        GRAPH, profiles_under_levers(GRAPH, PROFILES, CLUSTER, levers), SENSITIVITY, CLUSTER, **FAST
+    )
     save_with_warnings(tmp_path, twice, basis, None)
     assert Plan.load(tmp_path / "plan.json") == twice and checked(plan, None)
 

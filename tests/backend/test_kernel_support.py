@@ -26,7 +26,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.runtime import program
-from qsync.runtime.program import refused, uniform
+from qsync.runtime.program import uniform
 
 FP32, BF16, FP16, INT8 = Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8
 GPU = (FP32, FP16, INT8)  # a T4's
@@ -310,7 +310,7 @@ def test_a_profile_measures_the_rest_and_keeps_the_reason(monkeypatch):
     assert profile.refused == {"conv": {"int8": "no compiler"}}
 
 
-def test_refused_asks_kernels_only_for_what_needs_one(graph):
+def test_unsupported_asks_kernels_only_for_what_needs_one(graph):
     asked = []
 
     class Asked(Lacking):
@@ -318,7 +318,7 @@ def test_refused_asks_kernels_only_for_what_needs_one(graph):
             asked.append((kind, str(precision)))
 
     for precision in (FP32, BF16, INT8):
-        refused(graph, precision, Asked(()))
+        program.unsupported(graph, precision, Asked(()))
     assert set(asked) == {("conv2d", "bf16"), ("conv2d", "int8"), ("conv1d", "int8")}
 
 

@@ -13,7 +13,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
 from qsync.commands import main
-from qsync.commands.what_if import load_other, under_levers
+from qsync.commands.loading import load_other, under_levers
 from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import Plan

@@ -12,7 +12,7 @@ from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, find_warnings
 from qsync.commands import main
-from qsync.commands.what_if import load_basis
+from qsync.commands.loading import load_basis
 from qsync.distributed.plan_cache import cache_key
 from qsync.errors import FormatError, MismatchError
 from qsync.records.basis import Basis

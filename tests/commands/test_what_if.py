@@ -14,7 +14,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from lawful_costs import HERE, lawful
 
 from qsync import cost_learning
-from qsync.commands.what_if import load_basis
+from qsync.commands.loading import load_basis
 from qsync.cost_learning import can_measure
 from qsync.errors import FormatError
 from qsync.experiments.prediction.learned_costs import evaluate, verdicts

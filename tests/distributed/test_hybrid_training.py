@@ -102,8 +102,8 @@ class Deep(torch.nn.Module):
 
 ddp_profiling.PROFILE_S = 0.1
 profiler = ddp_profiling.DdpProfiler
-runs, in_use, cluster_in_use = [], ddp_profiling.in_use, profiler.cluster_in_use
-ddp_profiling.in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
+runs, in_use, cluster_in_use = [], ddp_profiling.with_links_in_use, profiler.cluster_in_use
+ddp_profiling.with_links_in_use = lambda *args: runs.extend(args[3]) or in_use(*args)
 
 def observed(self, *args):
     cluster = cluster_in_use(self, *args)

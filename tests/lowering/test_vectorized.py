@@ -79,7 +79,7 @@ def test_an_operator_without_operands_is_no_other_s_neighbour():
 
 def test_the_rule_is_asked_once_for_every_distinct_neighbourhood(monkeypatch):
     asked = []
-    for name in ("mode_of", "needed_casts", "form_of"):
+    for name in ("mode_of", "needed_casts", "run_form_of"):
         real = getattr(rules, name)
         monkeypatch.setattr(
             rules, name, lambda *args, name=name, real=real: (asked.append(name), real(*args))[1]

@@ -31,7 +31,7 @@ from qsync.records.levers import ClassLevers, Levers, Setting
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer import peaks, replay, under
+from qsync.replayer import peaks, profiles_under_levers, replay
 from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, mark_recomputed, with_recomputation
 from qsync.runtime import program
 from qsync.runtime.activation_recomputation import recompute
@@ -126,7 +126,9 @@ def test_a_recomputed_block_costs_its_forward_once_more_but_for_casts_of_weights
     assignment = {op.name: BF16 for op in GRAPH.adjustable}
     profile, cluster = profile_of(GRAPH, "infer"), cluster_of({"infer": 2})
     plain = replay(GRAPH, {"infer": assignment}, {"infer": profile}, cluster)
-    twice = under(GRAPH, {"infer": profile}, cluster, Levers({"infer": ClassLevers(recomputed=BLOCKS[:1])}))
+    twice = profiles_under_levers(
+        GRAPH, {"infer": profile}, cluster, Levers({"infer": ClassLevers(recomputed=BLOCKS[:1])})
+    )
     found = replay(GRAPH, {"infer": assignment}, twice, cluster)
     forward = [e for e in plain.events if e.kind in ("forward", "cast") and e.name.startswith("layer.0")]
     total = sum(e.duration_s for e in plain.events if e.kind == "forward" and e.name.startswith("layer.0."))
@@ -207,7 +209,7 @@ def test_a_plan_may_recompute_where_nothing_else_fits():
     graph, cluster = encoder(2, rows=512), cluster_of()
     profiles = {name: profile_of(graph, name, slow=s) for name, s in (("train", 1.0), ("infer", 1.5))}
     both = Levers({"infer": ClassLevers(recomputed=BLOCKS)})
-    twice = under(graph, profiles, cluster, both)
+    twice = profiles_under_levers(graph, profiles, cluster, both)
     pins = {"*": "fp32"}
     plain = allocate(graph, profiles, sensitivities(graph), cluster, pins=pins, target_s=10.0)
     plan = allocate(graph, twice, sensitivities(graph), cluster, pins=pins, target_s=10.0)

@@ -16,7 +16,7 @@ from qsync.records.levers import ClassLevers, Levers, Without, samples_of
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Exchange, Sized, replay, under
+from qsync.replayer import Exchange, Sized, profiles_under_levers, replay
 from qsync.replayer.levers.batch_size import at_samples, resized
 from qsync.replayer.vectorized_costs import vectorized_costs_of
 
@@ -38,7 +38,7 @@ CLUSTER, SENSITIVITY = cluster_of(), sensitivity_of(GRAPH)
 
 
 def levered(other=OTHER, profiles=PROFILES, **classes):
-    return under(GRAPH, profiles, CLUSTER, Levers(classes), other)
+    return profiles_under_levers(GRAPH, profiles, CLUSTER, Levers(classes), other)
 
 
 def test_a_graph_between_two_captures_is_the_one_that_would_be_captured():
@@ -118,7 +118,9 @@ def test_passes_save_what_waits_for_backward_and_pay_with_a_second_gradient():
 
     profiles = profiles_of(wide)
     whole, half = memory(wide, profiles), memory(narrow, profiles_of(narrow))
-    found = under(wide, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), Sized(narrow, {}))
+    found = profiles_under_levers(
+        wide, profiles, cluster, Levers({"infer": ClassLevers(passes=2)}), Sized(narrow, {})
+    )
     gradients, rest = 4 * 3 * (16 * 16 + 16), 4 * 512 * 16
     assert memory(wide, found) == half + gradients + rest < whole
 
@@ -143,7 +145,7 @@ def test_unequal_shares_are_faster_and_weigh_by_samples():
 
 def test_under_levers_the_exact_solver_is_exact():
     graph, smaller = mlp(3, rows=16), mlp(3, rows=8)
-    profiles = under(
+    profiles = profiles_under_levers(
         graph, profiles_of(graph), CLUSTER,
         Levers({"train": ClassLevers(20, passes=2), "infer": ClassLevers(12, passes=2)}), Sized(smaller, {}),
     )  # fmt: skip
@@ -193,7 +195,7 @@ def test_levers_that_cannot_be_are_refused_with_what_to_do():
     with pytest.raises(FormatError, match="the 16 samples of infer cannot be taken in 3 passes"):
         levered(infer=ClassLevers(passes=3))
     with pytest.raises(FormatError, match="no device class 'other'"):
-        under(GRAPH, PROFILES, CLUSTER, Levers({"other": ClassLevers(8)}), OTHER)
+        profiles_under_levers(GRAPH, PROFILES, CLUSTER, Levers({"other": ClassLevers(8)}), OTHER)
     with pytest.raises(MismatchError, match="was captured with 16 alone; capture it"):
         levered(None, infer=ClassLevers(passes=2))
     with pytest.raises(MismatchError, match="both captures of mlp have 16 samples"):
@@ -209,7 +211,9 @@ def test_levers_that_cannot_be_are_refused_with_what_to_do():
 def test_batch_norm_under_unequal_shares_is_doubted():
     graph, smaller = images(2, rows=16), images(2, rows=8)
     for levers, expected in (({"infer": ClassLevers(passes=2)}, 1), ({}, 0)):
-        profiles = under(graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {}))
+        profiles = profiles_under_levers(
+            graph, profiles_of(graph), CLUSTER, Levers(levers), Sized(smaller, {})
+        )
         plan = allocate(graph, profiles, sensitivity_of(graph), CLUSTER)
         found = [text for text in find_warnings(graph, plan, profiles, CLUSTER) if "batch norms" in text]
         assert len(found) == expected and all("(accumulate)" in text for text in found)

@@ -10,7 +10,7 @@ from graphs import cluster_of, mlp, profile_of
 from qsync.records.cluster import Link
 from qsync.records.precision import Precision
 from qsync.replayer import replay
-from qsync.replayer.link_calibration import in_use
+from qsync.replayer.link_calibration import with_links_in_use
 
 GRAPH = mlp(4)
 PROFILES = {name: profile_of(GRAPH, name) for name in ("train", "infer")}
@@ -35,7 +35,7 @@ def test_the_factor_that_was_put_in_comes_out(factor):
     step_s = replay(GRAPH, PLANS[0], PROFILES, cluster_of()).step_s
     measured = replace(cluster_of(), link=Link(step_s, 1e9, 0.7, 2))
     true = replace(measured, link=Link(factor * step_s, 1e9 / factor, 0.7, 2))
-    found = in_use(GRAPH, PROFILES, measured, runs(true, (1.01, 0.99))).link
+    found = with_links_in_use(GRAPH, PROFILES, measured, runs(true, (1.01, 0.99))).link
     assert found.latency_s == pytest.approx(true.link.latency_s, rel=0.06)
     assert found.bytes_per_s == pytest.approx(true.link.bytes_per_s, rel=0.06)
     assert (found.overlap_rate, found.num_ranks) == (0.7, 2)
@@ -46,11 +46,11 @@ def test_links_between_hosts_are_scaled_with_those_within():
     link = Link(step_s, 1e9, 1.0, 2)
     measured = replace(cluster_of(), link=link, between=link, num_hosts=2)
     slow = replace(link, latency_s=2 * step_s, bytes_per_s=5e8)
-    found = in_use(GRAPH, PROFILES, measured, runs(replace(measured, link=slow, between=slow)))
+    found = with_links_in_use(GRAPH, PROFILES, measured, runs(replace(measured, link=slow, between=slow)))
     assert found.between is not None
     assert found.between.latency_s / link.latency_s == pytest.approx(2.0, rel=0.06)
 
 
 def test_a_link_that_no_step_waits_for_stays_as_it_was():
     measured = replace(cluster_of(), link=Link(0.0, 1e15, 1.0, 2))
-    assert in_use(GRAPH, PROFILES, measured, runs(measured, (1.02, 1.02))).link == measured.link
+    assert with_links_in_use(GRAPH, PROFILES, measured, runs(measured, (1.02, 1.02))).link == measured.link

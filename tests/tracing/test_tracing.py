@@ -16,7 +16,7 @@ from traced_models import Applied, Broken, Checkpointed, X
 import qsync
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.tracing.functionalize import make_out_of_place
+from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.tracer import trace
 
 

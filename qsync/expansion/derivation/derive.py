@@ -21,7 +21,7 @@ from qsync.expansion.derivation.table_writer import (
     name_spaces,
     stream_of,
 )
-from qsync.expansion.recipe.recipes import Recipe, Sizes
+from qsync.expansion.recipe.recipe import Recipe, Sizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from qsync.expansion.derivation.axis_unification import (
 from qsync.expansion.derivation.recorder import Recorder
 from qsync.expansion.derivation.table_writer import UNKNOWN, Entry, Names, Slot, block_of, blocks_pattern
 from qsync.expansion.derivation.trace_records import Attention, Norm, ParameterUse, Writer
-from qsync.expansion.recipe.recipes import FIXED
+from qsync.expansion.recipe.recipe import FIXED
 from qsync.expansion.recipe.sizes import first_few
 
 _UNSUPPORTED = {

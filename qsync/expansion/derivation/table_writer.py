@@ -10,7 +10,7 @@ from itertools import combinations
 
 from torch import nn
 
-from qsync.expansion.recipe.recipes import ATTENTION, Line
+from qsync.expansion.recipe.recipe import ATTENTION, Line
 
 UNKNOWN = "?"
 # Names with another meaning in recipes.

@@ -20,7 +20,7 @@ from safetensors.torch import load_model
 
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.families import recipe_of
+from qsync.expansion.recipe.shipped_recipes import recipe_of
 from qsync.expansion.recipe.sizes import first_few
 from qsync.records.json_files import check_header, field, read_json
 

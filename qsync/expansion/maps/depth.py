@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.errors import UnsupportedError, shortened
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from qsync.errors import MismatchError
 from qsync.expansion.maps.depth import Depth
 from qsync.expansion.maps.tensor_maps import TensorMap
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 from qsync.expansion.recipe.sizes import first_few
 
 

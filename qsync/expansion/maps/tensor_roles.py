@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from qsync.errors import MismatchError, UnsupportedError
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Line, Recipe, check_unwrapped
+from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Line, Recipe, check_unwrapped
 from qsync.expansion.recipe.sizes import first_few
 
 # Suffixes that weight_norm, spectral_norm and pruning of torch give the original weight.

@@ -9,7 +9,7 @@ from qsync.expansion.maps.depth import Depth
 from qsync.expansion.maps.tensor_maps import TensorMap
 from qsync.expansion.maps.tensor_roles import Tensor
 from qsync.expansion.recipe import module_kinds
-from qsync.expansion.recipe.recipes import FIXED, Recipe
+from qsync.expansion.recipe.recipe import FIXED, Recipe
 
 
 def check_blocks(recipe: Recipe, tensors: Collection[Tensor], depth: Depth) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync.expansion.plan.planner import plan_expansion
-from qsync.expansion.recipe.recipes import Recipe
+from qsync.expansion.recipe.recipe import Recipe
 
 
 def expand(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qsync.errors import MismatchError, UnsupportedError, shortened
-from qsync.expansion.recipe.recipes import ATTENTION, FIXED, Recipe
+from qsync.expansion.recipe.recipe import ATTENTION, FIXED, Recipe
 
 WIDTH_OF_HEADS = "head_dim"
 _COUNTS = {"query": "heads", "mixed": "heads", "key": "kv_heads", "value": "kv_heads"}

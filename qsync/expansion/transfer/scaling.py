@@ -20,7 +20,7 @@ from statistics import fmean
 
 from qsync.expansion.maps.tensor_maps import Axis, TensorMap
 from qsync.expansion.plan.plan import ExpansionPlan
-from qsync.expansion.recipe.recipes import ATTENTION, FIXED
+from qsync.expansion.recipe.recipe import ATTENTION, FIXED
 
 # The gradient of a reader: the part proportional to shares, and the part proportional to p.
 Parts = tuple[float, float]

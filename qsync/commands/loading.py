@@ -1,4 +1,4 @@
-"""Folders with plans and profiles as commands take them, and profiles of devices that are not here."""
+"""Load plans and their bases for commands; simulate profiles of devices that are not here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
-from qsync.replayer import Sized, under
+from qsync.replayer import Sized, profiles_under_levers
 
 OTHER = "other"  # a folder in the folder: the model captured, and profiled, with another number of samples
 COSTS = "costs.json"  # a cost model that `qsync learn` wrote, beside the profiles
@@ -91,8 +91,10 @@ def load_other(folder: str | Path) -> Sized | None:
 
 
 def under_levers(basis: Basis, levers: Levers | None, other: Sized | None) -> Basis:
-    """Return the basis with its profiles adapted to the levers of a plan (`qsync.replayer.under`)."""
-    return replace(basis, profiles=under(basis.graph, basis.profiles, basis.cluster, levers, other))
+    """Return the basis with its profiles adapted to the levers of a plan."""
+    return replace(
+        basis, profiles=profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
+    )
 
 
 def _forced(basis: Basis) -> dict[str, Profile]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from qsync.errors import UnsupportedError
-from qsync.expansion.recipe.recipes import Recipe, Sizes, check_unwrapped
+from qsync.expansion.recipe.recipe import Recipe, Sizes, check_unwrapped
 
 
 def _read(fields: Mapping[str, str]) -> Callable[[Any], dict[str, int]]:
