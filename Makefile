@@ -34,7 +34,7 @@ lint: $(VENV)/testable types
 types: $(VENV)/testable
 	rm -rf build/typed && mkdir -p build/typed/qsync
 	ln -s $(CURDIR)/qsync/* build/typed/qsync/
-	for room in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$room build/typed/qsync/$$room; done
+	for folder in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$folder build/typed/qsync/$$folder; done
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p qsync
 
 format: $(VENV)/testable

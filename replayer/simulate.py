@@ -8,8 +8,8 @@ and the classes meet in the all-reduces, which run one after the other. Bucket k
 has made its gradients and bucket k-1 is done. Events are buckets of classes, never operators: the times of
 operators are only summed.
 
-An all-reduce takes its toll from each class that computes beside it, and runs at `link.overlap_rate` of its
-speed while any class still computes. Over a whole flight a class loses its toll.
+While any class still computes, an all-reduce runs at `link.overlap_rate` of its speed. The toll of an
+all-reduce on a class is the compute seconds that the class loses if it computes during the whole all-reduce.
 """
 
 from __future__ import annotations

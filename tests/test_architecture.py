@@ -1,4 +1,4 @@
-"""The shape of the package: which room may import which, and what an import costs."""
+"""The shape of the package: which folder may import which, and what an import costs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 import qsync
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("backend", "predictor", "replayer", "allocator", "experiments")
-FOLDERS = ("qsync", *ROOMS)
+BESIDE_QSYNC = ("backend", "predictor", "replayer", "allocator", "experiments")
+FOLDERS = ("qsync", *BESIDE_QSYNC)
 
 # Arrows point one way: a layer imports what stands before it, and itself.
 LAYERS = (

@@ -176,10 +176,10 @@ def exists(path: str) -> bool:
 
 @pytest.mark.parametrize("page", sorted(PAGES))
 def test_every_path_and_name_exists(page):
-    rooms = "qsync|backend|predictor|replayer|allocator|experiments|tests|docs|examples"
+    folders = "qsync|backend|predictor|replayer|allocator|experiments|tests|docs|examples"
     wrong = []
     for piece in code(page):
-        for path in re.findall(rf"(?<![\w/.~$-])((?:{rooms})/[\w./-]*\w/?|(?:{rooms})/)", piece):
+        for path in re.findall(rf"(?<![\w/.~$-])((?:{folders})/[\w./-]*\w/?|(?:{folders})/)", piece):
             wrong += [path] if not exists(path) else []
         if re.fullmatch(r"[a-z_]+\.(py|h|cu)", piece) and piece not in ("train.py",):
             wrong += [piece] if not list(ROOT.glob(f"[!.]*/**/{piece}")) and not exists(piece) else []
@@ -219,12 +219,12 @@ def test_the_tree_is_the_tree():
     listed = set(re.findall(r"^\| `([^`]+)` \|", tree, flags=re.MULTILINE))
     assert all((ROOT / path).exists() for path in listed), [p for p in listed if not (ROOT / p).exists()]
     expected = set()
-    for room in ("qsync", "backend", "predictor", "replayer", "allocator", "experiments"):
-        for entry in (ROOT / room).iterdir():
+    for folder in ("qsync", "backend", "predictor", "replayer", "allocator", "experiments"):
+        for entry in (ROOT / folder).iterdir():
             if entry.is_dir() and (entry / "__init__.py").is_file():
-                expected.add(f"{room}/{entry.name}/")
-            elif entry.suffix == ".py" and (entry.name != "__init__.py" or room == "qsync"):
-                expected.add(f"{room}/{entry.name}")
+                expected.add(f"{folder}/{entry.name}/")
+            elif entry.suffix == ".py" and (entry.name != "__init__.py" or folder == "qsync"):
+                expected.add(f"{folder}/{entry.name}")
     found = {path for path in listed if path.count("/") > 1 or not path.endswith("/")}
     assert found == expected, (sorted(found - expected), sorted(expected - found))
 
@@ -246,8 +246,8 @@ def test_the_layers_are_those_that_are_held():
 
 
 def test_the_reference_has_every_public_name():
-    api, rooms = PAGES["docs/reference/api.md"], PAGES["docs/reference/rooms.md"]
-    named = re.findall(r"^\.\. auto\w+:: (\S+)", api + rooms, flags=re.MULTILINE)
+    api, folders = PAGES["docs/reference/api.md"], PAGES["docs/reference/folders.md"]
+    named = re.findall(r"^\.\. auto\w+:: (\S+)", api + folders, flags=re.MULTILINE)
     assert {f"qsync.{name}" for name in qsync.__all__} <= set(named)
     assert {f"qsync.backend.{name}" for name in backend.__all__} <= set(named)
     assert {"qsync.replayer", "qsync.allocator"} <= set(named)

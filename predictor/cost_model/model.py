@@ -5,9 +5,9 @@
 with features of the program and of the device, as in CDMPP (arXiv:2311.09690). The law is a linear fit: a
 launch, products at a share of their peak, bytes at a share of the bandwidth (`roofline_law`). The residual is
 a smooth function of the features (`gaussian`), and zero far from all samples. Sums of gradients, which
-autograd adds, are separate. All costs are relative to the roofline. So a model learned here prices another
-device at the same shares of that device's peaks. That is an assumption, not a measurement, and such a price
-is called simulated.
+autograd adds, are separate. All costs are relative to the roofline. The model prices an unmeasured device by
+assuming that it reaches the same shares of its peaks as the device that the model was learned on. Such a
+price is an assumption, not a measurement, and is called simulated.
 
 A step is a sum of seconds, in which errors common to a whole model do not average out. So the residual counts
 only by a factor (`strength`, from 0 to 1) that discernibly improves the sums of profiles held out.

@@ -2,8 +2,8 @@
 
 A step, as a rank sees it, from one optimizer step to the next:
 
-    host        from the end of the optimizer's step to the start of forward: zero_grad, logging, all but
-    loading     the wait for the next batch within that time, for a torch DataLoader
+    host        from the end of the optimizer's step to the start of forward, less loading (zero_grad, logs)
+    loading     the wait for the next batch in that time, if a torch DataLoader serves it
     compute     forward, loss and backward, to this rank's own last gradient
     blocked     from there to the start of the optimizer's step: communication, and the wait for other ranks;
                 and, before forward, the time in which DDP hands out buffers (running statistics)

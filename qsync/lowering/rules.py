@@ -16,8 +16,8 @@ The rule, in full:
   fewer anyway, else FP32.
 - Images that a lowered convolution made are in channels-last order, and stay so through every operator that
   computes images from images. Such a node has another cost (`Run.channels_last`) and the same result.
-- An 8-bit linear layer computes in its epilogue the GELU or ReLU that alone reads its result, unless that
-  operator is to save less. The node of the computed operator then runs nothing.
+- An 8-bit linear layer computes a GELU or ReLU in its epilogue if that operator is the only reader of the
+  layer's result and is not to save less. The node of the computed operator then runs nothing.
 - A following operator that is to save less saves its result for backward if an adjustable consumer saves that
   very tensor anyway, else bits or 8-bit codes (`qsync.records.save_less.FORMS`).
 

@@ -1,10 +1,13 @@
 """The FX pass: a traced segment and its lowered graph -> a GraphModule that runs it, node for node.
 
-The segment stays untouched. An operator in FP32 or BF16 is the traced call itself on operands of that type
-(but for convolutions, attention and embeddings in BF16); every other precision calls the backend's kernel for
-it, and so does a form that saves less. Nothing here decides where a cast goes: each Cast node of the lowered
-graph becomes one call, each Run node one call, in the lowered graph's order, but for those that run in the
-epilogue of another.
+The segment stays untouched. Nothing here decides where a cast goes: every node of the lowered graph, Cast or
+Run, becomes one call, in the lowered graph's order. An operator in FP32 or BF16 is the traced call itself on
+operands of that type. The exceptions:
+
+- Convolutions, attention and embeddings in BF16 call the backend's kernels.
+- Every other precision calls the backend's kernel for it.
+- An operator that saves less calls the backend's operator of that form.
+- An operator that another computes in its epilogue becomes no call.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gradient accumulation: a step in several passes, of which the last exchanges the gradients. Pure.
 
-With k passes of f seconds forward and b backward, k f + (k - 1) b pass before the backward in which buckets
-fill. The profile of one pass becomes that: forward costs all of it, backward b. Weights are cast in the first
-pass alone.
+A step has k passes of f seconds forward and b seconds backward. Buckets fill in the last backward, and
+k f + (k - 1) b seconds pass before it. The profile of the step therefore has k f + (k - 1) b as forward and b
+as backward. Weights are cast in the first pass alone.
 """
 
 from __future__ import annotations

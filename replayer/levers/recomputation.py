@@ -1,9 +1,9 @@
-"""Activation recomputation: blocks that compute forward again in backward, and what that costs. Pure.
+"""Activation recomputation: the cost of blocks that compute forward again in backward. Pure.
 
-The backward of every operator in such a block includes its forward and that of its casts: the sum is what the
-block takes. In truth the whole block runs again before the first of these. Gradients in the middle of a block
-are therefore complete a little later than replay says, and those of its first operators when it says. Casts
-of weights stay in memory and are not repeated.
+The backward of every operator in such a block is priced with its forward and the forward of its casts added.
+The sum over the block is exact. A real block runs its whole forward again before its first backward, so
+gradients in the middle of a block are complete a little later than replay says. Those of the block's first
+operators are complete when replay says. Casts of weights stay in memory and are not repeated.
 """
 
 from __future__ import annotations
