@@ -69,7 +69,7 @@ class Comparison:
 
     @property
     def inside(self) -> bool | None:
-        """Whether the measured step lies in the predicted interval; None without one."""
+        """Return whether the measured step lies in the predicted interval; None without one."""
         return (
             None if self.interval_s is None else self.interval_s[0] <= self.measured_s <= self.interval_s[1]
         )

@@ -34,7 +34,7 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is violated."""
+        """Return whether nothing is violated."""
         return not self.violations
 
     def to_json(self) -> dict[str, Any]:

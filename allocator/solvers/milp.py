@@ -203,7 +203,7 @@ class _Class:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether there is nothing to choose or nothing to gain."""
+        """Return whether there is nothing to choose or nothing to gain."""
         return self._variance == 0.0 or self._model.program.num_columns == 0
 
     def _solved(

@@ -46,7 +46,7 @@ class Sum:
 
     @property
     def settled(self) -> bool:
-        """Whether the sum is a constant."""
+        """Return whether the sum is a constant."""
         return not self.terms
 
 

@@ -75,7 +75,7 @@ def measure(
 
 
 def ratios(slower: Samples, faster: Samples) -> list[float]:
-    """How many times as long `slower` took, round by round."""
+    """Return how many times as long `slower` took, round by round."""
     return [a / b for a, b in zip(slower.seconds, faster.seconds, strict=True)]
 
 

@@ -68,7 +68,7 @@ class Call:
 
     @property
     def is_product(self) -> bool:
-        """Whether its kind multiplies matrices."""
+        """Return whether its kind multiplies matrices."""
         return self.kind in PRECISIONS_BY_KIND
 
     @property
