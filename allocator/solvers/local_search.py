@@ -68,15 +68,16 @@ def improve(state: State, classes: Sequence[str], target_s: float, enough: float
     improved = False
     for name in classes if state.variance > enough else ():
         one, neighbours = state.classes[name], list(_neighbours(state.classes[name]))
-        counts_bytes = one.is_tight
-        for _ in range(_MAX_ROUNDS if neighbours and one.variance > 0.0 else 0):
-            if state.variance <= enough:
-                break
-            search = Round(state, name, neighbours, target_s, counts_bytes)
+        counts_bytes, rounds, largest = one.is_tight, 0, 1
+        while rounds < _MAX_ROUNDS and neighbours and one.variance > 0.0 and state.variance > enough:
+            rounds += 1
+            search = Round(state, name, [ops[:largest] for ops in neighbours], target_s, counts_bytes)
             if search.move():
                 improved = True
             elif search.missed_memory and not counts_bytes:
                 counts_bytes = True  # FP32 fits, but casts that are saved need more than it does
+            elif largest < _MAX_WINDOW:
+                largest = _MAX_WINDOW
             else:
                 break
     return improved
