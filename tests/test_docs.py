@@ -19,6 +19,7 @@ from graphs import cluster_of, profile_of, sensitivity_of
 
 import qsync
 from qsync import backend, errors
+from qsync.backend import kernel_cache
 from qsync.commands import main
 from qsync.experiments.workloads.gpt import Gpt
 
@@ -49,7 +50,8 @@ def code(page: str) -> list[str]:
 
 @pytest.fixture
 def script(tmp_path, monkeypatch) -> Path:
-    """README's training script, and a cache of its own."""
+    """README's training script, and a cache of its own for plans; kernels stay where they are compiled."""
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(kernel_cache.folder().parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = tmp_path / "train.py"
     path.write_text(next(body for body in blocks("README.md", "python") if body.startswith("# train.py")))
@@ -69,8 +71,9 @@ def test_the_training_script_runs_under_torchrun(script, tmp_path):
 
 
 @pytest.mark.dist
-def test_the_training_script_runs_across_two_agents(script, tmp_path):
+def test_the_training_script_runs_across_two_agents(script, tmp_path, monkeypatch):
     """Two torchrun agents on loopback stand for two hosts."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun itself sets it for two ranks of one host
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

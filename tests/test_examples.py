@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from qsync.backend import kernel_cache
+
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
@@ -45,7 +47,8 @@ def test_an_example_runs(path, tmp_path):
     launch = LAUNCHES.get(path.name, Launch())
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
-        "XDG_CACHE_HOME": str(tmp_path), **launch.environment,
+        "XDG_CACHE_HOME": str(tmp_path), "QSYNC_CACHE_DIR": str(kernel_cache.folder().parent),
+        **launch.environment,
     }  # fmt: skip
     command = [*launch.launcher, str(path.relative_to(ROOT)), *launch.arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
