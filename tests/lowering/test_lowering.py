@@ -81,14 +81,29 @@ def test_undo_restores_everything(graph, narrow, data):
 @given(graphs(), NARROW, st.data())
 def test_touched_covers_every_operator_whose_nodes_changed(graph, narrow, data):
     lowering = drawn_lowering(data, graph, narrow)
-    name, to = data.draw(steps(graph))
+    assert_touched(lowering, *data.draw(steps(graph)))
+
+
+@pytest.mark.parametrize(
+    "standing", [{}, {"0.conv1": Precision.BF16}, {"0.conv2": Precision.INT8, "1.conv1": Precision.INT8}]
+)
+def test_touched_covers_images_whose_memory_format_changed(standing):
+    graph = images(2)
+    for op in graph.adjustable:
+        for to in (Precision.FP32, Precision.BF16, Precision.INT8):
+            assert_touched(Lowering(graph, standing), op.name, to)
+
+
+def assert_touched(lowering: Lowering, name: str, to: Precision | bool) -> None:
+    """Make one change, and compare all nodes."""
+    numbers = range(len(lowering.graph.ops))
 
     def nodes(i):
-        return lowering.run(i).timed_as, lowering.anchored_casts(i), lowering.output_casts(i)
+        return lowering.run(i), lowering.anchored_casts(i), lowering.output_casts(i)
 
-    before = [nodes(i) for i in range(len(graph.ops))]
+    before = [nodes(i) for i in numbers]
     touched = change(lowering, name, to).touched
-    assert {i for i in range(len(graph.ops)) if nodes(i) != before[i]} <= set(touched)
+    assert {i for i in numbers if nodes(i) != before[i]} <= set(touched)
 
 
 @given(graphs(), NARROW, st.data())
