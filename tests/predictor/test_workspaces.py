@@ -1,0 +1,127 @@
+"""The workspace of each kernel, against the allocator's events in a step of few operators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+
+from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402
+from qsync.records.save_less import can_save_less  # noqa: E402
+
+FP32, BF16, INT8, INT8_ALL = memory_runs.PRECISIONS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def alone() -> Iterator[None]:
+    torch._dynamo.reset()
+    with memory_error._alone():
+        yield
+
+
+class Attention(nn.Module):
+    """Attention with its three products before it."""
+
+    def __init__(self, heads: int, mask: str = "", dropout: float = 0.0) -> None:
+        super().__init__()
+        self.heads, self.mask, self.dropout = heads, mask, dropout
+        self.products = nn.ModuleList(nn.Linear(32 * heads, 32 * heads, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, tokens, width = x.shape
+        q, k, v = (p(x).view(batch, tokens, self.heads, 32).transpose(1, 2) for p in self.products)
+        mask = None
+        if self.mask == "tokens":
+            mask = torch.zeros(tokens, tokens)
+        elif self.mask == "heads":
+            mask = torch.zeros(batch, self.heads, tokens, tokens)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=self.dropout)
+        return y.transpose(1, 2).reshape(batch, tokens, width)
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256))
+
+
+def convolutions(channels: int, between: tuple[nn.Module, ...] = ()) -> nn.Module:
+    first, second = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
+    return nn.Sequential(first, *between, second)
+
+
+def block() -> nn.Module:
+    followers = nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)
+    return nn.Sequential(nn.Linear(256, 256), *followers, nn.Linear(256, 256))
+
+
+TOKENS, LONG, IMAGES = (8, 128, 128), (2, 1024, 64), (8, 32, 16, 16)
+# Name: the model, the shape of its batch.
+MODELS = {
+    "linear": (linears, (1024, 256)),
+    "linear, few rows": (linears, (64, 256)),
+    "attention": (lambda: Attention(4), TOKENS),
+    "attention, long": (lambda: Attention(2), LONG),
+    "attention, short": (lambda: Attention(4), (128, 8, 128)),
+    "attention, dropout": (lambda: Attention(4, dropout=0.1), TOKENS),
+    "attention, mask": (lambda: Attention(4, "tokens"), TOKENS),
+    "attention, mask of heads": (lambda: Attention(4, "heads"), TOKENS),
+    "convolution, unfolded": (lambda: convolutions(256), (32, 256, 4, 4)),
+    "batch norm": (lambda: convolutions(32, (nn.BatchNorm2d(32), nn.ReLU())), IMAGES),
+    "block": (block, (1024, 256)),
+}
+EXACT = 0.0025  # of the peak; a few kilobytes of scratch
+CASES = [
+    ("linear", FP32, False, EXACT),
+    ("linear", INT8, False, EXACT),
+    ("linear", INT8_ALL, False, EXACT),
+    ("linear, few rows", FP32, False, EXACT),
+    ("linear, few rows", INT8, False, EXACT),
+    ("linear, few rows", INT8_ALL, False, EXACT),
+    ("attention", FP32, False, 0.01),
+    ("attention", BF16, False, 0.005),
+    ("attention", INT8, False, EXACT),
+    ("attention, long", BF16, False, 0.005),
+    ("attention, long", INT8, False, EXACT),
+    ("attention, short", BF16, False, 0.005),
+    ("attention, short", INT8, False, EXACT),
+    ("attention, dropout", BF16, False, 0.005),
+    ("attention, dropout", INT8, False, EXACT),
+    ("attention, mask", BF16, False, 0.005),
+    ("attention, mask of heads", BF16, False, 0.005),
+    ("convolution, unfolded", FP32, False, EXACT),
+    ("convolution, unfolded", INT8, False, EXACT),
+    ("batch norm", FP32, False, EXACT),
+    ("batch norm", FP32, True, EXACT),
+    ("block", INT8, False, EXACT),
+    ("block", INT8, True, EXACT),
+]
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, memory_runs.Trained]:
+    """Models in training, made when a case asks for them."""
+    return {}
+
+
+@pytest.mark.parametrize(("name", "precision", "saves_less", "tolerance"), CASES)
+def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less, tolerance):
+    if name not in trained:
+        make, shape = MODELS[name]
+        torch.manual_seed(0)
+        x = torch.randn(shape)
+        trained[name] = memory_runs.Trained(make(), (x, x), lambda y, target: (y * target).sum())
+    step = trained[name]
+    able = {op.name: op for op in step.graph.adjustable}
+    assignment = {
+        op: precision if precision in PRECISIONS_BY_KIND[able[op].kind] else Precision.INT8 for op in able
+    }
+    less = tuple(op.name for op in step.graph.ops if can_save_less(op)) if saves_less else ()
+    found = step.measure(memory_runs.Choice(assignment, less))
+    assert found["predicted_saved_bytes"] == found["saved_bytes"]
+    above = found["peak_bytes"] - found["throughout_bytes"]
+    assert found["predicted_peak_bytes"] - found["throughout_bytes"] == pytest.approx(above, rel=tolerance)
