@@ -21,7 +21,7 @@ from qsync.experiments.workloads.vit import Vit
 from qsync.experiments.workloads.workload import Workload, digits_workload, text_workload
 
 NAMES = ("gpt", "bert", "vit", "resnet", "vgg")
-DEMO_NAMES = ("gpt", "resnet")
+DEMO_NAMES = ("gpt", "resnet", "resnet-small")
 CONTEXT, DEMO_CONTEXT = 128, 256
 # Models of images, with their usual batch sizes.
 _IMAGES: dict[str, tuple[Callable[[], nn.Module], int]] = {
@@ -54,7 +54,7 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
     """Return the demo's workload of this name, with its data read.
 
     `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
-    Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to the resnet.
+    Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to a ResNet.
     """
     if name == "gpt":
         return text_workload(
@@ -62,13 +62,15 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
             f"byte-level GPT, 10.9 M parameters, 4 x {DEMO_CONTEXT} tokens per rank; text: {{source}}",
             data=data,
         )  # fmt: skip
+    if name in ("resnet", "resnet-small") and data is not None:
+        raise QSyncError(
+            f"the {name} workload trains on scikit-learn's digits; leave out --data, or choose gpt"
+        )
     if name == "resnet":
-        if data is not None:
-            raise QSyncError(
-                "the resnet workload trains on scikit-learn's digits; leave out --data, or choose gpt"
-            )
         return digits_workload(
             name, ResNet, 96,
             "ResNet with BatchNorm, 2.8 M parameters, 96 images per rank; scikit-learn's digits, 16 x 16",
         )  # fmt: skip
+    if name == "resnet-small":
+        return subject("resnet")
     raise QSyncError(f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}")

@@ -47,6 +47,11 @@ def said(done: subprocess.CompletedProcess[str]) -> tuple[str, bool, str]:
     return verdict, loaded == "True", note
 
 
+def facts() -> dict[str, str]:
+    """All that determines this processor's casts."""
+    return compiled._facts() | {"processor": build_cpu.processor()}
+
+
 def test_ranks_that_start_at_once_build_once(tmp_path):
     with ThreadPoolExecutor(3) as pool:
         ranks = list(pool.map(lambda _: use(tmp_path), range(3)))
@@ -58,8 +63,7 @@ def test_ranks_that_start_at_once_build_once(tmp_path):
 
 
 def test_a_library_cut_short_is_never_loaded(tmp_path):
-    facts = compiled._facts() | {"processor": build_cpu.processor()}
-    known = kernel_cache.built("casts", facts, build_cpu.export_once)  # from the cache of all tests
+    known = kernel_cache.built("casts", facts(), build_cpu.export_once)  # from the cache of all tests
     (tmp_path / "kernels").mkdir()
     for file in (known, known.with_name(known.name + ".sha256")):
         shutil.copy(file, tmp_path / "kernels")
@@ -97,10 +101,11 @@ def test_a_damaged_file_is_built_anew(tmp_path, monkeypatch, damage):
 
 def test_another_processor_or_compiler_gets_a_file_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
-    facts = compiled._facts()
     paths = set()
     for changed in ({}, {"processor": "an older one"}, {"tvm": "0.1"}, {"source": "edited"}):
-        paths.add(kernel_cache.built("casts", {**facts, **changed}, lambda path: path.write_bytes(b"x")))
+        paths.add(
+            kernel_cache.built("casts", {**compiled._facts(), **changed}, lambda path: path.write_bytes(b"x"))
+        )
     assert len(paths) == 4
 
 
@@ -118,13 +123,16 @@ def test_without_a_linker_the_casts_are_compiled_in_memory(tmp_path):
     assert not list((tmp_path / "kernels").glob("*.so"))
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path):
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
     """Every file may have 4 KiB here: neither the linker's output nor the library fits."""
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     verdict, loaded, _ = said(use(tmp_path, limited, PYTHONDONTWRITEBYTECODE="1"))
     assert (verdict, loaded) == ("right", True)
     left = [path.name for path in (tmp_path / "kernels").iterdir() if not path.name.endswith(".lock")]
     assert left == []
+    known = kernel_cache.built("casts", facts(), build_cpu.export_once)
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))  # there is space again
+    kernel_cache.built("casts", facts(), lambda path: shutil.copy(known, path))
     assert said(use(tmp_path)) == ("right", True, "None")
 
 
