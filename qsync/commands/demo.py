@@ -11,7 +11,7 @@ from qsync.commands.options import MAX_SEED, Json, WeakShare, check_folder, cons
 
 
 def demo(
-    workload: Annotated[str, typer.Option(help="gpt (source text), resnet or resnet-small (digits).")] = "gpt",
+    workload: Annotated[str, typer.Option(help="gpt (text), resnet or resnet-small (digits).")] = "gpt",
     data: Annotated[Path | None, typer.Option(help="Your own text: a file or a folder.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path(
         "demo-out"
