@@ -208,8 +208,15 @@ class State:
 
     def late_step_s(self) -> float:
         """Return the seconds of the step if every class is late by its whole margin."""
-        works = [state.work.slower(1 + self.late.get(name, 0.0)) for name, state in self.classes.items()]
-        return step_time(works, self.problem.exchange)
+        return step_time(list(self.late_works().values()), self.problem.exchange)
+
+    def late_works(self) -> dict[str, Work]:
+        """Return each class's step, late by the class's whole margin."""
+        return {name: state.work.slower(self.late_factor(name)) for name, state in self.classes.items()}
+
+    def late_factor(self, name: str) -> float:
+        """Return the factor by which a class's work may be late: 1 plus its margin."""
+        return 1.0 + self.late.get(name, 0.0)
 
     @property
     def variance(self) -> float:

@@ -98,7 +98,7 @@ def shadow_prices(
 
 def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
     one = state.classes[name]
-    late, peak = 1 + state.late.get(name, 0.0), one.peak_bytes
+    late, peak = state.late_factor(name), one.peak_bytes
     pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
     found = [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
     raises = [other for other in found if other.variance < 0]

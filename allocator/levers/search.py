@@ -177,8 +177,9 @@ def search(
         best = _best(_finished(study))
     # The plan without levers may be as good, though its trial was killed.
     plain = math.inf if problem.plain is None else float((problem.plain.added_variance or 0.0) > 0.0)
-    is_better = best is not None and float(f"{best.value:.9g}") <= plain
-    setting = _setting(best.user_attrs) if best is not None and is_better else Setting(Levers({}))
+    setting = Setting(Levers({}))
+    if best is not None and float(f"{best.value:.9g}") <= plain:
+        setting = _setting(best.user_attrs)
     value, plan = problem.evaluate(setting)
     if plan is None or value >= _TOO_SLOW:
         return problem.solve(

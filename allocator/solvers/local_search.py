@@ -184,7 +184,7 @@ class Round:
         self._now = {op: variance[op][self._one.precision(op)] for op in self._one.part.choices}
         # No compensating change may add more than the operator of most variance could regain.
         self._most = max(now - min(variance[op].values()) for op, now in self._now.items())
-        works = {n: one.work.slower(1 + state.late.get(n, 0.0)) for n, one in state.classes.items()}
+        works = state.late_works()
         starts = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, starts, strict=True))[name]
         self._slack_s = target_s * (1 + TOLERANCE) - self.seconds()
@@ -290,7 +290,7 @@ class Round:
 
     def seconds(self) -> float:
         """Return the seconds below which no step falls with the class as it stands."""
-        work = self._one.work.slower(1 + self._state.late.get(self._name, 0.0))
+        work = self._one.work.slower(self._state.late_factor(self._name))
         return least_time(work, self._start_s, self._state.problem.exchange)
 
     def _in_use(self) -> IntArray:

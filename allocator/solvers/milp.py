@@ -144,13 +144,9 @@ class _Class:
         self.status = OPTIMAL  # the worst status of HiGHS
         self._variance = self._one.variance
         self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
-        self._beside = [
-            one.work.slower(1 + state.late.get(other, 0.0))
-            for other, one in state.classes.items()
-            if other not in lowerable
-        ]
+        self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
         # Where buffers are broadcast first, all classes start with the last. No choice changes that time.
-        works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
+        works = state.late_works()
         start_s = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, start_s, strict=True))[name]
         self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
@@ -279,7 +275,7 @@ class _Class:
             copied += exchange.unused_bytes
         lead = profile.loading_s + profile.host_s + profile.outside.total_s
         own = lead + forward_s + backward_s + copied * profile.bucket_s_per_byte
-        seconds = own * (1 + self._state.late.get(self.name, 0.0)) + self._start_s
+        seconds = own * self._state.late_factor(self.name) + self._start_s
         if k == 0:
             return seconds
         tolls, alone = self._one.work.tolls_s, exchange.durations_s
@@ -292,7 +288,7 @@ class _Class:
         The class is replayed beside those that are not lowered.
         """
         state, move = self._state, self._state.move(self.name, assignment)
-        work = self._one.work.slower(1 + state.late.get(self.name, 0.0))
+        work = self._one.work.slower(state.late_factor(self.name))
         late = step_time([work, *self._beside], state.problem.exchange) / self._target_s - 1.0
         row = None if self._one.fits() else self._less_memory_row(assignment)
         state.back(move)

@@ -60,7 +60,7 @@ def recover(state: State, classes: Sequence[str], target_s: float, priority: Pri
 def holds(state: State, target_s: float) -> bool:
     """Return whether the step is within the target, margins included, and every class fits in memory."""
     most = target_s * (1 + TOLERANCE)
-    if any(one.alone_s * (1 + state.late.get(name, 0.0)) > most for name, one in state.classes.items()):
+    if any(one.alone_s * state.late_factor(name) > most for name, one in state.classes.items()):
         return False
     if any(seconds > most for seconds in _least_times(state).values()):
         return False
@@ -70,7 +70,7 @@ def holds(state: State, target_s: float) -> bool:
 def _least_times(state: State) -> dict[str, float]:
     """Return by class the seconds below which no step falls, margins included."""
     exchange = state.problem.exchange
-    works = {name: one.work.slower(1 + state.late.get(name, 0.0)) for name, one in state.classes.items()}
+    works = state.late_works()
     starts = starts_s(list(works.values()), exchange)
     return {
         name: least_time(work, start_s, exchange)
@@ -158,7 +158,7 @@ class _Trial:
 
     def slack_s(self, name: str) -> float:
         """Return the seconds that a class may still lose, as far as is known."""
-        late = 1 + self._state.late.get(name, 0.0)
+        late = self._state.late_factor(name)
         alone_s = self._state.classes[name].alone_s
         return self._target_s * (1 + TOLERANCE) / late - alone_s - self._beyond_own_s[name]
 
@@ -200,7 +200,7 @@ class _Trial:
 
     def _measure(self) -> None:
         for name, least_s in _least_times(self._state).items():
-            late = 1 + self._state.late.get(name, 0.0)
+            late = self._state.late_factor(name)
             self._beyond_own_s[name] = least_s / late - self._state.classes[name].alone_s
 
 
