@@ -23,11 +23,12 @@ RANK = """
 import sys, time
 from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
 pin_to_core(0)
+unthrottled = busy_share(1.0)
 throttle = Throttle(float(sys.argv[1]))
 throttle.start()
 print(throttle.helper_pid, flush=True)
 while True:
-    print(busy_share(1.0), flush=True)
+    print(busy_share(1.0), unthrottled, flush=True)
 """
 
 
@@ -64,9 +65,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 @pytest.mark.parametrize("share", [0.3, 0.5])
 def test_a_rank_gets_its_share(share):
     with throttled_rank(share) as (rank, _):
-        # Other load on the machine takes from the share and nothing adds to it: wait for a window without.
-        windows = (float(rank.stdout.readline()) for _ in range(15))
-        assert any(0.8 * share <= window <= 1.2 * share for window in windows)
+        # Other load takes from the share, as it did before the throttle, and nothing adds to it.
+        for _ in range(15):
+            busy, unthrottled = map(float, rank.stdout.readline().split())
+            if 0.8 * share * unthrottled <= busy <= 1.2 * share:
+                return
+        pytest.fail(f"the rank got {busy:.2f} of the core, not {share} of {unthrottled:.2f}")
 
 
 def test_a_killed_rank_takes_its_helper_along():
