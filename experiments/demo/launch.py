@@ -20,11 +20,13 @@ def run_demo(
     seeds: int = 1,
     seed: int = 0,
     steps: int | None = None,
+    rounds: int = 3,
 ) -> dict[str, Any]:
     """Train the same model in every alternative of the demo, on two ranks; return report.json's content.
 
-    Everything is written to `out`, each file whole or not at all. Raises QSyncError, before anything starts,
-    for a workload, data, share, or number that cannot be used, and when a rank failed.
+    `rounds` of the profile are taken before training. Everything is written to `out`, each file whole or not
+    at all. Raises QSyncError, before anything starts, for a workload, data, share, or number that cannot be
+    used, and when a rank failed.
     """
     if not 0 < weak_share <= 1:
         raise QSyncError(
@@ -40,7 +42,7 @@ def run_demo(
         raise QSyncError(f"--out {out} is a file; name a folder")
     config = {
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
-        "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps,
+        "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps, "rounds": rounds,
     }  # fmt: skip
     start_ranks("qsync.experiments.demo.rank", config, what="the demo's ranks")
     return read_json(out / "report.json")

@@ -50,7 +50,6 @@ from qsync.runtime import program as runtime
 
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
-ROUNDS_BEFORE = 3
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 
 
@@ -65,7 +64,7 @@ def _run(config: dict[str, Any], place: Place) -> None:
     workload = demo_workload(config["workload"], config["data"])
     steps = config["steps"] or workload.steps
     with liveness.start(60.0), _Progress(rank) as show:
-        measuring = Measuring(workload, place, show)
+        measuring = Measuring(workload, place, show, config["rounds"])
         basis = measuring.basis()
         planned = planned_runs(basis, BUCKET_CAP_BYTES)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
@@ -87,7 +86,7 @@ def _run(config: dict[str, Any], place: Place) -> None:
 class Measuring:
     """The basis of every plan, measured round by round, on a batch of a seed that no run uses."""
 
-    def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
+    def __init__(self, workload: Workload, place: Place, show: Callable[[str], None], rounds: int) -> None:
         self._place, self._show = place, show
         self._model = workload.make_model(0).to(place.device)
         inputs, targets = workload.batch(10_000, 0, dist.get_rank())
@@ -111,7 +110,7 @@ class Measuring:
         dist.barrier()
         self._alone = self._make_profiler(workload, [Precision.FP32]) if dist.get_rank() == 0 else None
         self._links: list[tuple[Cluster, LinkMeasurement]] = []
-        for _ in range(ROUNDS_BEFORE):
+        for _ in range(rounds):
             self.round()
 
     def _sense(self, precisions: tuple[Precision, ...]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ OF_A_RUN = (
 def demo(tmp_path_factory) -> tuple[Path, dict]:
     # At this share the weak rank stays slower whatever it lowers, so that noise cannot turn the plan around.
     out = tmp_path_factory.mktemp("demo")
-    return out, run_demo(workload="resnet-small", steps=4, weak_share=WEAK_SHARE, out=out)
+    return out, run_demo(workload="resnet-small", steps=4, weak_share=WEAK_SHARE, out=out, rounds=1)
 
 
 @pytest.mark.dist
