@@ -18,7 +18,7 @@ from typing import Any
 from qsync.backend import cuda_build, kernel_cache
 from qsync.backend.casts.build_process import run_apart
 
-OLDEST = "70"  # the compute capability that the CUDA C is written for
+_OLDEST = "70"  # the compute capability that the CUDA C is written for
 
 
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
@@ -51,13 +51,13 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
 
 @cache
-def generated(architecture: str = OLDEST) -> tuple[Any, str]:
-    """Return TVM's host code, without the kernels, and the kernels in CUDA C."""
+def generated() -> tuple[Any, str]:
+    """Return TVM's host code, without the kernels, and the kernels in CUDA C for every architecture."""
     import tvm
 
     from qsync.backend.casts.tvm import rows
 
-    target = tvm.target.Target({"kind": "cuda", "arch": f"sm_{architecture}"}, host={"kind": "llvm"})
+    target = tvm.target.Target({"kind": "cuda", "arch": f"sm_{_OLDEST}"}, host={"kind": "llvm"})
     executable = tvm.compile(rows.module("cuda"), target=target)
     source = executable.mod.imports[0].inspect_source()
     executable.mod.clear_imports()

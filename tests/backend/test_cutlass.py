@@ -69,16 +69,6 @@ def nothing_remembered(monkeypatch, tmp_path):
         remembered.cache_clear()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled_fast():
-    """With fewer optimizations nvcc takes half of the time; the instructions stay."""
-    patch = pytest.MonkeyPatch()
-    if shutil.which("nvcc") and "--Ofast-compile" in subprocess.check_output(["nvcc", "--help"], text=True):
-        patch.setenv("NVCC_APPEND_FLAGS", "--Ofast-compile=max")
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
     """The library for sm_80 with one tile of each product, and the folder with its PTX."""
