@@ -4,14 +4,16 @@ A cast depends on both of its ends. The cost of changing several neighbours is t
 costs of changing each: a change of q and k together may save a cast that neither saves alone. A window is an
 operator with its nearest neighbours, as many as have few enough assignments to price all of them.
 
-One move has one change of a window that lessens the variance, and the compensating changes of other windows:
-those of least variance that cover the deficit in seconds and bytes. An exchange of two operators is a move
-whose windows hold one operator each. Replay decides whether a move stays.
+One move has one change of a window that lessens the variance, and the compensating changes of other
+windows. An exchange adds compensating changes one by one and replays each. Where no exchange holds, those
+changes are combined that cover the deficit in seconds and bytes at least variance, by the price of each.
+Replay decides whether a move stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,8 +33,8 @@ IntArray = npt.NDArray[np.int64]
 _MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS = 500, 16_000
 # Where memory binds, pricing an assignment takes about this many times as long.
 _MEMORY_PRICING_FACTOR = 2
-# A window holds at most so many operators, and none farther from its first than so many values.
-_MAX_WINDOW, _MAX_DISTANCE = 8, 6
+# Windows of these sizes are searched in turn; no operator is more values away from the first than this.
+_WINDOW_SIZES, _MAX_DISTANCE = (1, 3, 8), 6
 # A value read by more operators than this (a mask that every block reads) does not make them neighbours.
 _MAX_READERS = 8
 # A window is left out if other windows hold its first operator beside this many of its nearest neighbours.
@@ -40,6 +42,9 @@ _NUM_NEAREST = 3
 # Changes that lessen the variance for which compensation is sought, and compensating changes of each.
 _MAX_GAINS, _MAX_COMPENSATING = 2000, 12
 _MAX_REPLAYED_PER_ROUND, _MAX_ROUNDS = 64, 20
+# Exchanges: gains tried in a round, compensating changes of each, and the factor by which these may save more
+# together than alone.
+_MAX_EXCHANGED, _MAX_LOWERED, _SAVED_TOGETHER = 16, 32, 2.0
 # A move must lessen the variance of its class by this part.
 _MIN_GAIN = 1e-3
 
@@ -60,26 +65,36 @@ class Changes:
 def improve(state: State, classes: Sequence[str], target_s: float, enough: float = 0.0) -> bool:
     """Make moves that lessen the variance until none is found or the variance is at most `enough`.
 
-    `state` must hold and still holds afterwards. Counts bound the work of a round, never the clock. Returns
-    whether any move was made.
+    `state` must hold and still holds afterwards. Single operators come first, which are cheap to price, then
+    larger windows. Counts bound the work of a round, never the clock. Returns whether any move was made.
 
     >>> improve(state, ["infer"], target_s=0.1)
     """
     improved = False
-    for name in classes if state.variance > enough else ():
-        one, neighbours = state.classes[name], list(_neighbours(state.classes[name]))
-        counts_bytes, rounds, largest = one.is_tight, 0, 1
-        while rounds < _MAX_ROUNDS and neighbours and one.variance > 0.0 and state.variance > enough:
-            rounds += 1
-            search = Round(state, name, [ops[:largest] for ops in neighbours], target_s, counts_bytes)
-            if search.move():
-                improved = True
-            elif search.missed_memory and not counts_bytes:
-                counts_bytes = True  # FP32 fits, but casts that are saved need more than it does
-            elif largest < _MAX_WINDOW:
-                largest = _MAX_WINDOW
-            else:
-                break
+    if state.variance > enough:
+        neighbours = {name: list(_neighbours(state.classes[name])) for name in classes}
+        for size, name in itertools.product(_WINDOW_SIZES, classes):
+            windows = [ops[:size] for ops in neighbours[name]]
+            improved |= _improve_class(state, name, windows, target_s, enough)
+    return improved
+
+
+def _improve_class(
+    state: State, name: str, windows: Sequence[Sequence[str]], target_s: float, enough: float
+) -> bool:
+    """Make moves of one class until none is found or the variance is at most `enough`."""
+    one, improved = state.classes[name], False
+    counts_bytes = one.is_tight
+    for _ in range(_MAX_ROUNDS if windows else 0):
+        if one.variance == 0.0 or state.variance <= enough:
+            break
+        search = Round(state, name, windows, target_s, counts_bytes)
+        if search.exchange() or search.move():
+            improved = True
+        elif search.missed_memory and not counts_bytes:
+            counts_bytes = True  # FP32 fits, but casts that are saved need more than it does
+        else:
+            break
     return improved
 
 
@@ -145,7 +160,7 @@ def _neighbours(one: ClassState) -> Iterator[list[str]]:
             front = [value for value in dict.fromkeys(adjacent) if value not in seen]
             seen.update(front)
             found += [value - wired.offset for value in front if value - wired.offset in free]
-        yield [ops[j].name for j in found[:_MAX_WINDOW]]
+        yield [ops[j].name for j in found[: _WINDOW_SIZES[-1]]]
 
 
 def _adjacent(wired: Wiring, value: int) -> list[int]:
@@ -164,6 +179,11 @@ class Change:
     seconds: float
     in_use: IntArray
 
+    @property
+    def ops(self) -> set[str]:
+        """The operators that it changes."""
+        return {op for op, _ in self.assignment}
+
 
 class Round:
     """The priced changes of all windows of one class as it stands, and the moves they make."""
@@ -179,6 +199,7 @@ class Round:
         self._state, self._name, self._target_s = state, name, target_s
         self._counts_bytes = counts_bytes
         self.missed_memory = False  # whether a move did not fit in memory
+        self.touched: set[str] = set()  # operators that moves changed
         self._one = state.classes[name]
         variance = self._one.part.variance
         self._now = {op: variance[op][self._one.precision(op)] for op in self._one.part.choices}
@@ -191,22 +212,71 @@ class Round:
         found = [change for window in self.windows(neighbours) for change in self.priced(window)]
         different = {change.assignment: change for change in found}
         self.changes = sorted(different.values(), key=lambda change: change.variance)
+        self._least_gain = _MIN_GAIN * self._one.variance
+
+    def exchange(self) -> bool:
+        """Make the largest gains, each with compensating changes until it holds; return whether any was.
+
+        Unlike `moves`, replay every change of an exchange: changes may save together what none saves alone.
+        """
+        gains = [change for change in self.changes if change.variance < -self._least_gain][:_MAX_EXCHANGED]
+        for gain in gains:
+            if not self.touched & gain.ops:
+                self.touched |= self._exchanged(gain)
+        return bool(self.touched)
+
+    def _exchanged(self, gain: Change) -> set[str]:
+        """Make one gain with compensating changes; return the operators changed, none if it does not hold."""
+        moves, changed = [self._state.move(self._name, dict(gain.assignment))], set(gain.ops)
+        left = -gain.variance - self._least_gain
+        for missing, saved in self._measures():
+            able = [
+                c for c in self.changes if saved(c) > 0.0 and c.variance < left and not self.touched & c.ops
+            ]
+            able.sort(key=lambda change: change.variance / saved(change))
+            if missing() > _SAVED_TOGETHER * sum(saved(change) for change in able[:_MAX_LOWERED]):
+                break
+            for change in able:
+                if missing() <= 0.0 or len(moves) > _MAX_LOWERED:
+                    break
+                if change.variance >= left or changed & change.ops:
+                    continue
+                before = missing()
+                moves.append(self._state.move(self._name, dict(change.assignment)))
+                if missing() < before:
+                    changed |= change.ops
+                    left -= change.variance
+                else:
+                    self._state.back(moves.pop())
+        if holds(self._state, self._target_s):
+            return changed
+        self.missed_memory |= not self._one.fits()
+        for move in reversed(moves):
+            self._state.back(move)
+        return set()
+
+    def _measures(self) -> Iterator[tuple[Callable[[], float], Callable[[Change], float]]]:
+        """Yield what may be missing, bytes before seconds: by how much it is, and how much a change saves."""
+        if self._counts_bytes:
+            when, _ = self._one.bytes_at()
+            budget = self._one.part.budget_bytes
+            yield lambda: float(self._one.peak_bytes - budget), lambda change: -float(change.in_use[when])
+        most_s = self._target_s * (1 + TOLERANCE)
+        yield lambda: self.seconds() - most_s, lambda change: -change.seconds
 
     def move(self) -> bool:
         """Make the moves that lessen the variance most and hold; return whether there was any."""
-        moved, touched = False, set[str]()
         for _, rows in self.moves()[:_MAX_REPLAYED_PER_ROUND]:
             assignment = dict(pair for row in rows for pair in self.changes[row].assignment)
-            if touched & set(assignment):
+            if self.touched & set(assignment):
                 continue
             move = self._state.move(self._name, assignment)
             if holds(self._state, self._target_s):
-                moved = True
-                touched |= set(assignment)
+                self.touched |= set(assignment)
             else:
                 self.missed_memory |= not self._one.fits()
                 self._state.back(move)
-        return moved
+        return bool(self.touched)
 
     def moves(self) -> list[tuple[float, tuple[int, ...]]]:
         """Return the moves that fit as (variance added, rows of `changes`), least variance first."""
@@ -226,7 +296,7 @@ class Round:
             uses = np.concatenate([uses, added[:, times].T / one.part.budget_bytes])
             slack = np.append(slack, 1.0 - in_use[times] / one.part.budget_bytes)
         variance = np.array([change.variance for change in self.changes])
-        return combine(Changes(of, variance, uses.T), slack, _MIN_GAIN * one.variance)
+        return combine(Changes(of, variance, uses.T), slack, self._least_gain)
 
     def windows(self, neighbours: Sequence[Sequence[str]]) -> Iterator[tuple[str, ...]]:
         """Yield each operator with as many neighbours as may be priced, the largest window first."""
