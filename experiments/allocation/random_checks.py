@@ -16,7 +16,6 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +23,15 @@ import torch
 import typer
 from rich.table import Table
 
+from qsync import OpGraph
 from qsync.allocator import allocate, check_plan
 from qsync.allocator.problem import Constraints, Problem, make_problem
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.random_problems import Drawn, problem
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
 from qsync.experiments.workloads.subjects import NAMES, subject
-from qsync.records.graph import OpGraph
 from qsync.tracing.tracer import capture
 
 PROBLEMS_A_PIECE = 25
@@ -48,22 +46,20 @@ STOPS = 1e-3
 
 
 def main(
-    out: Out = Path("allocation_random"), problems: int = 1000, seed: int = 0, first: int = 0,
-    captured: bool = True, fresh: Fresh = False,
-) -> None:  # fmt: skip
+    out: Out = Path("allocation_random"), problems: int = 1000, seed: int = 0, fresh: Fresh = False
+) -> None:
     """Solve the problems, print the counts, write every row to the folder."""
     if problems < 1:
         raise typer.BadParameter("--problems must be at least 1")
     torch.set_num_threads(1)
-    experiment = Experiment("random problems", out, seed=seed, settings={"captured": captured}, fresh=fresh)
-    graphs = [captured_graph(name) for name in NAMES] if captured else []
+    experiment = Experiment("random problems", out, seed=seed, fresh=fresh)
+    graphs = [captured_graph(name) for name in NAMES]
     rows = []
     with experiment.progress():
-        for begin in range(first, first + problems, PROBLEMS_A_PIECE):
-            numbers = range(begin, min(begin + PROBLEMS_A_PIECE, first + problems))
-            rows += experiment.piece(
-                f"problems {numbers[0]} to {numbers[-1]}", partial(try_problems, seed, numbers, graphs)
-            )
+        for begin in range(0, problems, PROBLEMS_A_PIECE):
+            numbers = range(begin, min(begin + PROBLEMS_A_PIECE, problems))
+            piece = f"problems {numbers[0]} to {numbers[-1]}"
+            rows += experiment.piece(piece, lambda of=numbers: [try_problem(seed, n, graphs) for n in of])
     found = counts(rows)
     bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]
     bars.append(bar(WRONG, len(found[WRONG]), 0))
@@ -77,11 +73,6 @@ def captured_graph(name: str) -> OpGraph:
     """Return the graph of one of the experiments' models, for a batch of two."""
     chosen = subject(name, 2)
     return capture(chosen.make_model(0), chosen.batch(0, 0, 0)[0])
-
-
-def try_problems(seed: int, numbers: Sequence[int], graphs: Sequence[OpGraph]) -> list[dict[str, Any]]:
-    """Solve the problems of these numbers."""
-    return [try_problem(seed, number, graphs) for number in numbers]
 
 
 def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[str, Any]:
@@ -245,4 +236,4 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qsync import Cluster, DeviceClass, Link, OpGraph, Precision, Profile, Sensitivity
 from qsync.experiments.workloads.large_models import made_up_sensitivity
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
-from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
-from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
-from qsync.records.profiles import Cost, Profile, Sensitivity
+from qsync.records.graph import Input, Op, Role, num_elements
+from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND
+from qsync.records.profiles import Cost
 
 NAMES = ("first", "second", "third", "fourth")
 CPU = (Precision.FP32, Precision.BF16, Precision.INT8)

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from qsync.experiments.demo import picture
 from qsync.experiments.demo.runs import Planned
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness import table_of
 from qsync.figures import memory, precision_map, timeline
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json

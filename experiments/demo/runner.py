@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qsync import Plan
 from qsync.distributed.job import in_ddp
 from qsync.experiments.harness.measured_peak import state_bytes, step_peak_bytes
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Workload, make_optimizer
-from qsync.records.plans import Plan
 from qsync.runtime import program as runtime
 
 

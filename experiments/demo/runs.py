@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.records.basis import Basis
-from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph
-from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import Timeline, replay
 
 NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")

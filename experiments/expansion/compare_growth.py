@@ -22,13 +22,12 @@ import torch
 import typer
 from rich.console import Console
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
 from qsync.experiments.expansion.starts import make_plan, plan_path, source_path
 from qsync.experiments.expansion.training_runs import Method, run
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out
-from qsync.experiments.harness.experiment import run as run_command
+from qsync.experiments.harness import Experiment, Fresh, Out, run_command
 
 # The shares of the from-scratch steps that the expanded model is given by default.
 RATIOS = (0.5, 0.3)

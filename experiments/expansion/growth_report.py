@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
 
+from qsync.experiments.harness import bar, table_of
 from qsync.experiments.harness.emulated_profiles import HALF
-from qsync.experiments.harness.experiment import bar
 from qsync.experiments.harness.pictures import legend_below, new_figure, open_axes
-from qsync.experiments.harness.tables import table as table_of
 from qsync.figures.style import FAINT, INK, save_png
 
 Row = Mapping[str, Any]

@@ -21,12 +21,10 @@ import torch
 from torch import nn
 
 import qsync
-from qsync import api
+from qsync import Cluster, Plan, api
 from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.experiments.expansion.growth_subjects import LARGE, Setting, make, workload_of
 from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, SHARE, slowed
-from qsync.records.cluster import Cluster
-from qsync.records.plans import Plan
 
 CLASSES = (HERE, HALF)
 PROFILE_S = 20.0

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 import qsync
+from qsync import Plan
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, workload_of
 from qsync.experiments.expansion.starts import begun, in_ranks, plan_path, source_path
 from qsync.experiments.harness.emulated_profiles import HALF
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate
-from qsync.records.plans import Plan
 
 WARM_UP, FLOOR = 0.05, 0.02  # of the from-scratch steps, and of the maximum learning rate
 WEIGHT_DECAY, BETAS, CLIP = 0.1, (0.9, 0.95), 1.0

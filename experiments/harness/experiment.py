@@ -21,8 +21,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qsync.errors import MismatchError, QSyncError
-from qsync.experiments.harness.provenance import provenance
+from qsync import QSyncError
+from qsync.errors import MismatchError
+from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown
 from qsync.records.json_files import read_json, write_json, write_text
 
@@ -69,9 +70,7 @@ class Experiment:
         fresh: bool = False,
         again: bool = False,
     ) -> None:
-        if out.exists() and not out.is_dir():
-            raise QSyncError(f"--out {out} is a file; name a folder")
-        self.name, self.out, self.seed, self.fresh, self.again = name, Path(out), seed, fresh, again
+        self.name, self.out, self.seed, self.fresh, self.again = name, folder_of(out), seed, fresh, again
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
         self._commits: set[str] = set()  # of the pieces, which may be older than this run
@@ -201,7 +200,7 @@ def show(*parts: Table | str) -> None:
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
-def run(main: Callable[..., Any]) -> None:
+def run_command(main: Callable[..., Any]) -> None:
     """Run a command line: bad input is one sentence and exit code 2."""
     try:
         typer.run(main)

@@ -10,7 +10,7 @@ from rich.table import Table
 Row = Sequence[str]
 
 
-def table(
+def table_of(
     title: str, headings: Row, rows: Iterable[Row], *, left: int = 1, bold: Sequence[int] = ()
 ) -> Table:
     """Return a table for the terminal whose first `left` columns are aligned to the left.

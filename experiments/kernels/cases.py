@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness import peers
 from qsync.experiments.kernels.roofline import Peaks, forward_bytes, training_bytes, training_flops
-from qsync.records.precision import Precision, is_encoded, operand_type
+from qsync.records.precision import is_encoded, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
 # batch, channels in and out, side, kernel

@@ -20,14 +20,10 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync.errors import QSyncError
-from qsync.experiments.harness import peers
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, show
-from qsync.experiments.harness.experiment import run as run_command
+from qsync import QSyncError
+from qsync.experiments.harness import Experiment, Fresh, Out, milliseconds, peers, run_command, show, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
-from qsync.experiments.harness.tables import milliseconds
-from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import whole_steps
 from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case

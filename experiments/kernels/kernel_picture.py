@@ -11,10 +11,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from qsync import Precision
+from qsync.experiments.harness import milliseconds
 from qsync.experiments.harness.pictures import legend_below, new_figure
-from qsync.experiments.harness.tables import milliseconds
 from qsync.figures.style import FAINT, INK, PRECISION_COLOURS, save_png, strip_axes
-from qsync.records.precision import Precision
 
 
 def _lighter(colour: str) -> tuple[float, ...]:

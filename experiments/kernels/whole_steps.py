@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import qsync
+from qsync import Precision
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.pairing import measure
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
 from qsync.experiments.kernels.roofline import training_flops
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND
 
 Batch = dict[str, Tensor]
 CONTIGUOUS = " contiguous"

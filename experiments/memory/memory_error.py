@@ -31,12 +31,10 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from rich.table import Table
 
-from qsync.errors import QSyncError
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
+from qsync import QSyncError
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, markdown_table, run_command, table_of, yes
 from qsync.experiments.harness.pictures import new_figure
 from qsync.experiments.harness.provenance import commit
-from qsync.experiments.harness.tables import markdown_table, yes
-from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.memory.memory_ranks import SHARES, run_ranks
 from qsync.experiments.memory.memory_runs import MODELS, SEED, Trained, drawn, parts_of
 from qsync.figures.memory import stack_parts, strip_axes
@@ -373,4 +371,4 @@ def _alone() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

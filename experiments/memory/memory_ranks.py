@@ -6,35 +6,26 @@ ranks, all-reduces in flight while backward goes on, buffers broadcast before fo
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from pathlib import Path
+from itertools import pairwise, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import qsync
+from qsync import Cluster, Link, Precision, Profile
 from qsync.backend.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
-from qsync.errors import InfeasibleError, QSyncError
-from qsync.experiments.harness.processes import start_ranks
-from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, leave
-from qsync.experiments.memory.memory_runs import Choice, Trained, drawn, parts_of
+from qsync.errors import InfeasibleError
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
+from qsync.experiments.memory.memory_runs import Choice, Trained, drawn, loss_of, parts_of
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.progress import shown_on_rank_zero
-from qsync.records.cluster import Cluster, Link
-from qsync.records.json_files import read_json, write_json
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile, Sensitivity
 
 # Budgets, as parts of what FP32 needs at its peak.
 SHARES = (0.95, 0.85, 0.75, 0.95)
@@ -53,31 +44,21 @@ def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str
     Rows of random plans have the bytes of `Trained.measure`; of accepted ones also their budget. Raises
     QSyncError when a rank failed.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        config = {"models": list(models), "num_plans": num_plans, "seed": seed, "out": folder}
-        start_ranks("qsync.experiments.memory.memory_ranks", config)
-        rows: list[dict[str, Any]] = read_json(Path(folder) / "rows.json")["rows"]
+    config = {"models": list(models), "num_plans": num_plans, "seed": seed}
+    rows: list[dict[str, Any]] = run_on_ranks(measured, config, command="memory", timeout_s=TIMEOUT_S)
     return rows
 
 
-def main() -> None:
-    """Run one rank, with the configuration as JSON in argv."""
-    config: dict[str, Any] = json.loads(sys.argv[1])
-    os.environ["QSYNC_BACKEND"] = "gloo"
-    torch.set_num_threads(1)
+def measured(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Return the rows of all ranks."""
     rows: list[dict[str, Any]] = []
-    try:
-        job.join_job(torch.device("cpu"), TIMEOUT_S)
-        with shown_on_rank_zero("qsync: memory of two ranks") as progress:
-            for name in config["models"]:
-                progress(name)
-                found = list(rows_of(name, config["num_plans"], config["seed"]))
-                for own in agree("gathering what was measured", lambda found=found: found):  # type: ignore[misc]
-                    rows += own
-    except QSyncError as error:
-        leave("memory", error)
-    if dist.get_rank() == 0:
-        write_json(Path(config["out"]) / "rows.json", {"rows": rows})
+    with shown_on_rank_zero("qsync: memory of two ranks") as progress:
+        for name in config["models"]:
+            progress(name)
+            found = list(rows_of(name, config["num_plans"], config["seed"]))
+            for own in agree("gathering what was measured", lambda found=found: found):  # type: ignore[misc]
+                rows += own
+    return rows
 
 
 def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -107,11 +88,8 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
     """
     torch._dynamo.reset()
     model, batch, loss_fn = parts_of(name, rank)
+    loss = loss_of(loss_fn)
     own = replace(detect_class(torch.device("cpu")), name=(FAST, WEAK)[rank])
-
-    def loss(model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return loss_fn(model(batch[0]), batch[1])
-
     profile = agree("profiling", lambda: qsync.profile(
         model, batch, loss, device_class=own, rounds=1, make_optimizer=make_optimizer(1e-3)
     ).to_json())  # fmt: skip
@@ -119,43 +97,23 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
     profiles = {entry["device_class"]: Profile.from_json(entry) for entry in profile}
     cluster = Cluster(tuple(replace(own, name=name) for name in profiles), Link(1e-4, 1e9))
 
-    def sensed(number: int) -> Sensitivity:
-        options: dict[str, Any] = {"indicator": "random", "seed": number} if number else {}
-        found: Sensitivity = qsync.sensitivity(model, [batch], loss, **options)
-        return found
-
-    def planned() -> list[list[Any] | None]:
-        if rank != 0:
-            return []
+    def planned() -> Iterator[list[Any] | None]:
         full = {
             name: peak_memory(lower(graph, {}), optimizer_bytes=one.optimizer_bytes, num_ranks=2).peak_bytes
             for name, one in profiles.items()
         }
-        return [
-            _plan(graph, profiles, sensed(number), cluster, {
-                name: int(share * full[name]) for name, share in zip(full, shares, strict=True)
-            })
-            for number in range(INDICATORS) for shares in pairwise(SHARES)
-        ]  # fmt: skip
+        for number, shares in product(range(INDICATORS), pairwise(SHARES)):
+            options = {"indicator": "random", "seed": number} if number else {}
+            sensitivity = qsync.sensitivity(model, [batch], loss, **options)
+            budgets = {name: int(share * full[name]) for name, share in zip(full, shares, strict=True)}
+            try:
+                plan = qsync.plan(
+                    graph, profiles, sensitivity, cluster, budgets=budgets, slack=SLACK,
+                    time_limit_s=PLANNING_S,
+                )  # fmt: skip
+            except InfeasibleError:
+                yield None
+            else:
+                yield [[budgets[name], dict(plan[name].assignment)] for name in (FAST, WEAK)]
 
-    return agree("planning", planned)[0]
-
-
-def _plan(
-    graph: qsync.OpGraph,
-    profiles: Mapping[str, Profile],
-    sensitivity: Sensitivity,
-    cluster: Cluster,
-    budgets: Mapping[str, int],
-) -> list[Any] | None:
-    try:
-        plan = qsync.plan(
-            graph, profiles, sensitivity, cluster, budgets=budgets, slack=SLACK, time_limit_s=PLANNING_S
-        )
-    except InfeasibleError:
-        return None
-    return [[budgets[name], dict(plan[name].assignment)] for name in (FAST, WEAK)]
-
-
-if __name__ == "__main__":
-    main()
+    return agree("planning", lambda: list(planned()) if rank == 0 else [])[0]

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from qsync import OpGraph, Precision
 from qsync.distributed.job import in_ddp
 from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
 from qsync.experiments.memory.saved_bytes import saved_bytes
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory import peak
-from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.records.save_less import can_save_less
 from qsync.runtime import program
 
@@ -129,15 +130,17 @@ def parts_of(name: str, rank: int = 0) -> tuple[nn.Module, Batch, Callable[..., 
     workload = subject("gpt" if name in (DROPPING, TINY) else name)
     inputs, targets = workload.batch(SEED, 0, rank)
     if name == TINY:
-        return (
-            seeded(lambda: Gpt(1, 64, 2, context=64), SEED),
-            (inputs[:, :64], targets[:, :64]),
-            workload.loss_fn,
-        )
+        model = seeded(lambda: Gpt(1, 64, 2, context=64), SEED)
+        return model, (inputs[:, :64], targets[:, :64]), workload.loss_fn
     if name == DROPPING:
         classes = torch.arange(len(inputs)) % 2
         return seeded(_Dropping, SEED), (inputs, classes), nn.functional.cross_entropy
     return workload.make_model(SEED), (inputs, targets), workload.loss_fn
+
+
+def loss_of(loss_fn: Callable[..., torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Return the loss as a function of a model and a batch."""
+    return lambda model, batch: loss_fn(model(batch[0]), batch[1])
 
 
 class _Dropping(nn.Module):
@@ -145,13 +148,10 @@ class _Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(
+        self.bert = bert(
             vocab_size=256, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
             intermediate_size=1024, max_position_embeddings=128,
         )  # fmt: skip
-        self.bert = BertForSequenceClassification(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != 32).long()).logits
@@ -165,10 +165,9 @@ def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:
     share = draw.choice((0.0, 0.3, 0.6, 1.0))
     assignment = {}
     for op in graph.adjustable:
-        precision = draw.choices(PRECISIONS, weights)[0]
-        if precision is Precision.INT8_ALL and precision not in PRECISIONS_BY_KIND[op.kind]:
+        able, precision = PRECISIONS_BY_KIND[op.kind], draw.choices(PRECISIONS, weights)[0]
+        if precision is Precision.INT8_ALL and precision not in able:
             precision = Precision.INT8
-        assignment[op.name] = precision if precision in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
-    return Choice(
-        assignment, tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share)
-    )
+        assignment[op.name] = precision if precision in able else Precision.FP32
+    saving = tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share)
+    return Choice(assignment, saving)

@@ -21,16 +21,15 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run
+from qsync import OpGraph, Precision
+from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
 from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.peers import under_autocast
-from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.workload import seeded
 from qsync.predictor.memory.peak import peak_memory
-from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
 SEED = 0
@@ -218,4 +217,4 @@ def _table(name: str, rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -20,11 +20,9 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync import api, cost_learning
-from qsync.errors import QSyncError
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Out, run, show
+from qsync import OpGraph, Precision, Profile, QSyncError, api, cost_learning
+from qsync.experiments.harness import Again, Experiment, Fresh, Out, run_command, show, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.tables import table
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.lowering.incremental import Lowering
@@ -32,9 +30,6 @@ from qsync.predictor.cost_model.fill_profile import priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
 from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
-from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
 from qsync.replayer import ClassCosts
 
 OUT = Path("experiments/results/learned_costs")
@@ -208,7 +203,7 @@ def _table(content: Mapping[str, Any]) -> Table:
         rows.append([f"step: {name}", *(_signed(entry[method]) for method in METHODS)])
     rows.append(["steps", *(_percent(spread(found)) for found in whole_steps(content).values())])
     title = "|predicted / measured - 1|, median / 95th percentile (measured)"
-    return table(title, ("held out", *METHODS), rows)
+    return table_of(title, ("held out", *METHODS), rows)
 
 
 def _lines(content: Mapping[str, Any]) -> Iterator[str]:
@@ -225,4 +220,4 @@ def _percent(found: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 import qsync
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
+from qsync import Plan, Precision
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of, yes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
-from qsync.experiments.harness.tables import table, yes
 from qsync.experiments.workloads.large_models import bert, bert_graph, llama_70b, synthetic_basis, tokens
-from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
+from qsync.records.plans import ClassPlan
 
 STARTS, PLANS = 10, 5
 PAIRED_STEPS, WARM_UPS = 30, 3
@@ -48,7 +47,7 @@ def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
         ]
         for row in rows
     ]
-    shown = table("Limits (measured)", ("what", "measured", "limit", "holds", "how"), cells)
+    shown = table_of("Limits (measured)", ("what", "measured", "limit", "holds", "how"), cells)
     experiment.finish({"limits": rows}, bars=rows, tables=[shown])
 
 
@@ -168,4 +167,4 @@ def _row(name: str, measured: Any, limit: Any, unit: str, how: str) -> dict[str,
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

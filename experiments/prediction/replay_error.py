@@ -25,19 +25,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run
+from qsync import Cluster, OpGraph, Precision, Profile
+from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, bar, run_command, table_of, yes
 from qsync.experiments.harness.pictures import new_figure, open_axes
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
-from qsync.experiments.harness.tables import table as table_of
-from qsync.experiments.harness.tables import yes
 from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
-from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import Precision
-from qsync.records.profiles import Cost, Profile
+from qsync.records.profiles import Cost
 from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Validation, percentile
 
@@ -214,4 +210,4 @@ def _label_in_full(axes: Axes, which: str) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

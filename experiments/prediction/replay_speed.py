@@ -20,15 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
-from qsync.experiments.harness.tables import milliseconds, table
+from qsync import Cluster, DeviceClass, Link, OpGraph, Plan, Precision, Profile
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, milliseconds, run_command, table_of
 from qsync.experiments.workloads.large_models import PRECISIONS, able, large_graph, synthetic_profile
 from qsync.lowering.incremental import Lowering
-from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import OpGraph
-from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.plans import ClassPlan
 from qsync.replayer import ClassCosts, replay
 
 LAYERS = 80
@@ -63,7 +59,7 @@ def main(
     ]
     headings = ("what", "size", "times", "median", "worst", "processor", "bar")
     bars = [bar(f"{r['name']}; {r['size']}", r["median_s"], r["bar_s"]) for r in rows if r["bar_s"]]
-    shown = table("Replay (times measured; profiles SYNTHETIC)", headings, cells, left=2)
+    shown = table_of("Replay (times measured; profiles SYNTHETIC)", headings, cells, left=2)
     experiment.finish({"profiles": "synthetic", "rows": rows}, bars=bars, tables=[shown])
 
 
@@ -141,4 +137,4 @@ def _row(name: str, seconds: list[Seconds], bar_s: float | None, size: str) -> d
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 from scipy.stats import t as student
 
+from qsync import Precision
+from qsync.experiments.harness import table_of
 from qsync.experiments.harness.pictures import new_figure, open_axes
-from qsync.experiments.harness.tables import table as table_of
 from qsync.figures.style import INK, PRECISION_COLOURS, save_png
-from qsync.records.precision import Precision
 
 Rows = Sequence[Mapping[str, Any]]
 

@@ -30,9 +30,10 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.stats import spearmanr
 
 import qsync
+from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
 from qsync.errors import MismatchError
-from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
 from qsync.experiments.harness.provenance import commit
 from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
@@ -40,10 +41,8 @@ from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.sensitivity.registry import INDICATORS
-from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.records.profiles import Sensitivity
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
@@ -328,4 +327,4 @@ def _drawn_plan(graph: OpGraph, seed: int, number: int) -> dict[str, Precision]:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)
