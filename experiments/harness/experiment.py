@@ -25,6 +25,7 @@ from qsync import QSyncError
 from qsync.errors import MismatchError
 from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown
+from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
 
 # Options that the experiments share.
@@ -78,9 +79,7 @@ class Experiment:
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
         """Show on stderr what is being done; without a terminal only `name ...`."""
-        console = Console(stderr=True)
-        with console.status(self.name) as status:
-            self.say = lambda text: status.update(f"{self.name}: {text}")
+        with shown_on_rank_zero(self.name) as self.say:
             yield self.say
 
     def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:

@@ -27,7 +27,6 @@ from qsync.lowering.incremental import Lowering
 from qsync.records.plans import ClassPlan
 from qsync.replayer import ClassCosts, replay
 
-LAYERS = 80
 CLASSES = ("first", "second", "third", "fourth")
 GROWTH = (1, 2, 4)
 RANKS = (10, 10_000)
@@ -40,16 +39,11 @@ Seconds = tuple[float, float]  # of the clock, of the processor
 
 
 def main(
-    out: Out = Path("replay_speed"),
-    layers: int = LAYERS,
-    plans: int = 20,
-    seed: int = 0,
-    fresh: Fresh = False,
+    out: Out = Path("replay_speed"), layers: int = 80, plans: int = 20, seed: int = 0, fresh: Fresh = False
 ) -> None:
     """Time replay, print a table, and write the figures to the folder."""
-    experiment = Experiment(
-        "replay speed", out, seed=seed, settings={"layers": layers, "plans": plans}, fresh=fresh
-    )
+    settings = {"layers": layers, "plans": plans}
+    experiment = Experiment("replay speed", out, seed=seed, settings=settings, fresh=fresh)
     with experiment.progress():
         rows = experiment.piece("times", lambda: measure(layers, plans, seed))
     keys = ("median_s", "worst_s", "processor_s", "bar_s")
