@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from rich.table import Table
 
 from qsync.experiments.allocation.methods import ADDITIVE, GREEDY, MILP, REPAIRED
-from qsync.experiments.harness import bar, table_of
+from qsync.experiments.harness import bar, grouped, table_of
 from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
 from qsync.figures.style import FAINT, INK, save_png
 
@@ -36,8 +36,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     A factor is a geometric mean over the targets that the method met and at which something must be lowered.
     """
     kinds: dict[str, dict[str, Any]] = {}
-    for kind, model in dict.fromkeys((row["kind"], row["model"]) for row in rows):
-        own = [row for row in rows if (row["kind"], row["model"]) == (kind, model)]
+    for (kind, model), own in grouped(rows, "kind", "model").items():
         kinds.setdefault(kind, {})[model] = _of(own)
     return {"clusters": kinds, "verdicts": _verdicts(rows)}
 
@@ -68,10 +67,8 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 def _problems(rows: Rows) -> dict[tuple[str, str, float], dict[str, Mapping[str, Any]]]:
     """Return rows by method, for each model, cluster and target."""
-    found: dict[tuple[str, str, float], dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["cluster"], row["part"]), {})[row["method"]] = row
-    return found
+    problems = grouped(rows, "model", "cluster", "part")
+    return {at: {row["method"]: row for row in own} for at, own in problems.items()}
 
 
 def _verdicts(rows: Rows) -> dict[str, Any]:
