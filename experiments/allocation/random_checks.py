@@ -84,13 +84,11 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
         "budgets": "budgets" in drawn.options, "target": "target_s" in drawn.options,
     }  # fmt: skip
     wrong: list[str] = []
+    given, at = (drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster), drawn.options
     for solver in SOLVERS:
         begun = time.process_time()
         try:
-            plan = allocate(
-                drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **drawn.options,
-                solver=solver, time_limit_s=TIME_LIMIT_S,
-            )  # fmt: skip
+            plan = allocate(*given, **at, solver=solver, time_limit_s=TIME_LIMIT_S)
         except InfeasibleError as error:
             row[solver] = {"infeasible": str(error)}
             continue
@@ -98,11 +96,8 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
             row[solver] = {"broke": repr(error)}
             wrong.append(f"{solver} broke: {error!r}")
             continue
-        seconds = time.process_time() - begun
-        found = check_plan(
-            drawn.graph, plan, drawn.profiles, drawn.sensitivity, drawn.cluster,
-            budgets=drawn.options.get("budgets"), bucket_cap_bytes=drawn.options.get("bucket_cap_bytes"),
-        )  # fmt: skip
+        seconds, kept = time.process_time() - begun, {k: at.get(k) for k in ("budgets", "bucket_cap_bytes")}
+        found = check_plan(drawn.graph, plan, *given[1:], **kept)
         wrong += [f"{solver}: {violation}" for violation in found.violations]
         row[solver] = {
             "variance": plan.added_variance, "gap": plan.gap, "bound": plan.bound, "seconds": seconds,
@@ -149,10 +144,14 @@ def _compared(row: Mapping[str, Any]) -> Iterator[str]:
     apart = min(max(exact["gap"], STOPS), GREEDY_BAR)
     if exact["variance"] > quick["variance"] * (1 + apart + ROUNDING):
         yield f"the exact solver's variance is {exact['variance'] / quick['variance'] - 1:.2%} above greedy's"
-    least = min(exact["variance"], quick["variance"])
+    yield from _bounds(row, min(exact["variance"], quick["variance"]), "a plan")
+
+
+def _bounds(row: Mapping[str, Any], least: float, what: str) -> Iterator[str]:
+    """Compare the solvers' bounds with the least variance that is known."""
     for solver in SOLVERS:
         if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
-            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above a plan"
+            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above {what}"
 
 
 def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
@@ -186,9 +185,7 @@ def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
     if exact["variance"] > least * (1 + STOPS + ROUNDING) + 1e-300:
         more = exact["variance"] / max(least, 1e-300) - 1
         yield f"the exact solver's variance is {more:.2%} above the least"
-    for solver in SOLVERS:
-        if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
-            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above the least"
+    yield from _bounds(row, least, "the least")
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:

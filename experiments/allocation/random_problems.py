@@ -66,9 +66,8 @@ def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
         options["bucket_cap_bytes"] = draw.choice((64, 4096, 1 << 20))
     if draw.random() < 0.15 and graph.adjustable:
         options["pins"] = {draw.choice(graph.adjustable).name: "fp32"}
-    return Drawn(
-        graph, profiles, made_up_sensitivity(draw, graph, 0.5), Cluster(tuple(classes), link), options
-    )
+    sensitivity = made_up_sensitivity(draw, graph, 0.5)
+    return Drawn(graph, profiles, sensitivity, Cluster(tuple(classes), link), options)
 
 
 def _graph(draw: random.Random, num_products: int) -> OpGraph:

@@ -58,15 +58,9 @@ def main(
         raise QSyncError("--seeds and --processes must be at least 1")
     if len(workloads) > 1 and (small or large):
         raise QSyncError("--small and --large are sizes of one model; name its --workload")
-    settings = [
-        setting(
-            name, small=sizes_of(small), large=sizes_of(large), steps=steps, source_steps=source_steps,
-            batch=batch,
-        )
-        for name in dict.fromkeys(workloads)
-    ]  # fmt: skip
+    changed = {"small": sizes_of(small), "large": sizes_of(large), "steps": steps, "batch": batch}
+    settings = [setting(name, source_steps=source_steps, **changed) for name in dict.fromkeys(workloads)]
     torch.set_num_threads(1)
-    first = [Method("scratch"), Method("source")]
     experiment = Experiment("expansion", out, fresh=fresh)
 
     def trained(methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -74,7 +68,7 @@ def main(
         return train_all(experiment, tasks, processes)
 
     with experiment.progress():
-        rows = trained(first)
+        rows = trained([Method("scratch"), Method("source")])
         for of in settings if with_plan else ():
             if fresh or not plan_path(out, of).exists():
                 make_plan(of, out)

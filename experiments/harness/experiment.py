@@ -37,7 +37,6 @@ Again = Annotated[
     bool, typer.Option("--again", help="Judge and draw what lies in the folder; measure nothing.")
 ]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn at random.")]
 
 Bar = dict[str, Any]
 

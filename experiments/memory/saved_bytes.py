@@ -188,10 +188,6 @@ class _Shifted(nn.Module):
         return y
 
 
-def _resnet() -> nn.Module:
-    return ResNet((64, 128, 256, 512))
-
-
 def _tokens(num: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, 30000, (8 * num, 128), generator=generator)
