@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main(
         for begin in range(0, problems, PROBLEMS_A_PIECE):
             numbers = range(begin, min(begin + PROBLEMS_A_PIECE, problems))
             piece = f"problems {numbers[0]} to {numbers[-1]}"
-            rows += experiment.piece(piece, lambda of=numbers: [try_problem(seed, n, graphs) for n in of])
+            rows += experiment.piece(piece, partial(try_problems, seed, numbers, graphs))
     found = counts(rows)
     bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]
     bars.append(bar(WRONG, len(found[WRONG]), 0))
@@ -73,6 +74,11 @@ def captured_graph(name: str) -> OpGraph:
     """Return the graph of one of the experiments' models, for a batch of two."""
     chosen = subject(name, 2)
     return capture(chosen.make_model(0), chosen.batch(0, 0, 0)[0])
+
+
+def try_problems(seed: int, numbers: Sequence[int], graphs: Sequence[OpGraph]) -> list[dict[str, Any]]:
+    """Solve the problems of these numbers."""
+    return [try_problem(seed, number, graphs) for number in numbers]
 
 
 def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[str, Any]:
@@ -96,7 +102,8 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
             row[solver] = {"broke": repr(error)}
             wrong.append(f"{solver} broke: {error!r}")
             continue
-        seconds, kept = time.process_time() - begun, {k: at.get(k) for k in ("budgets", "bucket_cap_bytes")}
+        seconds = time.process_time() - begun
+        kept: dict[str, Any] = {key: at.get(key) for key in ("budgets", "bucket_cap_bytes")}
         found = check_plan(drawn.graph, plan, *given[1:], **kept)
         wrong += [f"{solver}: {violation}" for violation in found.violations]
         row[solver] = {

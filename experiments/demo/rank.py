@@ -74,7 +74,7 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
 class Measuring:
     """The basis of every plan, measured round by round, on a batch of a seed that no run uses."""
 
-    def __init__(self, workload: Workload, place: Place, show: Callable[[str], None]) -> None:
+    def __init__(self, workload: Workload, place: Place, show: Callable[..., None]) -> None:
         self.place, self.show = place, show
         self._model = workload.make_model(0).to(place.device)
         inputs, targets = workload.batch(10_000, 0, dist.get_rank())

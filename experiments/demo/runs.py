@@ -36,7 +36,7 @@ class Planned:
         }
 
 
-def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
+def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None) -> dict[str, Planned]:
     """Plan every run of the demo.
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
@@ -49,12 +49,13 @@ def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: A
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
-    at, cap = (basis.graph, basis.profiles), {"bucket_cap_bytes": bucket_cap_bytes}
+    at = (basis.graph, basis.profiles)
+    cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
     plans = {
         name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, **cap))
         for name, (cluster, precisions) in uniforms.items()
     }
-    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, **cap, **options)
+    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, **cap)
     plans["qsync"] = (basis.cluster, own)
     return {
         name: Planned(plan, cluster, replay(basis.graph, plan, basis.profiles, cluster, **cap))

@@ -2,7 +2,6 @@
 
 `compare_growth`       the experiment on growing
 `growth_subjects`      the models
-`starts`               how a large model begins, and the precision plan of a grown one
-`training_runs`        one training run
+`training_runs`        how a large model begins, and one training run
 `growth_report`        its tables and picture
 """

@@ -25,8 +25,7 @@ from rich.console import Console
 from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
-from qsync.experiments.expansion.starts import make_plan, plan_path, source_path
-from qsync.experiments.expansion.training_runs import Method, run
+from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command
 
 # The shares of the from-scratch steps that the expanded model is given by default.

@@ -96,7 +96,7 @@ def torchao(model: torch.nn.Module, form: str = "module_swap") -> torch.nn.Modul
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
     with silent():
         if form == "float8":  # GPUs only
-            from torchao import float8  # type: ignore[import-not-found]
+            from torchao import float8
 
             config = float8.Float8LinearConfig.from_recipe_name("rowwise")
             float8.convert_to_float8_training(model, config=config)

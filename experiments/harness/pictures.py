@@ -36,7 +36,7 @@ def legend_below(figure: Figure, panels: Iterable[Axes] | Sequence[Any], ncols: 
     entries: dict[str, Any] = {}
     for one in panels:
         handles = one.get_legend_handles_labels()[0] if isinstance(one, Axes) else [one]
-        entries |= {handle.get_label(): handle for handle in handles}
+        entries |= {str(handle.get_label()): handle for handle in handles}
     figure.legend(
         list(entries.values()), list(entries), loc="outside lower center", fontsize=8, frameon=False,
         ncols=min(len(entries), ncols) or 1,

@@ -237,7 +237,7 @@ def _precisions(layer: Layer, forward: bool) -> list[tuple[Precision, str]]:
 def _add_peers(case: Case, layer: Layer, training: bool) -> None:
     """Add the peers of a layer; any may fail."""
     bench = layer.bench
-    makers = {
+    makers: dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]] = {
         peer.name: partial(_peer, layer, peer)
         for peer in peers.peers_on(bench.device, bench.inductor, layer.kind == "linear")
     }

@@ -146,7 +146,7 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
     if section in STEPS:
         yield partial(_step_case, bench, section)
         return
-    shapes = () if section.startswith("conv") else kernel_cases.LINEAR_SHAPES
+    shapes: tuple[tuple[int, ...], ...] = () if section.startswith("conv") else kernel_cases.LINEAR_SHAPES
     shapes += () if section.startswith("linear") else kernel_cases.CONV_SHAPES
     yield from (partial(layer_case, bench, section, shape) for shape in shapes)
 

@@ -57,10 +57,10 @@ def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[
     wanted = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "embedding_size": 64}
     torch.manual_seed(bench.seed)
     config = ResNetConfig(**{**wanted, "layer_type": "basic", "num_labels": 10, **sizes})
-    model = ResNetForImageClassification(config)
+    model: Any = ResNetForImageClassification(config)
     images = torch.randn(rows, 3, side, side, device=bench.device)
     labels = torch.arange(rows, device=bench.device) % 10
-    last = {"memory_format": torch.channels_last}
+    last: dict[str, Any] = {"memory_format": torch.channels_last}
     return model.to(bench.device, **last), {"pixel_values": images.to(**last), "labels": labels}
 
 
@@ -88,8 +88,8 @@ def step_case(
         whole.to(memory_format=torch.contiguous_format)
         case.add("fp32" + CONTIGUOUS, lambda: _step(copy.deepcopy(whole), plain))
         for precision in precisions:
-            made = partial(_wrapped_step, whole, precision, plain)
-            case.add(precision + CONTIGUOUS, made, least_s=least.get(precision))
+            make = partial(_wrapped_step, whole, precision, plain)
+            case.add(precision + CONTIGUOUS, make, least_s=least.get(precision))
     linear = not any(isinstance(module, nn.Conv2d) for module in model.modules())
     for peer in peers.peers_on(bench.device, bench.inductor, linear):
         case.add(peer.name, partial(_peer_step, bench, peer, model, batch), theirs=True)

@@ -233,7 +233,7 @@ def worst_underprediction(rows: Rows) -> float:
 
     Taken over all plans that the margin is made from.
     """
-    missed = [
+    missed: list[float] = [
         (row["peak_bytes"] - row["predicted_peak_bytes"])
         / (row["predicted_peak_bytes"] - row["throughout_bytes"])
         for row in rows
