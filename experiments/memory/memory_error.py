@@ -46,8 +46,7 @@ from qsync.experiments.harness import (
 )
 from qsync.experiments.harness.pictures import new_figure
 from qsync.experiments.harness.provenance import commit
-from qsync.experiments.memory.memory_ranks import SHARES, run_ranks
-from qsync.experiments.memory.memory_runs import MODELS, SEED, Trained, drawn, parts_of
+from qsync.experiments.memory.memory_runs import MODELS, SEED, SHARES, Trained, drawn, parts_of, run_ranks
 from qsync.figures.memory import stack_parts, strip_axes
 from qsync.figures.style import INK, SERIES_COLOURS, save_png
 from qsync.predictor.memory import peak
