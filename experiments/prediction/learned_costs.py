@@ -72,15 +72,14 @@ def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
         experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
     )
     size = cost_learning.NUM_PER_PROFILE
-    jobs: dict[str, Callable[[], Measured]] = {}
-    if not experiment.again:
-        chosen = cost_learning.choose_calls(num, sheet)
-        for i in range(0, len(chosen), size):
-            jobs[f"cells-{i // size}"] = partial(
-                cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
-            )
-    for name in NAMES:
-        jobs[name] = partial(_profiled, name, rounds)
+    chosen = [] if experiment.again else cost_learning.choose_calls(num, sheet)
+    jobs: dict[str, Callable[[], Measured]] = {
+        f"cells-{i // size}": partial(
+            cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
+        )
+        for i in range(0, len(chosen), size)
+    }
+    jobs |= {name: partial(_profiled, name, rounds) for name in NAMES}
     for name, job in jobs.items():
         experiment.piece(name, partial(_saved, experiment.out, name, job))
     return sheet
