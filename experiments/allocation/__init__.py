@@ -4,10 +4,7 @@
 `bases`            measured models on clusters
 `methods`          every method at one target
 `additive`         a program without casts
-`orders`           operators in one simple order
-`balanced`         dynamic batching
 `methods_report`   its tables and picture
-`measured_steps`   qsync's plans on two real ranks
 `planning_times`   seconds of planning large models
 `random_checks`    do plans hold? on made-up problems
 `random_problems`  the made-up problems

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qsync import Precision, Profile
 from qsync.allocator.solvers.milp_expressions import Program, Sum
 from qsync.allocator.solvers.recovery import TOLERANCE
 from qsync.allocator.state import State
-from qsync.records.precision import Precision
-from qsync.records.profiles import Cost, Profile
+from qsync.records.profiles import Cost
 from qsync.replayer import Work, step_time
 
 Assignments = dict[str, dict[str, Precision]]

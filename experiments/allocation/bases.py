@@ -13,17 +13,13 @@ from pathlib import Path
 
 import torch
 
-from qsync import api
+from qsync import Cluster, DeviceClass, OpGraph, Precision, Profile, Sensitivity, api
 from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, NETWORK, SHARE, slowed
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
 from qsync.records.basis import Basis
-from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.datasheets import datasheet
-from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile, Sensitivity
 
 # Clusters of data sheets, one rank of each class.
 SIMULATED = (("A100", "T4"), ("H100", "L4"), ("V100", "T4", "L4", "A100"))
@@ -74,22 +70,19 @@ def measure(
 
 def problems(name: str, folder: Path) -> list[ModelOnCluster]:
     """Return the clusters that a measured model is planned on."""
-    graph = OpGraph.load(folder / "graph.json")
+    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
     profile = Profile.load(folder / f"profile-{HERE}.json")
     sensitivity = Sensitivity.load(folder / "sensitivity.json")
     own = replace(detect_class(torch.device("cpu")), name=HERE)
     own = replace(own, precisions=default_precisions(own), hardware=None)
-    weak = replace(own, name=HALF, emulated_share=SHARE)
+    cluster = Cluster((own, replace(own, name=HALF, emulated_share=SHARE)), GLOO)
     profiles = {HERE: profile, HALF: slowed(profile, HALF, SHARE)}
-    found = [ModelOnCluster(name, "this machine + half of it", MEASURED,
-                   Basis(graph, Cluster((own, weak), GLOO), profiles, sensitivity))]  # fmt: skip
-    large = OpGraph.load(folder / "graph-large.json")
+    here = Basis(graph, cluster, profiles, sensitivity)
+    found = [ModelOnCluster(name, "this machine + half of it", MEASURED, here)]
     larger = fill(profile, large, measured_on=graph)
     for names in SIMULATED:
         cluster = Cluster(tuple(card(sheet) for sheet in names), NETWORK)
-        profiles = {
-            c.name: simulate(larger, large, datasheet(c.datasheet or ""), c.name) for c in cluster.classes
-        }
+        profiles = {c.name: simulate(larger, large, datasheet(c.datasheet), c.name) for c in cluster.classes}
         basis = Basis(large, cluster, profiles, sensitivity)
         found.append(ModelOnCluster(name, " + ".join(names), "simulated devices", basis))
     return found

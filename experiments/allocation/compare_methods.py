@@ -10,12 +10,8 @@ and variances are predictions (simulated).
 
     qsync, MILP / greedy      `allocate(solver=...)`, with gap, bound and seconds
     uniform                   one precision on all adjustable operators of the weak classes
-    random                    precisions raised in random orders until the target binds
-    by sensitivity alone      raised in order of variance, whatever time that takes
-    by latency alone          lowered in order of seconds saved, whatever variance that adds
     additive program          an integer program of single operators' times, without casts (as ModelOpt
                               searches formats): as solved, and with its target changed until replay agrees
-    dynamic batching          LB-BSP: all FP32, samples shared so that all finish together
 
 Profiles stay in the folder, so that `--again` compares without measuring.
 """
@@ -29,12 +25,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
 from qsync.experiments.allocation.methods_report import bars, draw, summary, tables
+from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, run_command
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, run
 from qsync.experiments.workloads.subjects import NAMES
 
 OUT = Path("allocation")
@@ -43,11 +39,6 @@ PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 NOTES = (
     "step times and variances are predictions (simulated), from profiles measured on this machine or "
     "simulated from data sheets",
-    "dynamic batching rounds nothing, so with gradients weighted exactly by samples it adds no variance: "
-    "where its step is within the target and memory holds, no plan that lowers anything can add less; it is "
-    "compared by step time, with time taken to be in proportion to samples, which is kind to it, and what it "
-    "changes instead is the samples that each rank's batch norms see, and the weight of each sample unless "
-    "that is corrected",
     "the additive program is not ModelOpt's code but its kind of search: a score and a time per operator",
 )
 
@@ -56,36 +47,31 @@ def main(
     out: Out = OUT,
     model: Models = None,
     seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
-    seeds: Annotated[int, typer.Option(help="Random assignments per target.")] = 30,
     seed: int = 0,
     again: Again = False,
     fresh: Fresh = False,
 ) -> None:
     """Profile, compare, print tables, write figures and a picture."""
-    if seeds < 1 or not seconds > 0:
-        raise typer.BadParameter("--seeds must be at least 1, and --seconds positive")
+    if not seconds > 0:
+        raise typer.BadParameter("--seconds must be positive")
     torch.set_num_threads(1)
     # `--again` repeats the comparison alone: the profiles in the folder stay.
     experiment = Experiment("allocation", out, seed=seed, fresh=fresh or again)
+    rows = []
     with experiment.progress() as say:
-        rows = []
         for name in model or NAMES:
             if again and not (out / name / "graph-large.json").is_file():
                 raise QSyncError(f"{out / name} holds no profile; leave out --again")
             if not again:
-                experiment.piece(
-                    f"profile {name}", partial(measure, name, out / name, seconds=seconds, seed=seed)
-                )
+                profiled = partial(measure, name, out / name, seconds=seconds, seed=seed)
+                experiment.piece(f"profile {name}", profiled)
             for one in problems(name, out / name):
                 say(f"{name} on {one.cluster_name}")
-                rows += experiment.piece(
-                    f"{name} on {one.cluster_name}".replace(" + ", "-"),
-                    partial(judge, one, seeds),
-                    seeds=seeds,
-                )
+                piece = f"{name} on {one.cluster_name}".replace(" + ", "-")
+                rows += experiment.piece(piece, partial(judge, one))
     found = summary(rows)
     figures = {
-        "seeds": seeds, "parts": PARTS, "emulated_share": SHARE, "batch_of_simulated_devices": GPU_BATCH,
+        "parts": PARTS, "emulated_share": SHARE, "batch_of_simulated_devices": GPU_BATCH,
         "links": {
             f"{where} (assumed)": [link.latency_s, link.bytes_per_s]
             for where, link in (("this machine", GLOO), ("simulated devices", NETWORK))
@@ -99,15 +85,15 @@ def main(
     )  # fmt: skip
 
 
-def judge(one: ModelOnCluster, seeds: int, parts: tuple[float, ...] = PARTS) -> list[dict[str, Any]]:
+def judge(one: ModelOnCluster, parts: tuple[float, ...] = PARTS) -> list[dict[str, Any]]:
     """Return rows of every method at every target of one model on one cluster."""
     about = {"model": one.model, "cluster": one.cluster_name, "kind": one.kind}
     return [
         {**about, "part": part, "target_s": target_s, **row}
         for part, target_s in targets(one.basis, parts)
-        for row in compare(one.basis, target_s, seeds=seeds)
+        for row in compare(one.basis, target_s)
     ]
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -10,18 +10,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from qsync.experiments.allocation.methods import (
-    ADDITIVE,
-    BATCHES,
-    BY_TIME,
-    BY_VARIANCE,
-    GREEDY,
-    MILP,
-    REPAIRED,
-)  # fmt: skip
-from qsync.experiments.harness.experiment import bar
-from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure, open_axes
-from qsync.experiments.harness.tables import table
+from qsync.experiments.allocation.methods import ADDITIVE, GREEDY, MILP, REPAIRED
+from qsync.experiments.harness import bar, grouped, table_of
+from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
 from qsync.figures.style import FAINT, INK, save_png
 
 Rows = Sequence[Mapping[str, Any]]
@@ -34,9 +25,6 @@ RELATIVE = 1e-3
 _STYLES = {
     MILP: ("#0072b2", "o", "-"),
     GREEDY: (INK, "+", ""),
-    "random, best": ("#009e73", "^", ":"),
-    BY_VARIANCE: ("#e69f00", "s", "--"),
-    BY_TIME: ("#d55e00", "v", "--"),
     REPAIRED: ("#cc79a7", "D", "-."),
     "uniform": (FAINT, "*", ""),
 }
@@ -48,11 +36,8 @@ def summary(rows: Rows) -> dict[str, Any]:
     A factor is a geometric mean over the targets that the method met and at which something must be lowered.
     """
     kinds: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        kinds.setdefault(row["kind"], {}).setdefault(row["model"], [])
-    for kind, models in kinds.items():
-        for model in models:
-            models[model] = _of([row for row in rows if (row["kind"], row["model"]) == (kind, model)])
+    for (kind, model), own in grouped(rows, "kind", "model").items():
+        kinds.setdefault(kind, {})[model] = _of(own)
     return {"clusters": kinds, "verdicts": _verdicts(rows)}
 
 
@@ -62,16 +47,15 @@ def _of(rows: Rows) -> dict[str, Any]:
         exact = at[MILP]["added_variance"]
         if not exact > 0.0:
             continue
-        for method, row in {**at, BEST_UNIFORM: _best_uniform(at)}.items():
-            entry = found.setdefault(method, {"logs": [], "problems": 0, "worst": None, "over": 0.0})
+        uniform = [row for method, row in at.items() if method.startswith("uniform ") and row["reaches"]]
+        best = min(uniform, key=lambda row: row["added_variance"], default=None)
+        for method, row in {**at, BEST_UNIFORM: best}.items():
+            entry = found.setdefault(method, {"logs": [], "problems": 0, "over": 0.0})
             entry["problems"] += 1
-            if row is None:
-                continue
-            if row["reaches"] and row["added_variance"] > 0.0:
-                entry["logs"].append(math.log(row["added_variance"] / exact))
-            elif row["reaches"]:
-                entry["logs"].append(-math.inf)
-            if row["step_s"] is not None:
+            if row is not None and row["reaches"]:
+                added = row["added_variance"] / exact
+                entry["logs"].append(math.log(added) if added > 0.0 else -math.inf)
+            if row is not None and row["step_s"] is not None:
                 entry["over"] = max(entry["over"], row["step_s"] / row["target_s"] - 1.0)
     for entry in found.values():
         logs = entry.pop("logs")
@@ -83,41 +67,33 @@ def _of(rows: Rows) -> dict[str, Any]:
 
 def _problems(rows: Rows) -> dict[tuple[str, str, float], dict[str, Mapping[str, Any]]]:
     """Return rows by method, for each model, cluster and target."""
-    found: dict[tuple[str, str, float], dict[str, Mapping[str, Any]]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["cluster"], row["part"]), {})[row["method"]] = row
-    return found
-
-
-def _best_uniform(at: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    met = [row for method, row in at.items() if method.startswith("uniform ") and row["reaches"]]
-    return min(met, key=lambda row: row["added_variance"], default=None)
+    problems = grouped(rows, "model", "cluster", "part")
+    return {at: {row["method"]: row for row in own} for at, own in problems.items()}
 
 
 def _verdicts(rows: Rows) -> dict[str, Any]:
     """Return the worst cases over all problems, and every problem in which another method adds less."""
     problems = _problems(rows)
-    own = (MILP, GREEDY, BATCHES)
     beaten, greedy = [], []
     for key, at in problems.items():
         exact = at[MILP]["added_variance"]
         for method, row in at.items():
-            if method not in own and row["reaches"] and row["added_variance"] < exact * (1 - RELATIVE):
+            less = row["reaches"] and row["added_variance"] < exact * (1 - RELATIVE)
+            if less and method not in (MILP, GREEDY):
                 beaten.append([*key, method, row["added_variance"] / exact])
         if exact > 0.0:
             greedy.append((at[GREEDY]["added_variance"] / exact - 1.0, *key))
-    exacts, additive = ([at[method] for at in problems.values()] for method in (MILP, ADDITIVE))
+    exacts, quick, additive = ([at[name] for at in problems.values()] for name in (MILP, GREEDY, ADDITIVE))
     return {
         "problems": len(problems),
-        "violations": sum(len(at[m]["violations"]) for at in problems.values() for m in (MILP, GREEDY)),
+        "violations": sum(len(row["violations"]) for row in (*exacts, *quick)),
         "baselines_that_add_less": beaten,
         "greedy_worst": list(max(greedy, default=(0.0,))),
         "greedy_beyond_bar": [list(entry) for entry in greedy if entry[0] > GREEDY_BAR],
         "milp_worst_gap": max((row["gap"] for row in exacts), default=0.0),
         "milp_gaps_beyond_one_per_cent": sum(row["gap"] > 0.01 for row in exacts),
         "milp_worst_seconds": max((row["seconds"] for row in exacts), default=0.0),
-        "greedy_worst_seconds": max((at[GREEDY]["seconds"] for at in problems.values()), default=0.0),
-        "dynamic_batching_met": sum(at[BATCHES]["reaches"] for at in problems.values()),
+        "greedy_worst_seconds": max((row["seconds"] for row in quick), default=0.0),
         "additive_misses_by": max(
             ((row["step_s"] or 0.0) / row["target_s"] - 1.0 for row in additive), default=0.0
         ),
@@ -144,29 +120,19 @@ def bars(verdicts: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _rows(models: Mapping[str, Any]) -> list[list[str]]:
-    methods = dict.fromkeys(method for entry in models.values() for method in entry)
-    return [
-        [method, *(cell(entry.get(method)) for entry in models.values())]
-        for method in methods
-        if not method.startswith("uniform ")
-    ]
-
-
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """Return one table per kind of cluster, and the verdicts."""
-    title = "Added variance at equal step time, times the MILP's (simulated; {})"
+    shown = []
+    for kind, models in found["clusters"].items():
+        methods = dict.fromkeys(m for of in models.values() for m in of if not m.startswith("uniform "))
+        rows = [[method, *(cell(of.get(method)) for of in models.values())] for method in methods]
+        title = f"Added variance at equal step time, times the MILP's (simulated; {kind})"
+        shown.append(table_of(title, ["", *models], rows))
     verdicts = [
         [name.replace("_", " "), f"{value:.4g}" if isinstance(value, float) else str(value)]
         for name, value in found["verdicts"].items()
     ]
-    return [
-        *(
-            table(title.format(kind), ["", *models], _rows(models))
-            for kind, models in found["clusters"].items()
-        ),
-        table("Over all problems", ("", ""), verdicts, left=2),
-    ]
+    return [*shown, table_of("Over all problems", ("", ""), verdicts, left=2)]
 
 
 def draw(rows: Rows, path: str | Path) -> Path:
@@ -180,10 +146,8 @@ def draw(rows: Rows, path: str | Path) -> Path:
     for cluster, line in zip(shown, panels, strict=True):
         for model, axes in zip(models, line, strict=True):
             _panel(axes, [row for row in rows if (row["model"], row["cluster"]) == (model, cluster)])
-            axes.set_title(f"{model}, {cluster}", fontsize=8, loc="left", color=INK)
-        line[0].set_ylabel("added variance", color=INK)
-    for axes in panels[-1]:
-        axes.set_xlabel("step, ms", color=INK)
+            x, y = "step, ms" if cluster == shown[-1] else "", "added variance" if axes is line[0] else ""
+            axes_of(axes, f"{model}, {cluster}", x, y, yscale="log")
     legend_below(figure, panels.flat, ncols=8)
     return save_png(figure, path, dpi=130)
 
@@ -191,8 +155,7 @@ def draw(rows: Rows, path: str | Path) -> Path:
 def _panel(axes: Axes, rows: Rows) -> None:
     for name, (colour, marker, line) in _STYLES.items():
         met = [row for row in rows if row["method"].startswith(name) and row["added_variance"]]
-        if name != "uniform":
-            met = [row for row in met if row["reaches"]]
+        met = [row for row in met if row["reaches"] or name == "uniform"]
         points = sorted({(1e3 * row["step_s"], row["added_variance"]) for row in met})
         if points:
             axes.plot(
@@ -200,9 +163,3 @@ def _panel(axes: Axes, rows: Rows) -> None:
                 markersize=8 if name == MILP else 4, fillstyle="none" if name == MILP else "full",
                 linewidth=1, label=name, zorder=3 if name == GREEDY else 2,
             )  # fmt: skip
-    for row in rows:
-        if row["method"] == BATCHES:
-            axes.axvline(1e3 * row["step_s"], **DASHED, label=f"{BATCHES}: adds none")
-            break
-    axes.set_yscale("log")
-    open_axes(axes)

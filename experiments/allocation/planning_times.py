@@ -24,31 +24,20 @@ import typer
 from rich.table import Table
 
 import qsync
+from qsync import Cluster, Link, OpGraph, Precision, Profile, QSyncError, Sensitivity
 from qsync.allocator import allocate, check_plan
-from qsync.errors import QSyncError
 from qsync.experiments.allocation.bases import card
 from qsync.experiments.allocation.compare_methods import OUT
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, bar, run_command, table_of, yes
 from qsync.experiments.harness.emulated_profiles import HERE
-from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, bar, run
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
-from qsync.experiments.harness.tables import table as table_of
-from qsync.experiments.harness.tables import yes
-from qsync.experiments.workloads.large_models import (
-    bert_graph,
-    large_graph,
-    made_up_sensitivity,
-    synthetic_profile,
-)  # fmt: skip
+from qsync.experiments.workloads import large_models
 from qsync.predictor.cost_model.fill_profile import simulate
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.samples import samples_of
 from qsync.records.basis import Basis
-from qsync.records.cluster import Cluster, Link
 from qsync.records.datasheets import datasheet
-from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile, Sensitivity
 
 SHEETS = ("T4", "V100", "L4", "A100")
 SLACK = 0.1
@@ -58,8 +47,9 @@ LINK = Link(30e-6, 10e9, num_ranks=2)
 GAP_BAR, MEMORY_BAR = 0.01, 4 * 2**30
 
 
-def _bert_large() -> OpGraph:
-    return bert_graph(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
+BERT_LARGE = {
+    "num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "intermediate_size": 4096,
+}  # fmt: skip
 
 
 def _resnet_101() -> OpGraph:
@@ -68,15 +58,14 @@ def _resnet_101() -> OpGraph:
     sizes: dict[str, Any] = {"depths": [3, 4, 23, 3], "layer_type": "bottleneck", "num_labels": 1000}
     with torch.device("meta"):
         model = ResNetForImageClassification(ResNetConfig(**sizes))
-        graph: OpGraph = qsync.capture(model, {"pixel_values": torch.empty(32, 3, 224, 224)})
-    return graph
+        return qsync.capture(model, {"pixel_values": torch.empty(32, 3, 224, 224)})
 
 
 # (graph, ranks of each class, seconds that the exact and the greedy solver may take)
 MODELS: dict[str, tuple[Callable[[], OpGraph], int, dict[str, float | None]]] = {
-    "BERT-large": (_bert_large, 1, {"milp": 5.0, "greedy": None}),
+    "BERT-large": (lambda: large_models.bert_graph(**BERT_LARGE), 1, {"milp": 5.0, "greedy": None}),
     "ResNet-101": (_resnet_101, 1, {"milp": 5.0, "greedy": None}),
-    "Llama-3-70B": (lambda: large_graph(80), 2500, {"milp": 20.0, "greedy": 2.0}),
+    "Llama-3-70B": (lambda: large_models.large_graph(80), 2500, {"milp": 20.0, "greedy": 2.0}),
 }
 
 
@@ -112,8 +101,8 @@ def main(
 def timed(folder: Path, solver: str, slack: float, times: int) -> dict[str, Any]:
     """Return the run of median seconds of so many."""
     found = [in_fresh_process(solve, str(folder), solver, slack) for _ in range(times)]
-    middle = sorted(found, key=lambda entry: entry["seconds"])[len(found) // 2]
     seconds = [entry["seconds"] for entry in found]
+    middle = found[seconds.index(sorted(seconds)[times // 2])]
     return {**middle, "all_seconds": seconds, "load": os.getloadavg()[0]}
 
 
@@ -131,13 +120,14 @@ def learned(folder: Path) -> CostModel:
 
 def made_up(graph: OpGraph, costs: CostModel, count: int, seed: int, sheets: Sequence[str] = SHEETS) -> Basis:
     """Make a basis of `count` ranks of each of the devices, with a sensitivity drawn from `seed`."""
-    base = synthetic_profile(graph, "base", 1.0)  # of which only what is outside of the operators counts
+    base = large_models.synthetic_profile(graph, "base", 1.0)  # only what is outside of operators counts
     cluster = Cluster(tuple(card(sheet, count, MEMORY_BYTES) for sheet in sheets), LINK)
     profiles = {
         c.name: simulate(base, graph, datasheet(sheet), c.name, costs)
         for sheet, c in zip(sheets, cluster.classes, strict=True)
     }
-    return Basis(graph, cluster, profiles, made_up_sensitivity(random.Random(seed), graph, 0.3))
+    sensitivity = large_models.made_up_sensitivity(random.Random(seed), graph, 0.3)
+    return Basis(graph, cluster, profiles, sensitivity)
 
 
 def solve(folder: str, solver: str, slack: float) -> dict[str, Any]:
@@ -180,22 +170,19 @@ def holds(row: Mapping[str, Any]) -> bool:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a line per model and solver; "x least" is the variance against the lower of the two solvers'."""
-    least: dict[str, float] = {}
+    cells = []
     for row in rows:
-        least[row["model"]] = min(row["added_variance"], least.get(row["model"], row["added_variance"]))
-    cells = [
-        [
+        least = min(other["added_variance"] for other in rows if other["model"] == row["model"])
+        cells.append([
             row["model"], row["solver"], *(str(row[key]) for key in ("operators", "adjustable", "ranks")),
             f"{row['seconds']:.2f}", f"{row['bar_s']:g}" if row["bar_s"] else "-", f"{row['gap']:.2%}",
-            f"{row['added_variance'] / least[row['model']]:.3f}" if least[row["model"]] else "-",
+            f"{row['added_variance'] / least:.3f}" if least else "-",
             f"{row['peak_bytes'] / 2**30:.2f} GiB", yes(holds(row)),
-        ]
-        for row in rows
-    ]  # fmt: skip
+        ])  # fmt: skip
     headings = ("model", "solver", "operators", "adjustable", "ranks", "seconds", "bar", "gap", "x least")
     title = "Planning for T4, V100, L4 and A100 (seconds measured; devices SIMULATED)"
     return table_of(title, (*headings, "peak", "holds"), cells, left=2)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -24,16 +24,15 @@ import torch
 import typer
 from rich.table import Table
 
+from qsync import OpGraph
 from qsync.allocator import allocate, check_plan
 from qsync.allocator.problem import Constraints, Problem, make_problem
 from qsync.allocator.solvers.recovery import holds
 from qsync.allocator.state import State
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.random_problems import Drawn, problem
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
 from qsync.experiments.workloads.subjects import NAMES, subject
-from qsync.records.graph import OpGraph
 from qsync.tracing.tracer import capture
 
 PROBLEMS_A_PIECE = 25
@@ -48,22 +47,20 @@ STOPS = 1e-3
 
 
 def main(
-    out: Out = Path("allocation_random"), problems: int = 1000, seed: int = 0, first: int = 0,
-    captured: bool = True, fresh: Fresh = False,
-) -> None:  # fmt: skip
+    out: Out = Path("allocation_random"), problems: int = 1000, seed: int = 0, fresh: Fresh = False
+) -> None:
     """Solve the problems, print the counts, write every row to the folder."""
     if problems < 1:
         raise typer.BadParameter("--problems must be at least 1")
     torch.set_num_threads(1)
-    experiment = Experiment("random problems", out, seed=seed, settings={"captured": captured}, fresh=fresh)
-    graphs = [captured_graph(name) for name in NAMES] if captured else []
+    experiment = Experiment("random problems", out, seed=seed, fresh=fresh)
+    graphs = [captured_graph(name) for name in NAMES]
     rows = []
     with experiment.progress():
-        for begin in range(first, first + problems, PROBLEMS_A_PIECE):
-            numbers = range(begin, min(begin + PROBLEMS_A_PIECE, first + problems))
-            rows += experiment.piece(
-                f"problems {numbers[0]} to {numbers[-1]}", partial(try_problems, seed, numbers, graphs)
-            )
+        for begin in range(0, problems, PROBLEMS_A_PIECE):
+            numbers = range(begin, min(begin + PROBLEMS_A_PIECE, problems))
+            piece = f"problems {numbers[0]} to {numbers[-1]}"
+            rows += experiment.piece(piece, partial(try_problems, seed, numbers, graphs))
     found = counts(rows)
     bars = [bar(what, found[what], 0) for what in ("violations of plans", "broke")]
     bars.append(bar(WRONG, len(found[WRONG]), 0))
@@ -93,13 +90,11 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
         "budgets": "budgets" in drawn.options, "target": "target_s" in drawn.options,
     }  # fmt: skip
     wrong: list[str] = []
+    given, at = (drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster), drawn.options
     for solver in SOLVERS:
         begun = time.process_time()
         try:
-            plan = allocate(
-                drawn.graph, drawn.profiles, drawn.sensitivity, drawn.cluster, **drawn.options,
-                solver=solver, time_limit_s=TIME_LIMIT_S,
-            )  # fmt: skip
+            plan = allocate(*given, **at, solver=solver, time_limit_s=TIME_LIMIT_S)
         except InfeasibleError as error:
             row[solver] = {"infeasible": str(error)}
             continue
@@ -108,10 +103,8 @@ def try_problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> dict[
             wrong.append(f"{solver} broke: {error!r}")
             continue
         seconds = time.process_time() - begun
-        found = check_plan(
-            drawn.graph, plan, drawn.profiles, drawn.sensitivity, drawn.cluster,
-            budgets=drawn.options.get("budgets"), bucket_cap_bytes=drawn.options.get("bucket_cap_bytes"),
-        )  # fmt: skip
+        kept: dict[str, Any] = {key: at.get(key) for key in ("budgets", "bucket_cap_bytes")}
+        found = check_plan(drawn.graph, plan, *given[1:], **kept)
         wrong += [f"{solver}: {violation}" for violation in found.violations]
         row[solver] = {
             "variance": plan.added_variance, "gap": plan.gap, "bound": plan.bound, "seconds": seconds,
@@ -158,10 +151,14 @@ def _compared(row: Mapping[str, Any]) -> Iterator[str]:
     apart = min(max(exact["gap"], STOPS), GREEDY_BAR)
     if exact["variance"] > quick["variance"] * (1 + apart + ROUNDING):
         yield f"the exact solver's variance is {exact['variance'] / quick['variance'] - 1:.2%} above greedy's"
-    least = min(exact["variance"], quick["variance"])
+    yield from _bounds(row, min(exact["variance"], quick["variance"]), "a plan")
+
+
+def _bounds(row: Mapping[str, Any], least: float, what: str) -> Iterator[str]:
+    """Compare the solvers' bounds with the least variance that is known."""
     for solver in SOLVERS:
         if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
-            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above a plan"
+            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above {what}"
 
 
 def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
@@ -195,9 +192,7 @@ def _tried(drawn: Drawn, row: dict[str, Any]) -> Iterator[str]:
     if exact["variance"] > least * (1 + STOPS + ROUNDING) + 1e-300:
         more = exact["variance"] / max(least, 1e-300) - 1
         yield f"the exact solver's variance is {more:.2%} above the least"
-    for solver in SOLVERS:
-        if row[solver]["bound"] > least * (1 + ROUNDING) + 1e-300:
-            yield f"{solver}'s bound is {row[solver]['bound'] / max(least, 1e-300) - 1:.2%} above the least"
+    yield from _bounds(row, least, "the least")
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
@@ -245,4 +240,4 @@ def table(found: Mapping[str, Any]) -> Table:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from qsync import Cluster, DeviceClass, Link, OpGraph, Precision, Profile, Sensitivity
 from qsync.experiments.workloads.large_models import made_up_sensitivity
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
-from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
-from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
-from qsync.records.profiles import Cost, Profile, Sensitivity
+from qsync.records.graph import Input, Op, Role, num_elements
+from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND
+from qsync.records.profiles import Cost
 
 NAMES = ("first", "second", "third", "fourth")
 CPU = (Precision.FP32, Precision.BF16, Precision.INT8)
@@ -66,9 +66,8 @@ def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
         options["bucket_cap_bytes"] = draw.choice((64, 4096, 1 << 20))
     if draw.random() < 0.15 and graph.adjustable:
         options["pins"] = {draw.choice(graph.adjustable).name: "fp32"}
-    return Drawn(
-        graph, profiles, made_up_sensitivity(draw, graph, 0.5), Cluster(tuple(classes), link), options
-    )
+    sensitivity = made_up_sensitivity(draw, graph, 0.5)
+    return Drawn(graph, profiles, sensitivity, Cluster(tuple(classes), link), options)
 
 
 def _graph(draw: random.Random, num_products: int) -> OpGraph:

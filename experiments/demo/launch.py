@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qsync.errors import QSyncError
-from qsync.experiments.harness.processes import start_ranks
+from qsync import QSyncError
+from qsync.experiments.demo.rank import run
+from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.workloads.subjects import demo_workload
-from qsync.records.json_files import read_json
 
 
 def run_demo(
@@ -28,21 +28,14 @@ def run_demo(
     at all. Raises QSyncError, before anything starts, for a workload, data, share, or number that cannot be
     used, and when a rank failed.
     """
-    if not 0 < weak_share <= 1:
-        raise QSyncError(
-            f"--weak-share must lie in (0, 1], found {weak_share}; 0.5 gives the weak rank half of its core"
-        )
     # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
         if value is not None and value < least:
             raise QSyncError(f"{name} must be at least {least}, found {value}")
     demo_workload(workload, data)
-    out = Path(out).absolute()
-    if out.exists() and not out.is_dir():
-        raise QSyncError(f"--out {out} is a file; name a folder")
     config = {
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
         "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps, "rounds": rounds,
     }  # fmt: skip
-    start_ranks("qsync.experiments.demo.rank", config, what="the demo's ranks")
-    return read_json(out / "report.json")
+    found: dict[str, Any] = run_on_ranks(run, config, command="demo")
+    return found

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
@@ -47,10 +46,18 @@ def predicted_vs_measured(
     figure = new_figure(9, 1.5 + 0.72 * len(runs), f"Step time, predicted and measured{note}")
     axes = figure.subplots()
     limit_s = runs.get("fast_alone", {}).get("measured_step_s")
-    longest_s = max((_value(run, key) for run in runs.values() for key in _STEP_BARS), default=0.0) or 1.0
+    longest_s = max((run.get(key) or 0.0 for run in runs.values() for key in _STEP_BARS), default=0.0)
     for position, run in enumerate(runs.values()):
-        _draw_run(axes, position, run, limit_s)
-    axes.set_xlim(0, 1.24 * 1e3 * longest_s)
+        for offset, (key, (_, style)) in zip((-0.19, 0.19), _STEP_BARS.items(), strict=True):
+            if seconds := run.get(key):
+                axes.barh(position + offset, 1e3 * seconds, height=0.32, linewidth=1.0, **style)
+                text = f"{1e3 * seconds:.0f} ms{_compared(run, key, limit_s)}"
+                axes.annotate(
+                    text, (1e3 * seconds, position + offset),
+                    xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK,
+                    bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
+                )  # fmt: skip
+    axes.set_xlim(0, 1.24 * 1e3 * (longest_s or 1.0))
     axes.set_ylim(len(runs) - 0.5, -0.5)
     axes.set_yticks(range(len(runs)), [RUN_TITLES.get(name, name) for name in runs])
     axes.set_xlabel("step time, ms", color=INK)
@@ -63,27 +70,9 @@ def predicted_vs_measured(
     return save_png(figure, path)
 
 
-def _draw_run(axes: Axes, position: int, run: Mapping[str, float | None], limit_s: float | None) -> None:
-    measured_s, predicted_s = (_value(run, key) for key in _STEP_BARS)
-    for offset, key in zip((-0.19, 0.19), _STEP_BARS, strict=True):
-        style = {**_STEP_BARS[key][1], "linewidth": 1.0}
-        axes.barh(position + offset, 1e3 * _value(run, key), height=0.32, **style)
-    notes = []
-    if measured_s:
-        notes.append((-0.19, measured_s, f"{1e3 * measured_s:.0f} ms"))
-        if limit_s:
-            notes[-1] = (*notes[-1][:2], f"{notes[-1][2]}, {measured_s / limit_s:.2f} × limit")
-    if predicted_s:
-        error = f", {100 * (predicted_s / measured_s - 1):+.1f} %" if measured_s else ""
-        notes.append((0.19, predicted_s, f"{1e3 * predicted_s:.0f} ms{error}"))
-    for offset, value_s, text in notes:
-        at = (1e3 * value_s, position + offset)
-        plate = {"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # over the limit
-        axes.annotate(
-            text, at, xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK,
-            bbox=plate,
-        )  # fmt: skip
-
-
-def _value(run: Mapping[str, float | None], key: str) -> float:
-    return run.get(key) or 0.0
+def _compared(run: Mapping[str, float | None], key: str, limit_s: float | None) -> str:
+    """Compare a measured step with the limit, a predicted one with the measured."""
+    measured_s, predicted_s = (run.get(one) for one in _STEP_BARS)
+    if key == "measured_step_s":
+        return f", {measured_s / limit_s:.2f} × limit" if measured_s and limit_s else ""
+    return f", {100 * (predicted_s / measured_s - 1):+.1f} %" if measured_s and predicted_s else ""

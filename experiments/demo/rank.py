@@ -13,39 +13,30 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
 import qsync
+from qsync import Cluster, Precision, Profile
 from qsync.backend.device_detection import machine
 from qsync.distributed import ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree
 from qsync.experiments.demo import report
-from qsync.experiments.demo.runner import Runner, attached_runner
+from qsync.experiments.demo.runner import attached_runner
 from qsync.experiments.demo.runs import Planned, planned_runs, replayed
 from qsync.experiments.harness.provenance import commit
-from qsync.experiments.harness.ranks import (
-    ALONE,
-    BUCKET_CAP_BYTES,
-    BUCKET_CAP_MB,
-    FAST,
-    WEAK,
-    Place,
-    run_rank,
-)
+from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_BYTES, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.subjects import demo_workload
 from qsync.experiments.workloads.workload import Workload, evaluate, make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.basis import Basis, save_plan
-from qsync.records.cluster import Cluster
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
 from qsync.runtime import program as runtime
 
 STEPS_A_TURN = 4
@@ -53,22 +44,17 @@ HELDOUT_BATCHES = 16
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
 
 
-def main() -> None:
-    """Run one rank of the demo, with the configuration as JSON in argv."""
-    run_rank("demo", _run)
-
-
-def _run(config: dict[str, Any], place: Place) -> None:
-    """Measure, plan, train every run, measure again; rank 0 writes the report."""
-    rank, out = dist.get_rank(), Path(config["out"])
+def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
+    """Measure, plan, train every run, measure again; rank 0 writes the report and returns it."""
+    rank, out, content = dist.get_rank(), Path(config["out"]), None
     workload = demo_workload(config["workload"], config["data"])
     steps = config["steps"] or workload.steps
-    with liveness.start(60.0), _Progress(rank) as show:
+    with liveness.start(60.0), _progress(rank) as show:
         measuring = Measuring(workload, place, show, config["rounds"])
         basis = measuring.basis()
         planned = planned_runs(basis, BUCKET_CAP_BYTES)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
-        results = [_train(workload, planned, measuring, place, seed, steps, show) for seed in seeds]
+        results = [_train(workload, planned, measuring, seed, steps) for seed in seeds]
         basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
@@ -81,13 +67,14 @@ def _run(config: dict[str, Any], place: Place) -> None:
         save_plan(out, planned["qsync"].plan, basis)
         report.write(out, content, planned, basis)
     dist.barrier()
+    return content
 
 
 class Measuring:
     """The basis of every plan, measured round by round, on a batch of a seed that no run uses."""
 
-    def __init__(self, workload: Workload, place: Place, show: Callable[[str], None], rounds: int) -> None:
-        self._place, self._show = place, show
+    def __init__(self, workload: Workload, place: Place, show: Callable[..., None], rounds: int) -> None:
+        self.place, self.show = place, show
         self._model = workload.make_model(0).to(place.device)
         inputs, targets = workload.batch(10_000, 0, dist.get_rank())
         self._batch = (inputs.to(place.device), targets.to(place.device))
@@ -102,7 +89,8 @@ class Measuring:
         precisions = [
             p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]
-        found = agree("sensitivity", lambda: self._sense(PROFILED))
+        found = agree("sensitivity", lambda: qsync.sensitivity(
+            self._model, [self._batch], self._loss_fn, precisions=PROFILED).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise
@@ -113,24 +101,20 @@ class Measuring:
         for _ in range(rounds):
             self.round()
 
-    def _sense(self, precisions: tuple[Precision, ...]) -> dict[str, Any]:
-        found = qsync.sensitivity(self._model, [self._batch], self._loss_fn, precisions=precisions)
-        return dict(found.to_json())
-
     def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
-        model = workload.make_model(0).to(self._place.device)
+        model = workload.make_model(0).to(self.place.device)
         program = runtime.attach(model, lambda graph: {})
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
-            ddp_profiling.job_clock(self._place.device, self._own.emulated_share),
-            ProfilerOptions(make_optimizer(workload.lr), self._show, loader=self._loader(workload)),
+            ddp_profiling.job_clock(self.place.device, self._own.emulated_share),
+            ProfilerOptions(make_optimizer(workload.lr), self.show, loader=self._loader(workload)),
         )  # fmt: skip
 
     def _loader(self, workload: Workload) -> Iterator[Any]:
         """Batches as `Runner.train` makes them."""
         for step in itertools.count(1):
             inputs, targets = workload.batch(10_000, step, dist.get_rank())
-            yield inputs.to(self._place.device), targets.to(self._place.device)
+            yield inputs.to(self.place.device), targets.to(self.place.device)
 
     def round(self) -> None:
         """One more round of the profile and of the link."""
@@ -138,52 +122,38 @@ class Measuring:
         agree("profiling", self._profiler.round)
         dist.barrier()
         agree("profiling the fast rank alone", lambda: self._alone.round() if self._alone else None)
-        self._links.append(job.form_cluster(self._rank, self._show, rounds=2))
+        self._links.append(job.form_cluster(self._rank, self.show, rounds=2))
 
     def basis(self) -> Basis:
         """Return the basis from all rounds so far."""
-        here = machine(self._place.device)
+        here = machine(self.place.device)
         profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
-        profile = ddp_profiling.with_toll(
-            profile, median_measurement([exchanged for _, exchanged in self._links])
-        )
+        exchanged = median_measurement([exchanged for _, exchanged in self._links])
+        profile = ddp_profiling.with_toll(profile, exchanged)
         profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
-        alone = agree("gathering the profile of the fast rank alone", self._alone_profile)
-        assert alone[0] is not None
+        alone = agree("gathering the profile of the fast rank alone", lambda: (
+            self._alone.profile(ALONE, here).to_json() if self._alone else None))  # fmt: skip
         profiles[ALONE] = Profile.from_json(alone[0])
-        link = median_measurement([exchanged for _, exchanged in self._links]).link
-        cluster = replace(self._links[0][0], link=link)
+        cluster = replace(self._links[0][0], link=exchanged.link)
         return Basis(self._graph, cluster, profiles, self._sensitivity)
-
-    def _alone_profile(self) -> dict[str, Any] | None:
-        return self._alone.profile(ALONE, machine(self._place.device)).to_json() if self._alone else None
 
 
 def _train(
-    workload: Workload,
-    planned: dict[str, Planned],
-    measuring: Measuring,
-    place: Place,
-    seed: int,
-    steps: int,
-    show: Callable[..., None],
+    workload: Workload, planned: dict[str, Planned], measuring: Measuring, seed: int, steps: int
 ) -> dict[str, dict[str, Any]]:
     """Train every run for the same number of steps, in turns; what each rank measured, by run."""
-    rank = dist.get_rank()
+    place, show = measuring.place, measuring.show
     runners = {
         name: attached_runner(name, entry.plan, workload, place, seed) for name, entry in planned.items()
     }
-    turns = max(1, -(-steps // STEPS_A_TURN))
+    num_turns = -(-steps // STEPS_A_TURN)
     for runner in runners.values():  # compile, fill caches; not measured, and undone
         dist.barrier()
         if runner is not None:
             runner.warm_up()
-    for turn in range(turns):
-        for name, runner in runners.items():
-            show(
-                f"training {name}, seed {seed}",
-                (turn * len(runners) + list(runners).index(name)) / (turns * len(runners)),
-            )
+    for turn in range(num_turns):
+        for number, (name, runner) in enumerate(runners.items()):
+            show(f"training {name}, seed {seed}", (turn + number / len(runners)) / num_turns)
             dist.barrier()
             if runner is not None:
                 runner.train(min(STEPS_A_TURN, steps - turn * STEPS_A_TURN))
@@ -194,9 +164,12 @@ def _train(
         own = runner.outcome() if runner is not None else {}
         results[name] = _together([entry for entry in agree(f"finishing {name}", own.copy) if entry])
     dist.barrier()
-    if rank == 0:
+    if dist.get_rank() == 0:
         for name, runner in runners.items():
-            results[name]["heldout_loss"] = _heldout(runner, workload, place) if runner else None
+            assert runner is not None
+            runtime.detach(runner.model)  # in FP32 for every run: what was learned, not how it is served
+            loss = evaluate(runner.model, workload, place.device, HELDOUT_BATCHES)
+            results[name]["heldout_loss"] = loss
     dist.barrier()
     return results
 
@@ -209,57 +182,30 @@ def _together(entries: list[dict[str, Any]]) -> dict[str, Any]:
     periods = entries[0]["periods_s"]
     step_s = statistics.median(periods) if periods else float("nan")
     least = min(entry["blocked_s"] for entry in entries)
+    by_rank = {key: {str(e["rank"]): e[key] for e in entries} for key in ("cpu_s", "peak_memory_bytes")}
     return {
-        "measured_step_s": step_s,
-        "periods_s": periods,
+        "measured_step_s": step_s, "periods_s": periods, **by_rank,
         "wait_fraction": {str(e["rank"]): (e["blocked_s"] - least) / step_s for e in entries},
-        "cpu_s": {str(e["rank"]): e["cpu_s"] for e in entries},
-        "peak_memory_bytes": {str(e["rank"]): e["peak_memory_bytes"] for e in entries},
         "parameters_identical": len({e["parameters"] for e in entries}) == 1,
         "losses": [statistics.fmean(values) for values in zip(*(e["losses"] for e in entries), strict=True)],
-    }
+    }  # fmt: skip
 
 
-def _heldout(runner: Runner, workload: Workload, place: Place) -> float:
-    """Held-out loss of the trained weights, in FP32 for every run: what was learned, not how it is served."""
-    runtime.detach(runner.model)
-    return evaluate(runner.model, workload, place.device, HELDOUT_BATCHES)
+@contextmanager
+def _progress(rank: int) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on rank 0; plain lines where there is no terminal."""
+    if rank != 0:
+        yield lambda text, fraction=None: None
+        return
+    columns, said = ("{task.description}", BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()), set()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
 
+        def show(text: str, fraction: float | None = None) -> None:
+            bar.update(task, description=text, completed=fraction)
+            stage = text.split(",")[0].split(" of ")[0]
+            if not sys.stderr.isatty() and stage not in said:
+                print(f"qsync demo: {text}", file=sys.stderr, flush=True)
+                said.add(stage)
 
-class _Progress:
-    """A progress bar on rank 0; plain lines where there is no terminal."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._bar: Progress | None = None
-        self._said: set[str] = set()
-
-    def __enter__(self) -> Callable[..., None]:
-        if self._rank == 0:
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("starting", total=1.0)
-            self._bar.start()
-        return self.show
-
-    def show(self, text: str, fraction: float | None = None) -> None:
-        if self._bar is None:
-            return
-        self._bar.update(self._task, description=text, completed=fraction)
-        stage = text.split(",")[0].split(" of ")[0]
-        if not sys.stderr.isatty() and stage not in self._said:
-            print(f"qsync demo: {text}", file=sys.stderr, flush=True)
-            self._said.add(stage)
-
-    def __exit__(self, *failure: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-if __name__ == "__main__":
-    main()
+        yield show

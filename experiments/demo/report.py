@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from qsync.experiments.demo import picture
 from qsync.experiments.demo.runs import Planned
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness import table_of
 from qsync.figures import memory, precision_map, timeline
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
@@ -28,35 +28,36 @@ def assemble(
     header: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the content of report.json, from predictions and from what each seed's runs measured."""
+
+    def by_rank(key: str, combine: Callable[..., float], of: list[dict[str, Any]]) -> dict[str, float]:
+        return {rank: combine(result[key][rank] for result in of) for rank in of[0][key]}
+
     runs = {}
     for name, entry in planned.items():
         measured = [results[name] for results in seeds]
         periods = [period for result in measured for period in result["periods_s"]]
+        losses = [result["heldout_loss"] for result in measured]
         runs[name] = {
             "measured_step_s": statistics.median(periods) if periods else None,
             "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
             **entry.summary(basis.graph, again[name]),
-            "wait_fraction": _mean_of(measured, "wait_fraction"),
-            "cpu_s": _mean_of(measured, "cpu_s"),
-            "peak_memory_bytes": {
-                rank: max(m["peak_memory_bytes"][rank] for m in measured)
-                for rank in measured[0]["peak_memory_bytes"]
-            },
-            "heldout_loss": statistics.fmean(m["heldout_loss"] for m in measured),
-            "heldout_losses": [m["heldout_loss"] for m in measured],
-            "training_losses": [m["losses"] for m in measured],
+            "wait_fraction": by_rank("wait_fraction", statistics.fmean, measured),
+            "cpu_s": by_rank("cpu_s", statistics.fmean, measured),
+            "peak_memory_bytes": by_rank("peak_memory_bytes", max, measured),
+            "heldout_loss": statistics.fmean(losses),
+            "heldout_losses": losses,
+            "training_losses": [result["losses"] for result in measured],
         }
     identical = all(result["parameters_identical"] for results in seeds for result in results.values())
     return {
         **header,
         "measured_or_simulated": "measured; predicted_* is simulated",
-        "model": basis.graph.model,
+        "model": basis.graph.model, "cluster": basis.cluster.to_json(),
         "num_parameters": sum(value.num_elements for value in basis.graph.parameters),
-        "cluster": basis.cluster.to_json(),
         "parameters_identical_across_ranks": identical,
         "heldout_difference": heldout_difference(runs),
         "runs": runs,
-    }
+    }  # fmt: skip
 
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
@@ -113,10 +114,6 @@ def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
     ]
 
 
-def _mean_of(measured: list[dict[str, Any]], key: str) -> dict[str, float]:
-    return {rank: statistics.fmean(m[key][rank] for m in measured) for rank in measured[0][key]}
-
-
 def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     """Say in words what the table means, and where the files are."""
     runs = content["runs"]
@@ -124,10 +121,10 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     plain, plan = (runs[name]["measured_step_s"] for name in ("ddp_fp32", "qsync"))
     lines = []
     if limit and plain and plan:
+        emulated = " (weak rank emulated)" if content["emulated"] else ""
         lines.append(
             f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, "
-            f"{plan / limit:.2f} times under the plan"
-            f"{' (weak rank emulated)' if content['emulated'] else ''}."
+            f"{plan / limit:.2f} times under the plan{emulated}."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:
@@ -136,10 +133,10 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
             f"+- {difference['standard_error']:.4f} (mean and standard error over {content['seeds']} seeds)."
         )
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
-    lines.append(f"Parameters are bitwise {same} on all ranks at the end of every run.")
-    lines.append(
+    return [
+        *lines,
+        f"Parameters are bitwise {same} on all ranks at the end of every run.",
         f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
-        "timeline.png, steps.png, memory.png"
-    )
-    lines.append(f"Why each operator is lowered: qsync explain {out / 'plan.json'}")
-    return lines
+        "timeline.png, steps.png, memory.png",
+        f"Why each operator is lowered: qsync explain {out / 'plan.json'}",
+    ]

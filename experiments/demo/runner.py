@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from qsync import Plan
 from qsync.distributed.job import in_ddp
 from qsync.experiments.harness.measured_peak import state_bytes, step_peak_bytes
+from qsync.experiments.harness.pairing import synchronize
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Workload, make_optimizer
-from qsync.records.plans import Plan
 from qsync.runtime import program as runtime
 
 
@@ -62,7 +63,7 @@ class Runner:
             inputs, targets = self.workload.batch(self.seed, self.step, self.rank)
             loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
             loss.backward()  # type: ignore[no-untyped-call]
-            self._wait()
+            synchronize(self.device)
             now, cpu = time.perf_counter(), time.process_time()
             if reduced is not None:
                 self.cpu_s.append(cpu - reduced_cpu)
@@ -91,14 +92,11 @@ class Runner:
         with self._undone():
             peak = self._persistent_bytes() + step_peak_bytes(lambda: self.train(1), self.device)
         return {
-            "rank": self.rank,
-            "parameters": digest.hexdigest(),
-            "periods_s": self.periods_s,
+            "rank": self.rank, "parameters": digest.hexdigest(), "losses": self.losses,
+            "periods_s": self.periods_s, "peak_memory_bytes": peak,
             "blocked_s": statistics.fmean(self.blocked_s) if self.blocked_s else 0.0,
             "cpu_s": statistics.median(self.cpu_s) if self.cpu_s else 0.0,
-            "peak_memory_bytes": peak,
-            "losses": self.losses,
-        }
+        }  # fmt: skip
 
     def _persistent_bytes(self) -> int:
         """Return the bytes that stay: parameters, buffers, gradients (DDP's buckets), optimizer state."""
@@ -115,10 +113,6 @@ class Runner:
         saved = {name: value.clone() for name, value in self.model.state_dict().items()}
         yield
         self.model.load_state_dict(saved)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, seed: int) -> Runner | None:

@@ -6,13 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.records.basis import Basis
-from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph
-from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer import Timeline, replay
 
 NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
@@ -39,7 +36,7 @@ class Planned:
         }
 
 
-def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: Any) -> dict[str, Planned]:
+def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None) -> dict[str, Planned]:
     """Plan every run of the demo.
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
@@ -52,22 +49,16 @@ def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None, **options: A
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
-    plans: dict[str, tuple[Cluster, Plan]] = {}
-    for name, (cluster, precisions) in uniforms.items():
-        plans[name] = (cluster, uniform(
-            basis.graph, basis.profiles, cluster, precisions,
-            sensitivity=basis.sensitivity, bucket_cap_bytes=bucket_cap_bytes,
-        ))  # fmt: skip
-    plans["qsync"] = (basis.cluster, allocate(
-        basis.graph, basis.profiles, basis.sensitivity, basis.cluster,
-        margin=MARGIN, bucket_cap_bytes=bucket_cap_bytes, **options,
-    ))  # fmt: skip
+    at = (basis.graph, basis.profiles)
+    cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
+    plans = {
+        name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, **cap))
+        for name, (cluster, precisions) in uniforms.items()
+    }
+    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, **cap)
+    plans["qsync"] = (basis.cluster, own)
     return {
-        name: Planned(
-            plan,
-            cluster,
-            replay(basis.graph, plan, basis.profiles, cluster, bucket_cap_bytes=bucket_cap_bytes),
-        )
+        name: Planned(plan, cluster, replay(basis.graph, plan, basis.profiles, cluster, **cap))
         for name, (cluster, plan) in plans.items()
     }
 
@@ -93,15 +84,13 @@ def sixteen_bit(cluster: Cluster) -> Precision:
 def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
     """Return which part of all adjustable operators, and of their FLOPs, runs below FP32, over all ranks."""
     flops = {op.name: op.flops for op in graph.adjustable}
-    num_ops = low_ops = num_flops = low_flops = 0
-    for device_class in cluster.classes:
-        for op, precision in plan[device_class.name].assignment.items():
-            low = precision not in (Precision.FP32, Precision.TF32)
-            num_ops += device_class.count
-            num_flops += device_class.count * flops[op]
-            low_ops += device_class.count * low
-            low_flops += device_class.count * low * flops[op]
+    chosen = [
+        (device_class.count, flops[op], precision not in (Precision.FP32, Precision.TF32))
+        for device_class in cluster.classes
+        for op, precision in plan[device_class.name].assignment.items()
+    ]
+    num_ops, num_flops = sum(num for num, _, _ in chosen), sum(num * cost for num, cost, _ in chosen)
     return {
-        "low_precision_op_fraction": low_ops / max(num_ops, 1),
-        "low_precision_flop_fraction": low_flops / max(num_flops, 1),
+        "low_precision_op_fraction": sum(num for num, _, low in chosen if low) / max(num_ops, 1),
+        "low_precision_flop_fraction": sum(n * cost for n, cost, low in chosen if low) / max(num_flops, 1),
     }

@@ -1,9 +1,7 @@
-"""Savings by growing a model, and the sensitivities that a grown model inherits.
+"""What growing a trained model saves.
 
 `compare_growth`       the experiment on growing
 `growth_subjects`      the models
-`starts`               how a large model begins, and the precision plan of a grown one
-`training_runs`        one training run
+`training_runs`        how a large model begins, and one training run
 `growth_report`        its tables and picture
-`carried_sensitivity`  the experiment on inherited sensitivities and profiles
 """

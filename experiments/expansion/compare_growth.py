@@ -22,13 +22,11 @@ import torch
 import typer
 from rich.console import Console
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
-from qsync.experiments.expansion.starts import make_plan, plan_path, source_path
-from qsync.experiments.expansion.training_runs import Method, run
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out
-from qsync.experiments.harness.experiment import run as run_command
+from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
+from qsync.experiments.harness import Experiment, Fresh, Out, run_command
 
 # The shares of the from-scratch steps that the expanded model is given by default.
 RATIOS = (0.5, 0.3)
@@ -59,15 +57,9 @@ def main(
         raise QSyncError("--seeds and --processes must be at least 1")
     if len(workloads) > 1 and (small or large):
         raise QSyncError("--small and --large are sizes of one model; name its --workload")
-    settings = [
-        setting(
-            name, small=sizes_of(small), large=sizes_of(large), steps=steps, source_steps=source_steps,
-            batch=batch,
-        )
-        for name in dict.fromkeys(workloads)
-    ]  # fmt: skip
+    changed = {"small": sizes_of(small), "large": sizes_of(large), "steps": steps, "batch": batch}
+    settings = [setting(name, source_steps=source_steps, **changed) for name in dict.fromkeys(workloads)]
     torch.set_num_threads(1)
-    first = [Method("scratch"), Method("source")]
     experiment = Experiment("expansion", out, fresh=fresh)
 
     def trained(methods: Sequence[Method]) -> list[dict[str, Any]]:
@@ -75,7 +67,7 @@ def main(
         return train_all(experiment, tasks, processes)
 
     with experiment.progress():
-        rows = trained(first)
+        rows = trained([Method("scratch"), Method("source")])
         for of in settings if with_plan else ():
             if fresh or not plan_path(out, of).exists():
                 make_plan(of, out)

@@ -12,10 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
 
+from qsync.experiments.harness import bar, grouped, table_of
 from qsync.experiments.harness.emulated_profiles import HALF
-from qsync.experiments.harness.experiment import bar
-from qsync.experiments.harness.pictures import legend_below, new_figure, open_axes
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
 from qsync.figures.style import FAINT, INK, save_png
 
 Row = Mapping[str, Any]
@@ -23,6 +22,7 @@ Rows = Sequence[Row]
 
 BAR = 0.30  # of the tokens, to be saved
 _SAYS = {
+    "source": "the source",
     "scratch": "from scratch",
     "expanded": "expanded",
     "even": "even split",
@@ -57,21 +57,21 @@ def summary(rows: Rows) -> dict[str, Any]:
     its tokens when the source's are counted too, `seconds_with_source` of its CPU seconds likewise. A step of
     the large model takes the median over all its runs in FP32: they compute the same.
     """
-    return {
-        workload: _of([row for row in rows if row["setting"]["workload"] == workload])
-        for workload in dict.fromkeys(row["setting"]["workload"] for row in rows)
-    }
+    return {workload: _of(own) for workload, own in _by_workload(rows).items()}
+
+
+def _by_workload(rows: Rows) -> dict[str, list[Row]]:
+    return grouped([{**row, "workload": row["setting"]["workload"]} for row in rows], "workload")
 
 
 def _of(rows: Rows) -> dict[str, Any]:
     step_s, source_step_s = (
         statistics.median(row["step_cpu_s"] for row in rows if row["start"] not in left_out)
-        for left_out in (("source", "plan"), set(_SAYS))
+        for left_out in (("source", "plan"), set(_SAYS) - {"source"})
     )
     runs = {(row["method"], row["seed"]): row for row in rows}
     found: dict[str, Any] = {"step_cpu_s": step_s, "source_step_cpu_s": source_step_s, "methods": {}}
-    for name in dict.fromkeys(row["method"] for row in rows if row["start"] != "source"):
-        own = [row for row in rows if row["method"] == name]
+    for name, own in grouped((row for row in rows if row["start"] != "source"), "method").items():
         each = [
             _saved(row, runs["scratch", row["seed"]], runs["source", row["seed"]], source_step_s / step_s)
             for row in own
@@ -99,11 +99,8 @@ def _saved(row: Row, scratch: Row, source: Row, source_step: float) -> dict[str,
         "first": row["curve"][0]["heldout"] - before["heldout"],
         "final": row["curve"][-1]["heldout"] - target,
     }
-    for key, cost in (
-        ("items", 0.0),
-        ("with_source", of_source),
-        ("seconds_with_source", of_source * source_step),
-    ):
+    costs = {"items": 0.0, "with_source": of_source, "seconds_with_source": of_source * source_step}
+    for key, cost in costs.items():
         found[key] = None if needed is None else 1.0 - (needed + cost) / whole
     if "first_under_plan" in row:
         for key, at in (("first", 0), ("final", -1)):
@@ -125,17 +122,12 @@ def says(method: Mapping[str, Any]) -> str:
     return _SAYS[method["start"]] + share
 
 
-_HEADINGS = (
-    "", "loss at step 0, above the source's", "final loss, above from scratch", "seeds that reach it",
-    "{items} saved",
-    "with the source's", "CPU seconds saved, with the source's",
-)  # fmt: skip
-
-
 def cells(method: Mapping[str, Any]) -> list[str]:
     """Return a method's line of the table; savings are means over seeds, with the least and the most."""
-    losses = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")]
-    savings = [_shares(method[key]) for key in ("items", "with_source", "seconds_with_source")]
+    losses, savings = [f"{method[key]['mean']:+.3f}" for key in ("first", "final")], []
+    for key in ("items", "with_source", "seconds_with_source"):
+        found = method[key]
+        savings.append(f"{found['mean']:.0%} ({found['least']:.0%} to {found['most']:.0%})" if found else "-")
     if method["start"] == "plan":
         savings[-1] = "-"  # one process computes both ranks, so its seconds are nobody's
     if method["start"] == "scratch":
@@ -143,31 +135,23 @@ def cells(method: Mapping[str, Any]) -> list[str]:
     return [says(method), *losses, f"{method['reached']} of {method['seeds']}", *savings]
 
 
-def _shares(spread: Mapping[str, float] | None) -> str:
-    if spread is None:
-        return "-"
-    return f"{spread['mean']:.0%} ({spread['least']:.0%} to {spread['most']:.0%})"
-
-
 def bars(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tokens or images that the expanded model saves beside the share to be saved."""
     return [
-        bar(
-            f"{workload}, {name}: share saved",
-            method["items"] and method["items"]["mean"],
-            BAR,
-            at_least=True,
-        )
-        for workload, of in found.items()
-        for name, method in of["methods"].items()
-        if method["start"] == "expanded"
-    ]
+        bar(f"{workload}, {name}: share saved", of["items"] and of["items"]["mean"], BAR, at_least=True)
+        for workload, found_of in found.items() for name, of in found_of["methods"].items()
+        if of["start"] == "expanded"
+    ]  # fmt: skip
 
 
 def table(found: Mapping[str, Any]) -> Table:
     """Return what every method saves."""
     rows = [[workload, *cells(method)] for workload, of in found.items() for method in of["methods"].values()]
-    headings = ["workload", *(heading.format(items="tokens or images") for heading in _HEADINGS)]
+    headings = (
+        "workload", "", "loss at step 0, above the source's", "final loss, above from scratch",
+        "seeds that reach it", "tokens or images saved", "with the source's",
+        "CPU seconds saved, with the source's",
+    )  # fmt: skip
     return table_of("Growing (measured; the plan's weak class is emulated)", headings, rows, left=2)
 
 
@@ -177,12 +161,11 @@ def picture(rows: Rows, path: str | Path) -> Path:
     A line is the mean over seeds, its band from the least to the most; the dashed line is where the
     from-scratch run ends.
     """
-    workloads = list(dict.fromkeys(row["setting"]["workload"] for row in rows))
+    workloads = _by_workload(rows)
     title = "A grown model's held-out loss (measured; the plan's weak class is emulated)"
     figure = new_figure(10, 3.6 * len(workloads) + 0.7, title)
     panels = figure.subplots(len(workloads), 2, squeeze=False, sharey="row")
-    for workload, (left, right) in zip(workloads, panels, strict=True):
-        own = [row for row in rows if row["setting"]["workload"] == workload]
+    for (workload, own), (left, right) in zip(workloads.items(), panels, strict=True):
         _panel(left, own, workload)
         _panel(right, [row for row in own if row["start"] != "plan"], workload, seconds=True)
     legend_below(figure, panels.flat, ncols=4)
@@ -190,38 +173,31 @@ def picture(rows: Rows, path: str | Path) -> Path:
 
 
 def _panel(axes: Axes, rows: Rows, workload: str, seconds: bool = False) -> None:
-    items = "tokens" if workload == "gpt" else "images"
     source_s = statistics.fmean(_seconds(row)[-1] for row in rows if row["start"] == "source")
     ratios = sorted({row["ratio"] for row in rows}, reverse=True)
-    for name in dict.fromkeys(row["method"] for row in rows):
-        own = [row for row in rows if row["method"] == name]
-        start, ratio = own[0]["start"], own[0]["ratio"]
+    for own in grouped(rows, "method").values():
+        start = own[0]["start"]
         if start == "source" and not seconds:
             continue
-        xs = [point["items"] for point in own[0]["curve"]]
+        xs, first = [point["items"] for point in own[0]["curve"]], start in ("source", "scratch")
         if seconds:
-            begins = 0.0 if start in ("source", "scratch") else source_s
+            begins = 0.0 if first else source_s
             xs = [begins + statistics.fmean(at) for at in zip(*map(_seconds, own), strict=True)]
         losses = list(zip(*([point["heldout"] for point in row["curve"]] for row in own), strict=True))
-        line = (
-            "-" if start in ("source", "scratch") else ("-", "--", ":", "-.")[(ratios.index(ratio) - 1) % 4]
-        )
-        label, colour = "the source" if start == "source" else says(own[0]), _COLOURS[start]
+        line = "-" if first else ("-", "--", ":", "-.")[(ratios.index(own[0]["ratio"]) - 1) % 4]
         mean, low, high = ([of(at) for at in losses] for of in (statistics.fmean, min, max))
-        axes.plot(xs, mean, color=colour, linestyle=line, linewidth=1.3, label=label)
-        axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
+        axes.plot(xs, mean, line, color=_COLOURS[start], linewidth=1.3, label=says(own[0]))
+        axes.fill_between(xs, low, high, color=_COLOURS[start], alpha=0.12, linewidth=0)
     scratch = [row["curve"] for row in rows if row["start"] == "scratch"]
     target = statistics.fmean(curve[-1]["heldout"] for curve in scratch)
     axes.axhline(target, color=FAINT, linewidth=0.8, linestyle=(0, (4, 3)))
     # The first tenth of a from-scratch run is steep, and hides what is compared.
     top = statistics.fmean(curve[max(1, len(curve) // 6)]["heldout"] for curve in scratch)
     bottom = min(point["heldout"] for row in rows for point in row["curve"])
-    axes.set_ylim(bottom - 0.05 * (top - bottom), top)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 0.6M tokens
-    axes.set_xlabel("CPU seconds, the source's included" if seconds else f"{items}, of the large model")
-    if not seconds:
-        axes.set_ylabel(f"{workload}: held-out loss", fontsize=9, color=INK)
-    open_axes(axes)
+    items = f"{'tokens' if workload == 'gpt' else 'images'}, of the large model"
+    x, y = ("CPU seconds, the source's included", "") if seconds else (items, f"{workload}: held-out loss")
+    axes_of(axes, x=x, y=y, ylim=(bottom - 0.05 * (top - bottom), top))
 
 
 def _seconds(row: Row) -> list[float]:

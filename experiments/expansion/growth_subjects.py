@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from qsync.errors import QSyncError
+from qsync import QSyncError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import CONTEXT, subject
 from qsync.experiments.workloads.vit import Vit

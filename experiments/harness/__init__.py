@@ -2,15 +2,25 @@
 
 `experiment`         run an experiment: finished pieces, progress, figures.json
 `provenance`         machine, versions and commit of a result
-`processes`          start ranks by torchrun, or a function in a fresh interpreter
-`ranks`              the device, share and job of one rank
+`processes`          run a function in a fresh interpreter
+`ranks`              run a function on real ranks, one of them emulated
 `emulation`          give a rank a share of its core
 `pausing`            the process that pauses and resumes a rank
-`emulated_profiles`  profiles as if a device were slower, or a batch smaller
+`emulated_profiles`  profiles as if a device were slower
 `pairing`            time variants in turns
 `peers`              torch.autocast, Inductor and torchao, to compare with
 `measured_peak`      peak memory of one step
 `freed_memory`       make glibc keep freed memory
 `tables`             rows of text for the terminal and as Markdown
 `pictures`           panels, titles and legends
+
+What nearly every experiment needs stands here; what imports more than that is imported from its module.
 """
+
+from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run_command, show
+from qsync.experiments.harness.tables import as_markdown, grouped, markdown_table, milliseconds, table_of, yes
+
+__all__ = [
+    "Again", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
+    "milliseconds", "run_command", "show", "table_of", "yes",
+]  # fmt: skip

@@ -12,9 +12,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
-from qsync.errors import QSyncError, UnsupportedError
+from qsync import QSyncError
+from qsync.errors import UnsupportedError
 from qsync.experiments.harness import pausing
 
 _STOP_TIMEOUT_S = 5.0
@@ -74,21 +74,11 @@ class Throttle:
             raise UnsupportedError("an emulated device needs Linux; use --weak-share 1 on this system")
         # -I -S: nothing of the user's environment, so that the helper is there within 20 ms. It inherits our
         # core. A session of its own keeps Ctrl-C from ending it before us.
-        command = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(Path(pausing.__file__)),
-            str(os.getpid()),
-            repr(self.share),
-        ]
+        command = [sys.executable, "-I", "-S", pausing.__file__, str(os.getpid()), repr(self.share)]
         self._helper = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             start_new_session=True,
-        )
+        )  # fmt: skip
         assert self._helper.stdout and self._helper.stderr
         if self._helper.stdout.readline() != b"ready\n":
             reason = self._helper.stderr.read().decode(errors="replace").strip().splitlines()

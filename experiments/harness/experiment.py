@@ -21,9 +21,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from qsync.errors import MismatchError, QSyncError
-from qsync.experiments.harness.provenance import provenance
+from qsync import QSyncError
+from qsync.errors import MismatchError
+from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown
+from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
 
 # Options that the experiments share.
@@ -35,7 +37,6 @@ Again = Annotated[
     bool, typer.Option("--again", help="Judge and draw what lies in the folder; measure nothing.")
 ]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
-Seed = Annotated[int, typer.Option(help="Of everything that is drawn at random.")]
 
 Bar = dict[str, Any]
 
@@ -69,9 +70,7 @@ class Experiment:
         fresh: bool = False,
         again: bool = False,
     ) -> None:
-        if out.exists() and not out.is_dir():
-            raise QSyncError(f"--out {out} is a file; name a folder")
-        self.name, self.out, self.seed, self.fresh, self.again = name, Path(out), seed, fresh, again
+        self.name, self.out, self.seed, self.fresh, self.again = name, folder_of(out), seed, fresh, again
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
         self._commits: set[str] = set()  # of the pieces, which may be older than this run
@@ -79,9 +78,7 @@ class Experiment:
     @contextmanager
     def progress(self) -> Iterator[Callable[[str], None]]:
         """Show on stderr what is being done; without a terminal only `name ...`."""
-        console = Console(stderr=True)
-        with console.status(self.name) as status:
-            self.say = lambda text: status.update(f"{self.name}: {text}")
+        with shown_on_rank_zero(self.name) as self.say:
             yield self.say
 
     def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:
@@ -201,7 +198,7 @@ def show(*parts: Table | str) -> None:
         console.print(part, highlight=False, soft_wrap=isinstance(part, str))
 
 
-def run(main: Callable[..., Any]) -> None:
+def run_command(main: Callable[..., Any]) -> None:
     """Run a command line: bad input is one sentence and exit code 2."""
     try:
         typer.run(main)

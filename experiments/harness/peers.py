@@ -12,6 +12,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ PRODUCTS = {
     "aten::_scaled_mm": "fp8", "mkldnn::_linear_pointwise": "floating",
     "torchao::scaled_int8_mm": "int8", "torchao::scaled_int8_mm_cuda": "int8",
 }  # fmt: skip
+FORMS = ("tensor_subclass", "module_swap")
 
 
 def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -85,19 +87,61 @@ def torchao_version() -> str | None:
     return str(torchao.__version__)
 
 
-def torchao_int8(model: torch.nn.Module, module_swap: bool = True) -> torch.nn.Module:
-    """Put linear layers into torchao's INT8 mixed-precision training, in place: all three products.
+def torchao(model: torch.nn.Module, form: str = "module_swap") -> torch.nn.Module:
+    """Put linear layers into torchao's training in place: INT8 in one of its FORMS, or `float8`, rowwise.
 
     Raises UnsupportedError if there is no torchao.
     """
     if torchao_version() is None:
         raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
     with silent():
-        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-        from torchao.quantization import quantize_  # type: ignore[import-not-found]
+        if form == "float8":  # GPUs only
+            from torchao import float8
 
-        quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=module_swap))
+            config = float8.Float8LinearConfig.from_recipe_name("rowwise")
+            float8.convert_to_float8_training(model, config=config)
+        else:
+            from torchao.prototype import quantized_training
+            from torchao.quantization import quantize_  # type: ignore[import-not-found]
+
+            swap = form == "module_swap"
+            quantize_(model, quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=swap))
     return model
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """How others run a layer or a model; `torchao` is the form that linear layers are put into."""
+
+    name: str
+    autocast: bool = False
+    inductor: bool = False
+    torchao: str = ""
+    cuda_only: bool = False
+
+    def call(self, run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        """Return the call as this peer runs it."""
+        run = compiled(run) if self.inductor else run
+        return under_autocast(run, device) if self.autocast else run
+
+
+PEERS = (
+    Peer("autocast", autocast=True),
+    Peer("inductor fp32", inductor=True),
+    Peer("inductor bf16", autocast=True, inductor=True),
+    Peer("torchao int8", torchao="module_swap"),
+    Peer("torchao int8, inductor", inductor=True, torchao="module_swap"),
+    Peer("torchao float8, inductor", inductor=True, torchao="float8", cuda_only=True),
+)
+
+
+def peers_on(device: torch.device, inductor: bool, linear: bool) -> list[Peer]:
+    """Return the peers on a device; torchao only for what has no other products than linear layers."""
+    return [
+        peer for peer in PEERS
+        if (inductor or not peer.inductor) and (linear or not peer.torchao)
+        and (device.type == "cuda" or not peer.cuda_only)
+    ]  # fmt: skip
 
 
 class _Contiguous(torch.autograd.Function):
@@ -122,32 +166,15 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def torchao_float8(model: torch.nn.Module) -> torch.nn.Module:
-    """Put linear layers into torchao's float8 training with rowwise scales, in place. GPUs only.
-
-    Raises UnsupportedError if there is no torchao.
-    """
-    if torchao_version() is None:
-        raise UnsupportedError("torchao is not installed: pip install 'qsync[peers]'")
-    with silent():
-        from torchao.float8 import (  # type: ignore[import-not-found]
-            Float8LinearConfig,
-            convert_to_float8_training,
-        )
-
-        convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name("rowwise"))
-    return model
-
-
 def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
     """Which products each form of torchao's INT8 training runs on one layer, forward and backward."""
     version = torchao_version()
     if version is None:
         return {"installed": False, "seen": "torchao is not installed"}
     found: dict[str, Any] = {"installed": True, "version": version}
-    for name, swap in (("tensor_subclass", False), ("module_swap", True)):
+    for name in FORMS:
         # In a Sequential: quantize_ replaces children.
-        model = torchao_int8(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device), swap)
+        model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device), name)
         x = torch.randn(size, size, device=device, requires_grad=True)
         try:
             ran = operators_run(lambda model=model, x=x: model(x).sum().backward(), device)  # type: ignore[misc]
@@ -160,7 +187,7 @@ def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
     found["seen"] = "; ".join(
         f"{name}: {'INT8' if found[name]['runs_int8'] else 'not INT8'} "
         f"({', '.join(found[name]['products']) or found[name].get('failed', 'no product seen')})"
-        for name in ("tensor_subclass", "module_swap")
+        for name in FORMS
     )
     return found
 

@@ -21,29 +21,23 @@ def new_figure(width: float, height: float, title: str) -> Figure:
     return figure
 
 
+def axes_of(axes: Axes, title: str = "", x: str = "", y: str = "", **more: Any) -> None:
+    """Title and label axes; remove their upper and right line. `more` is what `Axes.set` takes."""
+    axes.set(**more)
+    axes.set_title(title, fontsize=8, loc="left", color=INK)
+    axes.set_xlabel(x, fontsize=9, color=INK)
+    axes.set_ylabel(y, fontsize=9, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=8, colors=INK)
+
+
 def legend_below(figure: Figure, panels: Iterable[Axes] | Sequence[Any], ncols: int = 6) -> None:
     """Put one legend below all panels: each label once; or handles that are given."""
     entries: dict[str, Any] = {}
     for one in panels:
-        found = (
-            zip(*one.get_legend_handles_labels(), strict=True)
-            if isinstance(one, Axes)
-            else [(one, one.get_label())]
-        )
-        entries |= {label: handle for handle, label in found}
-    columns = min(len(entries), ncols) or 1
+        handles = one.get_legend_handles_labels()[0] if isinstance(one, Axes) else [one]
+        entries |= {str(handle.get_label()): handle for handle in handles}
     figure.legend(
-        list(entries.values()),
-        list(entries),
-        loc="outside lower center",
-        ncols=columns,
-        frameon=False,
-        fontsize=8,
-    )
-
-
-def open_axes(*panels: Axes) -> None:
-    """Remove the upper and the right line of axes."""
-    for axes in panels:
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
+        list(entries.values()), list(entries), loc="outside lower center", fontsize=8, frameon=False,
+        ncols=min(len(entries), ncols) or 1,
+    )  # fmt: skip

@@ -9,9 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import qsync
+from qsync import QSyncError
 from qsync.backend.device_detection import machine
 
 _PACKAGES = ("torch", "torchao", "transformers", "apache-tvm", "numpy", "scipy")
+
+
+def folder_of(out: Path) -> Path:
+    """Return the folder of results. Raises QSyncError for a file."""
+    if out.exists() and not out.is_dir():
+        raise QSyncError(f"--out {out} is a file; name a folder")
+    return out
 
 
 def provenance(seed: int | None = None) -> dict[str, Any]:

@@ -5,18 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from qsync import QSyncError
 from qsync.distributed import job
-from qsync.errors import QSyncError
 from qsync.experiments.harness.emulation import Throttle, pin_to_core, throttled
 from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.processes import module_of
+from qsync.experiments.harness.provenance import folder_of
+from qsync.records.json_files import read_json, write_json
 
 # Device classes of two unequal ranks, and the fast rank with the machine to itself.
 FAST, WEAK, ALONE = "train", "infer", "alone"
@@ -31,11 +38,10 @@ MARGIN = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank runs. `emulated_share` is the share of its core it gets, None if its speed is its own."""
+    """Where a rank runs: its device, and what pauses it if it is emulated."""
 
     device: torch.device
-    emulated_share: float | None
-    throttle: Throttle | None
+    throttle: Throttle | None = None
 
     def measured_share(self) -> float | None:
         """Return the share of its core that this rank really gets; None if its speed is its own."""
@@ -43,59 +49,92 @@ class Place:
 
 
 @contextlib.contextmanager
-def placed(weak_share: float) -> Iterator[Place]:
+def placed(weak_share: float | None) -> Iterator[Place]:
     """Give this rank its device: a different one where the machine has any, else an emulated one.
 
     Real: GPUs of different kinds (one rank each), or one kind of GPU with the second rank on the CPU.
     Emulated: each rank on one core, and the weak one paused and resumed so that it gets `weak_share` of it.
+    None asks for the CPU at full speed on every rank, on whichever core.
     """
     rank = int(os.environ["LOCAL_RANK"])
-    kinds = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if kinds:
+    kinds = gpus()
+    if weak_share is not None and kinds:
         different = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
         on_gpu = rank == 0 or different is not None
         device = torch.device("cuda", 0 if rank == 0 else different or 0) if on_gpu else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        yield Place(device, None, None)
+        yield Place(device)
         return
-    pin_to_core(rank)
     torch.set_num_threads(1)
-    keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
-    if rank == WEAK_RANK and weak_share < 1:
-        with throttled(weak_share) as throttle:
-            yield Place(torch.device("cpu"), weak_share, throttle)
-        return
-    yield Place(torch.device("cpu"), None, None)
+    if weak_share is not None:
+        pin_to_core(rank)
+        keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
+    share = weak_share if weak_share and rank == WEAK_RANK else 1.0
+    with throttled(share) as throttle:
+        yield Place(torch.device("cpu"), throttle if share < 1 else None)
 
 
-def run_rank(
-    command: str, work: Callable[[dict[str, Any], Place], None], *, timeout_s: float = 300.0
-) -> None:
-    """Run `work(configuration, place)` as one rank of a job; the configuration is the JSON in argv.
+def run_on_ranks(
+    work: Callable[[dict[str, Any], Place], Any],
+    config: Mapping[str, Any],
+    *,
+    command: str,
+    num_ranks: int = 2,
+    timeout_s: float = 300.0,
+) -> Any:
+    """Run `work(config, place)` on so many ranks of this machine; return what rank 0 returned, as JSON.
 
-    A rank that fails with a QSyncError exits with code 2.
+    With a `weak_share` in the configuration the second rank is the weak one (see `placed`). Raises
+    QSyncError for a share or an `out` that cannot be used, before anything starts, and when a rank failed.
     """
-    config: dict[str, Any] = json.loads(sys.argv[1])
-    os.environ.setdefault("QSYNC_BACKEND", backend_of())
+    share = config.get("weak_share", 1.0)
+    if not 0 < share <= 1:
+        raise QSyncError(f"--weak-share must lie in (0, 1], found {share}; 0.5 is half a core")
+    if "out" in config:
+        config = {**config, "out": str(folder_of(Path(config["out"]).absolute()))}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        task = {
+            "module": module_of(work), "function": work.__name__, "config": config, "command": command,
+            "timeout_s": timeout_s, "result": str(result),
+        }  # fmt: skip
+        started = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
+            "--no-python", sys.executable, "-m", "qsync.experiments.harness.ranks", json.dumps(task),
+        ]  # fmt: skip
+        # One thread a rank: each has one core. Kineto would announce every memory measurement on stderr.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
+        code = subprocess.run(started, env=environment, check=False).returncode
+        if code != 0:
+            raise QSyncError(f"the ranks stopped with exit code {code}; the first message above says why")
+        return read_json(result)["result"]
+
+
+def main() -> None:
+    """Run one rank of `run_on_ranks`, whose task is the JSON in argv; a QSyncError is exit code 2."""
+    task: dict[str, Any] = json.loads(sys.argv[1])
+    share, is_first = task["config"].get("weak_share"), os.environ["RANK"] == "0"
+    # gloo as soon as one rank is on a CPU
+    os.environ.setdefault("QSYNC_BACKEND", "nccl" if share and len(set(gpus())) > 1 else "gloo")
     try:
-        with placed(config.get("weak_share", 1.0)) as place:
-            job.join_job(place.device, timeout_s=timeout_s)
-            work(config, place)
+        with placed(share) as place:
+            job.join_job(place.device, timeout_s=task["timeout_s"])
+            found = getattr(import_module(task["module"]), task["function"])(task["config"], place)
+            if is_first:
+                write_json(task["result"], {"result": found})
     except QSyncError as error:
-        leave(command, error)
+        if is_first:
+            print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(1.0)  # torchrun ends all ranks as soon as one is gone: let rank 0 finish its sentence
+        sys.exit(2)
 
 
-def leave(command: str, error: QSyncError) -> NoReturn:
-    """End this rank with exit code 2; rank 0 says why, and the others let it finish its sentence."""
-    if int(os.environ["RANK"]) == 0:
-        print(f"qsync {command}: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(1.0)  # torchrun ends all ranks as soon as one is gone
-    sys.exit(2)
+def gpus() -> list[str]:
+    """Return the names of this machine's GPUs."""
+    return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 
 
-def backend_of() -> str:
-    """Return NCCL between GPUs, gloo as soon as one rank is on a CPU."""
-    kinds = {torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())}
-    return "nccl" if len(kinds) > 1 else "gloo"
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -10,7 +11,7 @@ from rich.table import Table
 Row = Sequence[str]
 
 
-def table(
+def table_of(
     title: str, headings: Row, rows: Iterable[Row], *, left: int = 1, bold: Sequence[int] = ()
 ) -> Table:
     """Return a table for the terminal whose first `left` columns are aligned to the left.
@@ -41,6 +42,15 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
         "|---" * len(headings) + "|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
+
+
+def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Any]]:
+    """Return rows by the values of these keys, in the order in which they come; by the value if it is one."""
+    found: dict[Any, list[Any]] = {}
+    for row in rows:
+        values = tuple(row[key] for key in keys)
+        found.setdefault(values if len(keys) > 1 else values[0], []).append(row)
+    return found
 
 
 def yes(holds: bool | None) -> str:

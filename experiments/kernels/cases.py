@@ -9,6 +9,7 @@ results: equal terms. Forward passes save what backward will need, as in trainin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness import peers
 from qsync.experiments.kernels.roofline import Peaks, forward_bytes, training_bytes, training_flops
-from qsync.records.precision import Precision, is_encoded, operand_type
+from qsync.records.precision import is_encoded, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
 # batch, channels in and out, side, kernel
@@ -102,14 +104,10 @@ class Layer:
     """One product of a model on FP32 operands, and every alternative to compute it."""
 
     def __init__(
-        self,
-        bench: Bench,
-        kind: str,
-        target: Callable[..., Tensor],
-        operands: list[Tensor],
-        options: dict[str, Any],
+        self, bench: Bench, shape: str, target: Callable[..., Tensor], operands: list[Tensor], **options: Any
     ) -> None:
-        self.bench, self.kind, self.target, self.options = bench, kind, target, options
+        self.bench, self.shape, self.target, self.options = bench, shape, target, options
+        self.kind = "linear" if target is F.linear else "conv2d"
         self.operands = [operand.requires_grad_() for operand in operands]
         with torch.no_grad():
             y = target(*operands, **options)
@@ -157,36 +155,29 @@ class Layer:
         return self.bench.peaks.least_s(flops, num_bytes, 4 * max(self.sizes))
 
 
-def linear(bench: Bench, shape: tuple[int, int, int]) -> Layer:
+def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
     """Make a linear layer: X (M, K), W (N, K), b (N)."""
     rows, inputs, outputs = shape
-    operands = [
-        bench.random(rows, inputs),
-        bench.random(outputs, inputs) * inputs**-0.5,
-        bench.random(outputs),
-    ]
-    return Layer(bench, "linear", F.linear, operands, {})
+    weight = bench.random(outputs, inputs) * inputs**-0.5
+    operands = [bench.random(rows, inputs), weight, bench.random(outputs)]
+    return Layer(bench, "x".join(map(str, shape)), F.linear, operands)
 
 
-def conv2d(bench: Bench, shape: tuple[int, int, int, int]) -> Layer:
+def conv2d(bench: Bench, shape: tuple[int, ...]) -> Layer:
     """Make a convolution: as many channels out as in, the same size, no bias, channels_last."""
     batch, channels, side, kernel = shape
-    operands = [bench.random(batch, channels, side, side), bench.random(channels, channels, kernel, kernel)]
-    operands[1] *= (channels * kernel * kernel) ** -0.5
+    weight = bench.random(channels, channels, kernel, kernel) * (channels * kernel * kernel) ** -0.5
+    operands = [bench.random(batch, channels, side, side), weight]
     last = [operand.to(memory_format=torch.channels_last) for operand in operands]
-    return Layer(bench, "conv2d", torch.conv2d, last, {"padding": kernel // 2})
+    name = f"{batch}x{channels}x{side}x{side}, {kernel}x{kernel}"
+    return Layer(bench, name, torch.conv2d, last, padding=kernel // 2)
 
 
-def conv_name(shape: tuple[int, int, int, int]) -> str:
-    """Return the sizes of a convolution as text."""
-    batch, channels, side, kernel = shape
-    return f"{batch}x{channels}x{side}x{side}, {kernel}x{kernel}"
-
-
-def quantize_case(layer: Layer, shape: str, bars: tuple[Bar, ...]) -> Case:
+def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     """Compare a layer's FP32 input -> INT8 codes and scales with a copy of the same tensor."""
-    case, bench = Case("quantize", shape, "clone", bars), layer.bench
-    x, type_name = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8)
+    x, type_name, bench = layer.operands[0].detach(), operand_type(layer.kind, 0, Precision.INT8), layer.bench
+    sides = "x".join(map(str, x.shape))
+    case = Case(section, f"{sides}, rows" if layer.kind == "linear" else sides, "clone", bars)
     size, kernels = x.numel(), bench.kernels
     case.add("clone", lambda: x.clone, least_s=bench.peaks.least_s({}, 8 * size, 4 * size))
     least_s = bench.peaks.least_s({}, 5 * size, 4 * size)
@@ -194,47 +185,39 @@ def quantize_case(layer: Layer, shape: str, bars: tuple[Bar, ...]) -> Case:
     return case
 
 
-def forward_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) -> Case:
+def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     """Compare forward passes, the activation's cast included; the weight's where the name says so."""
-    case = Case(section, shape, "fp32", bars)
+    case = Case(section, layer.shape, "fp32", bars)
 
     def least(variant: str, with_weight: bool = False) -> float | None:
         return layer.least_s({variant: layer.flops}, forward_bytes(variant, layer.sizes, with_weight))
 
     case.add("fp32", lambda: lambda: layer.eager(*layer.operands), least_s=least("fp32"))
     for precision, out_type in _precisions(layer, forward=True):
-        name = str(precision)
-
-        case.add(name, partial(_weight_cast_once, layer, precision, out_type), least_s=least(name))
-        least_s = least(name, True)
-        case.add(name + WITH_WEIGHT, partial(layer.qsync, precision, out_type), least_s=least_s)
-    for name, make in _peers(layer).items():
-        case.add(name, partial(lambda make: make()[0], make), theirs=True)
+        name, call = str(precision), partial(layer.qsync, precision, out_type)
+        cast_once = partial(lambda p, call: call({1: layer.cast(1, p)}), precision, call)
+        case.add(name, cast_once, least_s=least(name))
+        case.add(name + WITH_WEIGHT, call, least_s=least(name, True))
+    _add_peers(case, layer, training=False)
     return case
 
 
-def _weight_cast_once(layer: Layer, precision: Precision, out_type: str) -> Run:
-    with torch.no_grad():
-        once = {1: layer.cast(1, precision)}
-    return layer.qsync(precision, out_type, once)
-
-
-def training_case(layer: Layer, section: str, shape: str, bars: tuple[Bar, ...]) -> Case:
+def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     """Compare forward and backward, every cast included: the weight's as well."""
-    case = Case(section, shape, "fp32", bars)
-    case.add(
-        "fp32",
-        lambda: layer.training(lambda: layer.eager(*layer.operands)),
-        least_s=layer.least_s({"fp32": 3 * layer.flops}, training_bytes("fp32", layer.sizes)),
-    )
+    case = Case(section, layer.shape, "fp32", bars)
+
+    def least(variant: str) -> float | None:
+        flops = training_flops(variant, layer.flops)
+        return layer.least_s(flops, training_bytes(variant, layer.sizes))
+
+    eager = layer.training(lambda: layer.eager(*layer.operands))
+    case.add("fp32", lambda: eager, least_s=least("fp32"))
     for precision, out_type in _precisions(layer, forward=False):
         bf16_out = out_type == "bf16" and precision is not Precision.BF16
-        traffic = f"{precision}_bf16" if bf16_out else str(precision)
-        least_s = layer.least_s(training_flops(traffic, layer.flops), training_bytes(traffic, layer.sizes))
         made = partial(lambda p, o: layer.training(layer.qsync(p, o)), precision, out_type)
-        case.add(f"{precision}{BF16_OUT if bf16_out else ''}", made, least_s=least_s)
-    for name, make in _peers(layer).items():
-        case.add(name, partial(lambda make: layer.training(*make()), make), theirs=True)
+        name, traffic = (f"{precision}{BF16_OUT}", f"{precision}_bf16") if bf16_out else [str(precision)] * 2
+        case.add(name, made, least_s=least(traffic))
+    _add_peers(case, layer, training=True)
     return case
 
 
@@ -243,46 +226,37 @@ def _precisions(layer: Layer, forward: bool) -> list[tuple[Precision, str]]:
 
     int8_all differs from int8 in backward only.
     """
-    found = [(Precision.BF16, "bf16"), (Precision.INT8, "fp32")]
-    if not forward:
-        found += [(Precision.INT8, "bf16")]
-        if layer.kind == "linear":
-            found += [(Precision.INT8_ALL, "fp32"), (Precision.INT8_ALL, "bf16")]
-    if layer.kind == "linear" and layer.bench.device.type == "cuda":
-        found += [(Precision.FP8, "fp32")] + ([] if forward else [(Precision.FP8, "bf16")])
-    return found
+    able = [Precision.INT8]
+    if layer.kind == "linear":
+        able += [] if forward else [Precision.INT8_ALL]
+        able += [Precision.FP8] if layer.bench.device.type == "cuda" else []
+    results = ("fp32",) if forward else ("fp32", "bf16")
+    return [(Precision.BF16, "bf16"), *itertools.product(able, results)]
 
 
-def _peers(layer: Layer) -> dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]]:
-    """Return name -> maker of (the call, the leaves of its gradients). A maker may fail."""
+def _add_peers(case: Case, layer: Layer, training: bool) -> None:
+    """Add the peers of a layer; any may fail."""
+    bench = layer.bench
+    makers: dict[str, Callable[[], tuple[Callable[[], Tensor], list[Tensor]]]] = {
+        peer.name: partial(_peer, layer, peer)
+        for peer in peers.peers_on(bench.device, bench.inductor, layer.kind == "linear")
+    }
+    if layer.kind == "linear" and bench.device.type == "cpu":
+        makers["fp32 onednn"] = lambda: (lambda: peers.linear_one_dnn(*layer.operands), layer.operands)
+    for name, make in makers.items():
+        made = (lambda make: layer.training(*make())) if training else (lambda make: make()[0])
+        case.add(name, partial(made, make), theirs=True)
+
+
+def _peer(layer: Layer, peer: peers.Peer) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return the call of a peer and the leaves of its gradients."""
     device, operands = layer.bench.device, layer.operands
-
-    def of(run: Callable[..., Tensor]) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    if not peer.torchao:
+        run = peer.call(layer.eager, device)
         return lambda: run(*operands), operands
-
-    def module(
-        change: Callable[[torch.nn.Module], torch.nn.Module], compiled: bool
-    ) -> tuple[Any, list[Tensor]]:
-        x, weight, bias = operands
-        inner = torch.nn.Linear(weight.shape[1], weight.shape[0], device=device)
-        with torch.no_grad():
-            inner.weight.copy_(weight)
-            inner.bias.copy_(bias)
-        model = change(torch.nn.Sequential(inner))  # changed are children
-        run = peers.compiled(model) if compiled else model
-        return lambda: run(x), [x, *model.parameters()]
-
-    found: dict[str, Any] = {"autocast": lambda: of(peers.under_autocast(layer.eager, device))}
-    if layer.bench.inductor:
-        found["inductor fp32"] = lambda: of(peers.compiled(layer.eager))
-        found["inductor bf16"] = lambda: of(peers.under_autocast(peers.compiled(layer.eager), device))
-    if layer.kind != "linear":
-        return found
-    if device.type == "cpu":
-        found["fp32 onednn"] = lambda: of(peers.linear_one_dnn)
-    found["torchao int8"] = lambda: module(peers.torchao_int8, False)
-    if layer.bench.inductor:
-        found["torchao int8, inductor"] = lambda: module(peers.torchao_int8, True)
-    if device.type == "cuda":
-        found["torchao float8, inductor"] = lambda: module(peers.torchao_float8, True)
-    return found
+    x, weight, bias = operands
+    inner = torch.nn.Linear(weight.shape[1], weight.shape[0], device=device)
+    inner.load_state_dict({"weight": weight.detach(), "bias": bias.detach()})
+    model = peers.torchao(torch.nn.Sequential(inner), peer.torchao)  # changed are children
+    run = peer.call(model, device)
+    return lambda: run(x), [x, *model.parameters()]

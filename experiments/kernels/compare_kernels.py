@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,14 +21,10 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync.errors import QSyncError
-from qsync.experiments.harness import peers
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, show
-from qsync.experiments.harness.experiment import run as run_command
+from qsync import QSyncError
+from qsync.experiments.harness import Experiment, Fresh, Out, milliseconds, peers, run_command, show, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
-from qsync.experiments.harness.tables import milliseconds
-from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import whole_steps
 from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case
@@ -37,11 +34,26 @@ from qsync.experiments.kernels.whole_steps import CONTIGUOUS
 
 ROUNDS, STEP_ROUNDS = 15, 7
 QUICK_ROUNDS = 3
-SECTIONS = (
-    "quantize", "linear forward", "linear training", "conv forward", "conv training",
-    "bert", "resnet",
-)  # fmt: skip
-STEPS = ("bert", "resnet")
+INT8_BF16 = "int8" + BF16_OUT
+# The sections, with their bars.
+BARS: dict[str, tuple[Bar, ...]] = {
+    "quantize": (Bar("int8", "clone", 2.0, at_most=True),),  # of linear layers' inputs
+    "linear forward": (Bar("int8", "fp32", 3.3), Bar("int8" + WITH_WEIGHT, "fp32", 3.3)),
+    "linear training": (
+        Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0), Bar("int8", "fp32", 2.25),
+        Bar(INT8_BF16, "autocast", 1.1), Bar("int8_all", "fp32", 3.0),
+    ),
+    "conv forward": (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3)),
+    "conv training": (Bar("bf16", "fp32", 2.0),),
+    "bert": (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5)),
+    # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
+    "resnet": tuple(
+        Bar(precision + order, "fp32" + order, 1.8)
+        for order in (CONTIGUOUS, "") for precision in ("bf16", "int8")
+    ),
+}  # fmt: skip
+SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
+SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
 
 TERMS = (
     "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
@@ -132,63 +144,36 @@ def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> di
 def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
     """Yield the cases of a section, each to be made when its turn comes."""
     if section in STEPS:
-        yield lambda: _step_case(bench, section)
+        yield partial(_step_case, bench, section)
         return
-    if section != "conv forward" and section != "conv training":
-        yield from (partial(linear_case, bench, section, shape) for shape in kernel_cases.LINEAR_SHAPES)
-    if section == "quantize" or section.startswith("conv"):
-        yield from (partial(conv_case, bench, section, shape) for shape in kernel_cases.CONV_SHAPES)
+    shapes: tuple[tuple[int, ...], ...] = () if section.startswith("conv") else kernel_cases.LINEAR_SHAPES
+    shapes += () if section.startswith("linear") else kernel_cases.CONV_SHAPES
+    yield from (partial(layer_case, bench, section, shape) for shape in shapes)
 
 
-def linear_case(bench: Bench, section: str, shape: tuple[int, int, int]) -> Case:
-    """Make the case of one linear shape in a section, with its bars."""
-    name = "x".join(map(str, shape))
-    layer = kernel_cases.linear(bench, shape)
+def layer_case(bench: Bench, section: str, shape: tuple[int, ...]) -> Case:
+    """Make the case of one layer in a section, with its bars: linear for three sizes, else a convolution."""
+    layer, bars = (
+        (kernel_cases.linear if len(shape) == 3 else kernel_cases.conv2d)(bench, shape),
+        BARS[section],
+    )
     if section == "quantize":
-        bars: tuple[Bar, ...] = (Bar("int8", "clone", 2.0, at_most=True),)
-        return kernel_cases.quantize_case(layer, f"{shape[0]}x{shape[1]}, rows", bars)
-    if section == "linear forward":
-        limit = 2.5 if shape == (512, 768, 768) else 3.3
-        bars = (Bar("int8", "fp32", limit), Bar("int8" + WITH_WEIGHT, "fp32", limit))
-        return kernel_cases.forward_case(layer, section, name, bars)
-    bars = (
-        Bar("bf16", "fp32", 2.0), Bar("bf16", "autocast", 1.0),
-        Bar("int8", "fp32", 2.25), Bar("int8" + BF16_OUT, "autocast", 1.1),
-        Bar("int8_all", "fp32", 3.0),
-    )  # fmt: skip
-    return kernel_cases.training_case(layer, section, name, bars)
-
-
-def conv_case(bench: Bench, section: str, shape: tuple[int, int, int, int]) -> Case:
-    """Make the case of one convolution in a section, with its bars."""
-    name = kernel_cases.conv_name(shape)
-    layer = kernel_cases.conv2d(bench, shape)
-    if section == "quantize":
-        return kernel_cases.quantize_case(layer, name.partition(",")[0], ())
-    if section == "conv forward":
-        bars = (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3))
-        return kernel_cases.forward_case(layer, section, name, bars)
-    return kernel_cases.training_case(layer, section, name, (Bar("bf16", "fp32", 2.0),))
+        return kernel_cases.quantize_case(layer, section, bars if layer.kind == "linear" else ())
+    if section.endswith("training"):
+        return kernel_cases.training_case(layer, section, bars)
+    if shape == SMALL_LINEAR:
+        bars = tuple(replace(bar, limit=SMALL_LINEAR_LIMIT) for bar in bars)
+    return kernel_cases.forward_case(layer, section, bars)
 
 
 def _step_case(bench: Bench, section: str) -> Case:
-    on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
-    if section == "bert":
-        bars: tuple[Bar, ...] = (
-            Bar("bf16", "fp32", 2.0),
-            Bar("int8", "fp32", 2.2),
-            Bar("int8_all", "fp32", 2.5),
-        )
+    if section == "resnet":
+        made, shape, precisions = whole_steps.resnet(bench), "ResNet-18, 32x64x64", ("bf16", "int8")
+    else:
+        on_gpu = ("fp8",) if bench.device.type == "cuda" else ()
         made, shape = whole_steps.bert(bench), "BERT 4x512, 8x128"
-        return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8", "int8_all", *on_gpu), bars)
-    # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
-    bars = tuple(
-        Bar(precision + order, "fp32" + order, 1.8)
-        for order in (CONTIGUOUS, "")
-        for precision in ("bf16", "int8")
-    )
-    made, shape = whole_steps.resnet(bench), "ResNet-18, 32x64x64"
-    return whole_steps.step_case(bench, section, shape, made, ("bf16", "int8"), bars)
+        precisions = ("bf16", "int8", "int8_all", *on_gpu)
+    return whole_steps.step_case(bench, section, shape, made, precisions, BARS[section])
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
@@ -199,17 +184,18 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
             "section": case.section, "shape": case.shape, "variant": bar.variant, "against": bar.against,
             "bar": bar.limit, "at_most": bar.at_most, "unit": "x", "roofline": None, "why": None,
         }  # fmt: skip
-        missing = next((name for name in (bar.variant, bar.against) if name not in samples), None)
-        if missing is not None:
-            row["why"] = f"{missing}: {case.unavailable.get(missing, 'not measured')}"
-            rows.append(judged(row, None, None))
-            continue
-        ours, theirs = samples[bar.variant], samples[bar.against]
-        found = ratios(ours, theirs) if bar.at_most else ratios(theirs, ours)
-        least = case.least_s.get(bar.variant)
-        if least is not None:
-            row["roofline"] = least / theirs.median_s if bar.at_most else theirs.median_s / least
-        rows.append(judged(row, statistics.median(found), quartiles(found)))
+        missing = [name for name in (bar.variant, bar.against) if name not in samples]
+        found: list[float] = []
+        if missing:
+            row["why"] = f"{missing[0]}: {case.unavailable.get(missing[0], 'not measured')}"
+        else:
+            ours, theirs, least = samples[bar.variant], samples[bar.against], case.least_s.get(bar.variant)
+            found = ratios(ours, theirs) if bar.at_most else ratios(theirs, ours)
+            if least is not None:
+                row["roofline"] = least / theirs.median_s if bar.at_most else theirs.median_s / least
+        rows.append(
+            judged(row, statistics.median(found), quartiles(found)) if found else judged(row, None, None)
+        )
     return rows
 
 
@@ -218,12 +204,11 @@ def judged(row: dict[str, Any], value: float | None, spread: list[float] | None)
     bar, missed = row["bar"], None
     if value is not None:
         missed = max(0.0, value / bar - 1 if row["at_most"] else 1 - value / bar)
-    holds = None if missed is None else missed == 0.0
-    # Two variants that run the same kernels miss a bar of 1 every other time.
-    near = spread is not None and spread[0] <= bar <= spread[-1]
     return {
-        **row, "value": value, "quartiles": spread, "holds": holds, "missed_by": missed,
-        "within_spread": near,
+        **row, "value": value, "quartiles": spread, "missed_by": missed,
+        "holds": None if missed is None else missed == 0.0,
+        # Two variants that run the same kernels miss a bar of 1 every other time.
+        "within_spread": spread is not None and spread[0] <= bar <= spread[-1],
     }  # fmt: skip
 
 
@@ -245,28 +230,23 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
 
 def report(content: Mapping[str, Any]) -> None:
     """Print the bars, the speed of every variant, and what could not be measured."""
-    peaks = content["peaks"]
+    peaks, cases = content["peaks"], content["cases"]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
     copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
-    missing = {name: why for case in content["cases"] for name, why in case["unavailable"].items()}
-    by_section = {
-        section: [case for case in content["cases"] if case["section"] == section] for section in SECTIONS
-    }
+    missing = {name: why for case in cases for name, why in case["unavailable"].items()}
     verdicts = [row["holds"] for row in content["rows"] if row["holds"] is not None]
     show(
         _bars(content["rows"]),
-        *(_speeds(section, cases) for section, cases in by_section.items() if cases),
+        *(_speeds(name, of) for name in BARS if (of := [case for case in cases if case["section"] == name])),
         f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.",
         f"torchao: {content['torchao']['seen']}.",
         *(f"Not measured: {name}: {why}" for name, why in missing.items()),
         *(
             f"More than one core: {name}, {case['section']} {case['shape']}"
-            for case in content["cases"]
-            for name, entry in case["variants"].items()
-            if entry["cpu_share"] > 1.1
+            for case in cases for name, entry in case["variants"].items() if entry["cpu_share"] > 1.1
         ),
         f"{sum(verdicts)} of {len(verdicts)} bars hold.",
-    )
+    )  # fmt: skip
 
 
 def _bars(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -11,10 +11,10 @@ from matplotlib.colors import to_rgb
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from qsync import Precision
+from qsync.experiments.harness import milliseconds
 from qsync.experiments.harness.pictures import legend_below, new_figure
-from qsync.experiments.harness.tables import milliseconds
 from qsync.figures.style import FAINT, INK, PRECISION_COLOURS, save_png, strip_axes
-from qsync.records.precision import Precision
 
 
 def _lighter(colour: str) -> tuple[float, ...]:
@@ -25,12 +25,12 @@ def _lighter(colour: str) -> tuple[float, ...]:
 # Ours are filled in the precision's colour; peers are grey to white, hatched by what they are (Inductor,
 # torchao).
 _OURS = {"bf16": Precision.BF16, "int8": Precision.INT8, "int8_all": Precision.INT8_ALL, "fp8": Precision.FP8}
+# In the order in which they are drawn.
 _STYLES: dict[str, dict[str, Any]] = {
-    **{name: {"facecolor": PRECISION_COLOURS[precision]} for name, precision in _OURS.items()},
     **{
-        f"{name}{suffix}": {"facecolor": _lighter(PRECISION_COLOURS[precision])}
-        for name, precision in _OURS.items()
-        for suffix in (" + weight", " bf16 out", " contiguous")
+        f"{name}{suffix}": {"facecolor": _lighter(colour) if suffix else colour}
+        for name, colour in ((name, PRECISION_COLOURS[precision]) for name, precision in _OURS.items())
+        for suffix in ("", " contiguous", " + weight", " bf16 out")
     },
     "fp32 contiguous": {"facecolor": "#f4f5f7", "edgecolor": FAINT},
     "fp32 onednn": {"facecolor": "#d5dae0"},
@@ -41,43 +41,29 @@ _STYLES: dict[str, dict[str, Any]] = {
     "torchao int8, inductor": {"facecolor": "#e3e6ea", "edgecolor": "#6b7178", "hatch": "xxxx"},
     "torchao float8, inductor": {"facecolor": "#ffffff", "edgecolor": "#cc79a7", "hatch": "xxxx"},
 }
-_ORDER = (
-    "bf16", "bf16 contiguous", "int8", "int8 contiguous", "int8 + weight", "int8 bf16 out", "int8_all",
-    "int8_all bf16 out", "fp8", "fp8 bf16 out", "fp32 contiguous", "fp32 onednn", "autocast",
-    "inductor fp32", "inductor bf16", "torchao int8", "torchao int8, inductor", "torchao float8, inductor",
-)  # fmt: skip
 _ROOFLINE: dict[str, Any] = {"color": INK, "marker": "v", "markersize": 5, "markerfacecolor": "white"}
-_PANELS = (
-    ("linear forward", "Linear, forward"),
-    ("linear training", "Linear, forward and backward"),
-    ("conv forward", "Convolution, forward"),
-    ("conv training", "Convolution, forward and backward"),
-    ("bert", "Whole step"),
-    ("resnet", "Whole step"),
-)
+_PANELS = {
+    "linear forward": "Linear, forward", "linear training": "Linear, forward and backward",
+    "conv forward": "Convolution, forward", "conv training": "Convolution, forward and backward",
+    "bert": "Whole step", "resnet": "Whole step",
+}  # fmt: skip
 
 
 def draw(content: Mapping[str, Any], path: str | Path) -> Path:
     """Draw the cases of kernels.json: a panel per section, a group per shape, and a rule where a bar lies."""
     panels: dict[str, list[Mapping[str, Any]]] = {}
-    for section, title in _PANELS:
-        for case in content["cases"]:
-            if case["section"] == section:
-                panels.setdefault(title, []).append(case)
-    about = content["machine"]
-    where = (
-        ", ".join(about["gpus"][:1])
-        if content["device"].startswith("cuda")
-        else f"{about['processor']}, one thread"
-    )
-    figure = new_figure(
-        13, 1.3 + 2.75 * max(len(panels), 1), f"Times as fast as FP32 eager (measured, {where})"
-    )
+    for case in content["cases"]:
+        if case["section"] in _PANELS:
+            panels.setdefault(_PANELS[case["section"]], []).append(case)
+    about, on_gpu = content["machine"], content["device"].startswith("cuda")
+    where = ", ".join(about["gpus"][:1]) if on_gpu else f"{about['processor']}, one thread"
+    title = f"Times as fast as FP32 eager (measured, {where})"
+    figure = new_figure(13, 1.3 + 2.75 * max(len(panels), 1), title)
     shown: set[str] = set()
     for place, (title, cases) in enumerate(panels.items()):
         axes = figure.add_subplot(len(panels), 1, place + 1)
         shown |= _draw_panel(axes, title, cases, content["rows"])
-    handles: list[Any] = [Patch(**_style(name), label=name) for name in _ORDER if name in shown]
+    handles: list[Any] = [Patch(**_style(name), label=name) for name in _STYLES if name in shown]
     handles.append(Line2D([], [], color=INK, linewidth=2, label="bar"))
     handles.append(Line2D([], [], **_ROOFLINE, linewidth=0, label="roofline"))
     legend_below(figure, handles)
@@ -88,19 +74,18 @@ def _draw_panel(
     axes: Axes, title: str, cases: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> set[str]:
     """Draw one group of columns per case; return the names of the variants drawn."""
-    names = [name for name in _ORDER if any(name in case["variants"] for case in cases)]
-    position, ticks, top = 0.0, [], 1.0
+    names, position, ticks, top = set(), 0.0, [], 1.0
     for case in cases:
-        mine = [name for name in names if name in case["variants"]]
-        limits = {
-            row["variant"]: max(row["bar"], 0.0)
-            for row in rows
-            if (row["section"], row["shape"], row["against"]) == (case["section"], case["shape"], "fp32")
-        }
+        mine = [name for name in _STYLES if name in case["variants"]]
+        at = (case["section"], case["shape"], "fp32")
+        limits = {r["variant"]: r["bar"] for r in rows if (r["section"], r["shape"], r["against"]) == at}
         for offset, name in enumerate(mine):
             top = max(top, _draw_column(axes, position + offset, case, name, limits.get(name)))
-        ticks.append((position + (len(mine) - 1) / 2, _label(case)))
+        baseline_s = case["variants"][case["baseline"]]["median_s"]
+        label = f"{case['shape']}\nFP32 {milliseconds(baseline_s)}"
+        ticks.append((position + (len(mine) - 1) / 2, label))
         position += len(mine) + 1.4
+        names |= set(mine)
     axes.axhline(1.0, color=FAINT, linewidth=1, zorder=1)
     axes.set_xticks([x for x, _ in ticks], [label for _, label in ticks])
     axes.set_xlim(-1.0, position - 1.4)
@@ -108,7 +93,7 @@ def _draw_panel(
     axes.set_title(title, loc="left", fontsize=10, color=INK)
     axes.set_ylabel("x FP32", color=INK, fontsize=9)
     strip_axes(axes, "y")
-    return set(names)
+    return names
 
 
 def _draw_column(axes: Axes, x: float, case: Mapping[str, Any], name: str, limit: float | None) -> float:
@@ -130,10 +115,6 @@ def _draw_column(axes: Axes, x: float, case: Mapping[str, Any], name: str, limit
         bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
     )  # fmt: skip
     return max(reach, bound)
-
-
-def _label(case: Mapping[str, Any]) -> str:
-    return f"{case['shape']}\nFP32 {milliseconds(case['variants'][case['baseline']]['median_s'])}"
 
 
 def _style(name: str) -> dict[str, Any]:

@@ -13,17 +13,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import qsync
+from qsync import Precision
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.pairing import measure
 from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
 from qsync.experiments.kernels.roofline import training_flops
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.experiments.workloads import large_models
+from qsync.records.precision import PRECISIONS_BY_KIND
 
 Batch = dict[str, Tensor]
 CONTIGUOUS = " contiguous"
@@ -38,21 +40,13 @@ FP32_PRODUCTS = (
 
 def bert(bench: Bench, rows: int = 8, length: int = 128, **sizes: int) -> tuple[nn.Module, Batch]:
     """Make a BERT, 4 layers, 512 wide, 8 heads, and a batch of token sequences to classify."""
-    with peers.silent():
-        from transformers import BertConfig, BertForSequenceClassification
-
-    wanted: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "hidden_size": 512,
-        "num_attention_heads": 8,
-        "intermediate_size": 2048,
-    }
-    config = BertConfig(**{**wanted, **sizes})
+    wanted = {"num_hidden_layers": 4, "hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 2048}
     torch.manual_seed(bench.seed)
-    model = BertForSequenceClassification(config)
-    tokens = torch.randint(0, config.vocab_size, (rows, length))
+    with peers.silent():
+        model: Any = large_models.bert(**{**wanted, **sizes})
+    tokens = torch.randint(0, model.config.vocab_size, (rows, length))
     batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": torch.arange(rows) % 2}
-    return _on(model, bench.device), {key: value.to(bench.device) for key, value in batch.items()}
+    return model.to(bench.device), {key: value.to(bench.device) for key, value in batch.items()}
 
 
 def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[nn.Module, Batch]:
@@ -62,20 +56,12 @@ def resnet(bench: Bench, rows: int = 32, side: int = 64, **sizes: Any) -> tuple[
 
     wanted = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "embedding_size": 64}
     torch.manual_seed(bench.seed)
-    model = ResNetForImageClassification(
-        ResNetConfig(**{**wanted, "layer_type": "basic", "num_labels": 10, **sizes})
-    )
+    config = ResNetConfig(**{**wanted, "layer_type": "basic", "num_labels": 10, **sizes})
+    model: Any = ResNetForImageClassification(config)
     images = torch.randn(rows, 3, side, side, device=bench.device)
-    batch = {"pixel_values": _channels_last(images), "labels": torch.arange(rows, device=bench.device) % 10}
-    return _channels_last(_on(model, bench.device)), batch
-
-
-def _on(model: Any, device: torch.device) -> Any:
-    return model.to(device)
-
-
-def _channels_last(thing: Any) -> Any:
-    return thing.to(memory_format=torch.channels_last)
+    labels = torch.arange(rows, device=bench.device) % 10
+    last: dict[str, Any] = {"memory_format": torch.channels_last}
+    return model.to(bench.device, **last), {"pixel_values": images.to(**last), "labels": labels}
 
 
 def step_case(
@@ -98,47 +84,25 @@ def step_case(
         case.add(precision, partial(_wrapped_step, model, precision, batch), least_s=least.get(precision))
     if any(value.ndim == 4 for value in batch.values()):
         plain = {key: value.contiguous() for key, value in batch.items()}
-        whole: nn.Module = cast(Any, copy.deepcopy(model)).to(memory_format=torch.contiguous_format)
+        whole: Any = copy.deepcopy(model)
+        whole.to(memory_format=torch.contiguous_format)
         case.add("fp32" + CONTIGUOUS, lambda: _step(copy.deepcopy(whole), plain))
         for precision in precisions:
-            case.add(
-                precision + CONTIGUOUS,
-                partial(_wrapped_step, whole, precision, plain),
-                least_s=least.get(precision),
-            )
-    _add_peers(case, bench, model, batch)
+            make = partial(_wrapped_step, whole, precision, plain)
+            case.add(precision + CONTIGUOUS, make, least_s=least.get(precision))
+    linear = not any(isinstance(module, nn.Conv2d) for module in model.modules())
+    for peer in peers.peers_on(bench.device, bench.inductor, linear):
+        case.add(peer.name, partial(_peer_step, bench, peer, model, batch), theirs=True)
     return case
 
 
-def _add_peers(case: Case, bench: Bench, model: nn.Module, batch: Batch) -> None:
-    def make(
-        change: Callable[[nn.Module], nn.Module] = lambda model: model,
-        autocast: bool = False,
-        compiled: bool = False,
-    ) -> Callable[[], Run]:
-        def made() -> Run:
-            mine = change(copy.deepcopy(model))
-            call = peers.compiled(mine) if compiled else mine
-            return _step(mine, batch, peers.under_autocast(call, bench.device) if autocast else call)
-
-        return made
-
-    makers = {"autocast": make(autocast=True)}
-    if bench.inductor:
-        makers["inductor fp32"] = make(compiled=True)
-        makers["inductor bf16"] = make(autocast=True, compiled=True)
-    if not any(isinstance(module, nn.Conv2d) for module in model.modules()):  # torchao has linear layers only
-        makers["torchao int8"] = make(_torchao_int8)
-        if bench.inductor:
-            makers["torchao int8, inductor"] = make(_torchao_int8, compiled=True)
-        if bench.device.type == "cuda":
-            makers["torchao float8, inductor"] = make(peers.torchao_float8, compiled=True)
-    for name, maker in makers.items():
-        case.add(name, maker, theirs=True)
-
-
-def _torchao_int8(model: nn.Module) -> nn.Module:
-    return peers.with_contiguous_gradients(peers.torchao_int8(model))
+def _peer_step(bench: Bench, peer: peers.Peer, model: nn.Module, batch: Batch) -> Run:
+    mine = copy.deepcopy(model)
+    if peer.torchao:
+        mine = peers.torchao(mine, peer.torchao)
+    if peer.torchao == "module_swap":
+        mine = peers.with_contiguous_gradients(mine)
+    return _step(mine, batch, peer.call(mine, bench.device))
 
 
 def _wrapped_step(model: nn.Module, precision: str, batch: Batch) -> Run:
@@ -147,8 +111,7 @@ def _wrapped_step(model: nn.Module, precision: str, batch: Batch) -> Run:
 
 def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:
     """Return one training step of the model, called as `call`."""
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
     run = model if call is None else call
 
     def step() -> None:

@@ -1,5 +1,1 @@
-"""Levers, predicted and measured.
-
-`measured_levers`  the experiment
-`lever_ranks`      one of its ranks
-"""
+"""Levers, predicted and measured: `measured_levers`."""

@@ -9,17 +9,41 @@ memory instead: precisions without levers, and with as many blocks saving less a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
+import torch.distributed as dist
 import typer
 from rich.table import Table
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run
-from qsync.experiments.harness.processes import start_ranks
-from qsync.experiments.harness.tables import table as table_of
-from qsync.records.json_files import read_json
+import qsync
+from qsync import Plan, api
+from qsync.allocator import allocate, search
+from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
+from qsync.distributed import job
+from qsync.distributed.agreement import agree
+from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
+from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
+from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
+from qsync.experiments.memory.memory_runs import loss_of, parts_of
+from qsync.experiments.workloads.workload import make_optimizer
+from qsync.records.basis import Basis
+from qsync.records.levers import ClassLevers, Levers
+from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer.levers.recomputation import blocks
+
+PRECISIONS = ("fp32", "bf16", "int8")
+# Steps of each plan in its turn, and how many of them are left out at its begin.
+STEPS, WARM = 9, 3
+# How much longer than the least step, where what is compared is variance.
+SLACK = 0.15
+# With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
+TIGHT, TIGHT_SLACK = 0.95, 0.1
 
 
 def main(
@@ -35,33 +59,166 @@ def main(
     config = {"model": model, "turns": turns, "trials": trials, "weak_share": weak_share, "tight": tight}
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
 
-    def measure() -> list[dict[str, Any]]:
-        start_ranks("qsync.experiments.levers.lever_ranks", {**config, "out": str(out.absolute())})
-        rows: list[dict[str, Any]] = read_json(out / "rows.json")["rows"]
-        return rows
-
-    rows = experiment.piece("tight" if tight else "levers", measure)
+    name = "tight" if tight else "levers"
+    rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
     experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)])
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return the table: steps and memory peaks, predicted and measured, and the variance each plan adds."""
-    cells = []
-    for row in rows:
-        predicted, measured = (
-            " / ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in row[f"{what}_bytes"])
-            for what in ("predicted", "measured")
-        )
-        late = row["predicted_s"] / row["measured_s"] - 1
-        cells.append([
-            row["plan"], f"{row['predicted_s'] * 1e3:.0f} ms ({late:+.1%})",
-            f"{row['measured_s'] * 1e3:.0f} ms", predicted, measured, f"{row['added_variance']:.1e}",
-        ])  # fmt: skip
-    headings = (
+
+    def mebibytes(row: Mapping[str, Any], what: str) -> str:
+        return " / ".join(f"{num_bytes / 2**20:.1f}" for num_bytes in row[f"{what}_bytes"])
+
+    return table_of("Levers (measured; the weak rank is emulated)", (
         "", "step, predicted", "measured", "peak of either rank, MiB, predicted", "measured", "added variance"
-    )  # fmt: skip
-    return table_of("Levers (measured; the weak rank is emulated)", headings, cells)
+    ), ([
+        row["plan"],
+        f"{row['predicted_s'] * 1e3:.0f} ms ({row['predicted_s'] / row['measured_s'] - 1:+.1%})",
+        f"{row['measured_s'] * 1e3:.0f} ms", mebibytes(row, "predicted"), mebibytes(row, "measured"),
+        f"{row['added_variance']:.1e}",
+    ] for row in rows))  # fmt: skip
+
+
+def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Return a row for each plan: seconds of a step and bytes at its peak, predicted and measured."""
+    share, rank = place.measured_share(), dist.get_rank()
+    name = WEAK if rank else FAST
+    model, batch, loss_fn = parts_of(config["model"], rank)
+    loss, trials = loss_of(loss_fn), config["trials"]
+    own = job.detect_rank(model, share, name)
+    whole = _basis(job.TrainingStep(model, batch, loss), own, save_less=config["tight"])
+    if config["tight"]:
+        found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
+    else:
+        smaller = tuple(t[: len(t) // 2] for t in batch)
+        half = _basis(job.TrainingStep(model, smaller, loss), own)
+        other = Sized(half.graph, half.profiles)
+        found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
+    assert found is not None
+    plans = {title: Plan.from_json(plan) for title, plan in found.items()}
+    times: dict[str, list[float]] = {title: [] for title in plans}
+    peaks: dict[str, list[int]] = {}
+    for _ in range(config["turns"]):
+        for title, plan in plans.items():
+            steps = _Steps(model, plan, name, batch, loss)
+            times[title].append(statistics.median([steps.timed() for _ in range(STEPS)][WARM:]))
+            peaks[title] = agree("memory", steps.peak_bytes)
+    return [
+        {
+            "plan": title,
+            "levers": {c: str(entry) for c, entry in plan.levers.classes.items()} if plan.levers else {},
+            "saving_less": {c: list(entry.saving_less) for c, entry in plan.classes.items()},
+            "budgets": dict(plan.budgets), "bucket_cap_bytes": plan.bucket_cap_bytes,
+            "added_variance": plan.added_variance, "predicted_s": plan.step_s,
+            "measured_s": statistics.median(times[title]), "turns_s": times[title],
+            "predicted_bytes": [plan[c].predicted.memory_bytes for c in (FAST, WEAK)],
+            "measured_bytes": peaks[title],
+        }
+        for title, plan in plans.items()
+    ]  # fmt: skip
+
+
+def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> Basis:
+    torch._dynamo.reset()
+    graph = job.form_graph(step)
+    options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
+    return form_basis(step, rank, graph, job.form_cluster(rank), options)
+
+
+def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
+    """Return plans in FP32 with one lever each, then with precisions: without levers, and as searched."""
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+    captured, slow = basis.graph.batch_shapes[0][0], 1e3  # so long a target is always reached
+
+    def fp32(levers: Mapping[str, ClassLevers]) -> Plan:
+        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, Levers(levers), other)
+        return allocate(basis.graph, profiles, *parts[2:], pins={"*": "fp32"}, target_s=slow)
+
+    some = blocks(basis.graph)[:2]
+    quarter = captured // 4
+    shares = {FAST: ClassLevers(captured + quarter), WEAK: ClassLevers(captured - quarter)}
+    target_s = (allocate(*parts).target_s or 0.0) * (1 + SLACK)
+    plans = {
+        "FP32": fp32({}),
+        "FP32, a quarter less on the weak rank": fp32(shares),
+        "FP32, two passes on the weak rank": fp32({WEAK: ClassLevers(passes=2)}),
+        "FP32, two blocks recomputed on the weak rank": fp32({WEAK: ClassLevers(recomputed=some)}),
+        "precisions alone": allocate(*parts, target_s=target_s),
+        "searched levers and precisions": search(
+            *parts, levers=["share", "buckets"], other=other, trials=trials, target_s=target_s,
+            solver="greedy",
+        ),
+    }  # fmt: skip
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
+    """Return plans for little memory on the weak rank.
+
+    In FP32 as torch saves, and with two blocks saving less; then in less memory than FP32 needs however much
+    saves less, with a tenth more time than its step: precisions alone, and as searched.
+    """
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+
+    def fp32(patterns: Patterns) -> Plan:
+        return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
+
+    every = {patterns: fp32(patterns) for patterns in save_less_steps(basis.graph, basis.profiles[WEAK])}
+    needed = min(plan[WEAK].predicted.memory_bytes for plan in every.values())
+    whole, *_ = every.values()
+    options: dict[str, Any] = {
+        "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
+    }  # fmt: skip
+    plans = {
+        "FP32": whole,
+        "FP32, two blocks saving less on the weak rank": list(every.values())[2],
+        "precisions alone": allocate(*parts, **options),
+        "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
+    }
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+class _Steps:
+    """A model in training on this rank, as a plan says."""
+
+    def __init__(
+        self, model: torch.nn.Module, plan: Plan, name: str, batch: Any, loss: Callable[..., torch.Tensor]
+    ) -> None:
+        torch._dynamo.reset()
+        api.wrap(model, plan, device_class=name)
+        cap = plan.bucket_cap_bytes
+        self._ddp, self._loss = job.in_ddp(model, cap / 2**20 if cap else None), loss
+        share = plan.levers[name] if plan.levers else ClassLevers()
+        samples = share.samples or len(batch[0])
+        twice = [torch.cat([t, t]) for t in batch]  # shares of more than the batch that was profiled
+        self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes
+        if share.samples is not None:
+            qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
+        self._optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._buckets = 0
+
+    def timed(self) -> float:
+        """Return the seconds of one step."""
+        begun = time.perf_counter()
+        self._step()
+        return time.perf_counter() - begun
+
+    def peak_bytes(self) -> int:
+        """Return the bytes at the peak of one step: those that stay, and those of the step."""
+        self._step()
+        comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
+        tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]
+        held = sum(t.nbytes for t in tensors) + state_bytes(self._optimizer)
+        return held + self._buckets + comes_and_goes
+
+    def _step(self) -> None:
+        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
+            self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._buckets = sum(bucket_bytes(self._ddp))
+        self._optimizer.zero_grad(set_to_none=True)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,7 +1,6 @@
 """Predicted bytes against measured ones.
 
 `memory_error`    the experiment, and the margin of every plan
-`memory_runs`     models in training under plans
-`memory_ranks`    the same on two real ranks
+`memory_runs`     models in training under plans, on one rank and on two
 `saved_bytes`     bytes saved for backward
 """

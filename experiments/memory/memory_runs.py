@@ -1,25 +1,40 @@
-"""Models in training under plans, and the bytes that each takes: the runs of memory_error.py."""
+"""Models in training under plans, and the bytes that each takes: the runs of memory_error.py.
+
+On one rank, and on two real ones: random plans, a different one on each, and plans accepted under budgets. A
+rank of a job takes memory that a process alone does not: buckets as DDP builds and rebuilds them between
+ranks, all-reduces in flight while backward goes on, buffers broadcast before forward.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, product
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from qsync.distributed.job import in_ddp
+import qsync
+from qsync import Cluster, Link, OpGraph, Precision, Profile
+from qsync.backend.device_detection import detect_class
+from qsync.distributed import job
+from qsync.distributed.agreement import agree
+from qsync.errors import InfeasibleError
 from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.saved_bytes import saved_bytes
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Batch, make_optimizer, seeded
+from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory import peak
-from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.progress import shown_on_rank_zero
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.records.save_less import can_save_less
 from qsync.runtime import program
 
@@ -28,6 +43,16 @@ DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attenti
 MODELS = (*NAMES, DROPPING)
 TINY = "tiny"  # a GPT for tests
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
+
+# Budgets, as parts of what FP32 needs at its peak.
+SHARES = (0.95, 0.85, 0.75, 0.95)
+INDICATORS = 4  # the first is the default, the others are random, so that plans differ
+# So much longer than the least a step may take: it is memory that shall decide, not time.
+SLACK = 2.0
+# Where memory binds, the exact solver proves little and would take all the time it is given.
+PLANNING_S = 1.0
+# No rank waits in vain here, but one may be stopped for long while others measure times.
+TIMEOUT_S = 7200.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +75,7 @@ class Trained:
     ) -> None:
         self.model, self.batch, self.loss_fn = model.train(), batch, loss_fn
         self.program = program.attach(model, lambda graph: {})
-        self.ddp = in_ddp(model, bucket_cap_mb)
+        self.ddp = job.in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self.buckets: list[int] = []  # bytes of each, as the last step had them
         for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it
@@ -129,15 +154,17 @@ def parts_of(name: str, rank: int = 0) -> tuple[nn.Module, Batch, Callable[..., 
     workload = subject("gpt" if name in (DROPPING, TINY) else name)
     inputs, targets = workload.batch(SEED, 0, rank)
     if name == TINY:
-        return (
-            seeded(lambda: Gpt(1, 64, 2, context=64), SEED),
-            (inputs[:, :64], targets[:, :64]),
-            workload.loss_fn,
-        )
+        model = seeded(lambda: Gpt(1, 64, 2, context=64), SEED)
+        return model, (inputs[:, :64], targets[:, :64]), workload.loss_fn
     if name == DROPPING:
         classes = torch.arange(len(inputs)) % 2
         return seeded(_Dropping, SEED), (inputs, classes), nn.functional.cross_entropy
     return workload.make_model(SEED), (inputs, targets), workload.loss_fn
+
+
+def loss_of(loss_fn: Callable[..., torch.Tensor]) -> Callable[[nn.Module, Any], torch.Tensor]:
+    """Return the loss as a function of a model and a batch."""
+    return lambda model, batch: loss_fn(model(batch[0]), batch[1])
 
 
 class _Dropping(nn.Module):
@@ -145,13 +172,10 @@ class _Dropping(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(
+        self.bert = bert(
             vocab_size=256, hidden_size=256, num_hidden_layers=4, num_attention_heads=4,
             intermediate_size=1024, max_position_embeddings=128,
         )  # fmt: skip
-        self.bert = BertForSequenceClassification(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != 32).long()).logits
@@ -165,10 +189,91 @@ def drawn(graph: OpGraph, number: int, seed: int = SEED) -> Choice:
     share = draw.choice((0.0, 0.3, 0.6, 1.0))
     assignment = {}
     for op in graph.adjustable:
-        precision = draw.choices(PRECISIONS, weights)[0]
-        if precision is Precision.INT8_ALL and precision not in PRECISIONS_BY_KIND[op.kind]:
+        able, precision = PRECISIONS_BY_KIND[op.kind], draw.choices(PRECISIONS, weights)[0]
+        if precision is Precision.INT8_ALL and precision not in able:
             precision = Precision.INT8
-        assignment[op.name] = precision if precision in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
-    return Choice(
-        assignment, tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share)
-    )
+        assignment[op.name] = precision if precision in able else Precision.FP32
+    saving = tuple(op.name for op in graph.ops if can_save_less(op) and draw.random() < share)
+    return Choice(assignment, saving)
+
+
+def run_ranks(models: Sequence[str], num_plans: int, seed: int) -> list[dict[str, Any]]:
+    """Return a row for each plan of each model on each of two ranks, from processes that torchrun starts.
+
+    Rows of random plans have the bytes of `Trained.measure`; of accepted ones also their budget. Raises
+    QSyncError when a rank failed.
+    """
+    config = {"models": list(models), "num_plans": num_plans, "seed": seed}
+    rows: list[dict[str, Any]] = run_on_ranks(measured, config, command="memory", timeout_s=TIMEOUT_S)
+    return rows
+
+
+def measured(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Return the rows of all ranks."""
+    rows: list[dict[str, Any]] = []
+    with shown_on_rank_zero("qsync: memory of two ranks") as progress:
+        for name in config["models"]:
+            progress(name)
+            found = list(rows_of(name, config["num_plans"], config["seed"]))
+            for own in agree("gathering what was measured", lambda found=found: found):  # type: ignore[misc]
+                rows += own
+    return rows
+
+
+def rows_of(name: str, num_plans: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Yield what this rank measures of one model, in step with the other."""
+    rank = dist.get_rank()
+    planned = accepted(name, rank)
+    torch._dynamo.reset()
+    trained = Trained(*parts_of(name, rank), BUCKET_CAP_MB)
+    about = {"model": name, "rank": rank, "seed": seed}
+    for number in range(num_plans):
+        choice = drawn(trained.graph, 2 * number + rank, seed)
+        yield {**about, "part": "two ranks", "plan": number, **trained.measure(choice)}
+    for number, plan in enumerate(planned):
+        if plan is None:
+            yield {**about, "part": "refused", "plan": number}
+            continue
+        budget, assignment = plan[rank]
+        found = trained.measure(Choice({op: Precision(p) for op, p in assignment.items()}))
+        yield {**about, "part": "accepted", "plan": number, **found, "budget_bytes": budget}
+
+
+def accepted(name: str, rank: int) -> list[list[Any] | None]:
+    """Return plans that `qsync.plan` accepts when each class may have a part of what FP32 takes.
+
+    For each plan the budget and the assignment of every class, in rank order; None where it accepts none. Two
+    classes, profiled one on each rank; the plans are rank 0's.
+    """
+    torch._dynamo.reset()
+    model, batch, loss_fn = parts_of(name, rank)
+    loss = loss_of(loss_fn)
+    own = replace(detect_class(torch.device("cpu")), name=(FAST, WEAK)[rank])
+    profile = agree("profiling", lambda: qsync.profile(
+        model, batch, loss, device_class=own, rounds=1, make_optimizer=make_optimizer(1e-3)
+    ).to_json())  # fmt: skip
+    graph = job.form_graph(job.TrainingStep(model, batch, loss))
+    profiles = {entry["device_class"]: Profile.from_json(entry) for entry in profile}
+    cluster = Cluster(tuple(replace(own, name=name) for name in profiles), Link(1e-4, 1e9))
+
+    def planned() -> Iterator[list[Any] | None]:
+        plain = lower(graph, {})
+        full = {
+            name: peak.peak_memory(plain, optimizer_bytes=one.optimizer_bytes, num_ranks=2).peak_bytes
+            for name, one in profiles.items()
+        }
+        for number, shares in product(range(INDICATORS), pairwise(SHARES)):
+            options = {"indicator": "random", "seed": number} if number else {}
+            sensitivity = qsync.sensitivity(model, [batch], loss, **options)
+            budgets = {name: int(share * full[name]) for name, share in zip(full, shares, strict=True)}
+            try:
+                plan = qsync.plan(
+                    graph, profiles, sensitivity, cluster, budgets=budgets, slack=SLACK,
+                    time_limit_s=PLANNING_S,
+                )  # fmt: skip
+            except InfeasibleError:
+                yield None
+            else:
+                yield [[budgets[name], dict(plan[name].assignment)] for name in (FAST, WEAK)]
+
+    return agree("planning", lambda: list(planned()) if rank == 0 else [])[0]

@@ -21,19 +21,22 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, run
+from qsync import OpGraph, Precision
+from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
 from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.peers import under_autocast
-from qsync.experiments.harness.tables import table as table_of
 from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.workload import seeded
 from qsync.predictor.memory.peak import peak_memory
-from qsync.records.graph import OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
 SEED = 0
+BERT: dict[str, Any] = {
+    "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 2048,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
 TORCH, AUTOCAST = "torch, fp32", "torch.autocast, bf16"
 # Precisions by preference.
 ALTERNATIVES: dict[str, tuple[Precision, ...]] = {
@@ -71,8 +74,12 @@ def cases() -> tuple[Case, ...]:
     """Return one linear, a BERT of 4 layers 512 wide, and a ResNet-18 for small images."""
     return (
         Case("linear 1024 x 768 -> 3072", _Shifted, lambda n: {"input": _normal(1024 * n, 768)}),
-        Case("BERT 4 x 512, batch 8 x 128", _bert, _tokens),
-        Case("ResNet-18, batch 16 of 32 x 32", _resnet, lambda n: {"images": _normal(16 * n, 1, 32, 32)}),
+        Case("BERT 4 x 512, batch 8 x 128", lambda: bert(**BERT), _tokens),
+        Case(
+            "ResNet-18, batch 16 of 32 x 32",
+            lambda: ResNet((64, 128, 256, 512)),
+            lambda n: {"images": _normal(16 * n, 1, 32, 32)},
+        ),
     )
 
 
@@ -93,13 +100,13 @@ def count(case: Case, rounds: int, progress: Callable[[str], None]) -> list[dict
             run(**batch)  # compiled here, so that only the step is counted
             known = [*batch.values(), *model.parameters(), *model.buffers()]
             counts.append(saved_bytes(partial(run, **batch), known))
-            predictions.append(_predicted(model) if chosen else None)
+            predictions.append(_predicted(model) if chosen else 0)
             steps.setdefault(name, _step(model, run, batch))
-        row: dict[str, Any] = {"model": case.name, "way": name, "activation_bytes": counts[1] - counts[0]}
-        one, two = predictions
-        row["predicted_bytes"] = None if one is None or two is None else two - one
-        row["beside_bytes"] = 2 * counts[0] - counts[1]
-        rows.append(row)
+        rows.append({
+            "model": case.name, "way": name, "activation_bytes": counts[1] - counts[0],
+            "predicted_bytes": predictions[1] - predictions[0] if chosen else None,
+            "beside_bytes": 2 * counts[0] - counts[1],
+        })  # fmt: skip
     progress(f"{case.name}, timing")
     samples = measure(steps, rounds, torch.device("cpu"), sample_s=0.0)
     for row in rows:
@@ -181,17 +188,6 @@ class _Shifted(nn.Module):
         return y
 
 
-def _bert() -> nn.Module:
-    return bert(
-        hidden_size=512, num_hidden_layers=4, num_attention_heads=8, intermediate_size=2048,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-
-
-def _resnet() -> nn.Module:
-    return ResNet((64, 128, 256, 512))
-
-
 def _tokens(num: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(0, 30000, (8 * num, 128), generator=generator)
@@ -218,4 +214,4 @@ def _table(name: str, rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

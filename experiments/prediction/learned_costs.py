@@ -10,7 +10,7 @@ without any sample of the shape, and models without any sample of the model. Pro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,11 +20,9 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync import api, cost_learning
-from qsync.errors import QSyncError
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Out, run, show
+from qsync import OpGraph, Precision, Profile, QSyncError, api, cost_learning
+from qsync.experiments.harness import Again, Experiment, Fresh, Out, bar, run_command, show, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.tables import table
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.lowering.incremental import Lowering
@@ -32,9 +30,6 @@ from qsync.predictor.cost_model.fill_profile import priced_as
 from qsync.predictor.cost_model.model import CostModel, Fit, asked, held_out_shapes, spread
 from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
-from qsync.records.graph import OpGraph
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
 from qsync.replayer import ClassCosts
 
 OUT = Path("experiments/results/learned_costs")
@@ -62,10 +57,9 @@ def main(
     with experiment.progress():
         sheet = measure(experiment, num, rounds)
     content = evaluate({"sheet": sheet.to_json()}, read(out))
-    found = verdicts(content)
-    bars = [{"name": name, "measured": beats, "limit": True, "holds": beats} for name, beats in found.items()]
+    bars = [bar(name, beats, True) for name, beats in verdicts(content).items()]
     experiment.finish(content, bars=bars, tables=[_table(content)])
-    show(*_lines(content))
+    show(*(f"{'beats both baselines' if of['holds'] else 'DOES NOT beat both'}: {of['name']}" for of in bars))
 
 
 def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
@@ -78,15 +72,14 @@ def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
         experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
     )
     size = cost_learning.NUM_PER_PROFILE
-    jobs: dict[str, Callable[[], Measured]] = {}
-    if not experiment.again:
-        chosen = cost_learning.choose_calls(num, sheet)
-        for i in range(0, len(chosen), size):
-            jobs[f"cells-{i // size}"] = partial(
-                cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
-            )
-    for name in NAMES:
-        jobs[name] = partial(_profiled, name, rounds)
+    chosen = [] if experiment.again else cost_learning.choose_calls(num, sheet)
+    jobs: dict[str, Callable[[], Measured]] = {
+        f"cells-{i // size}": partial(
+            cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
+        )
+        for i in range(0, len(chosen), size)
+    }
+    jobs |= {name: partial(_profiled, name, rounds) for name in NAMES}
     for name, job in jobs.items():
         experiment.piece(name, partial(_saved, experiment.out, name, job))
     return sheet
@@ -120,36 +113,30 @@ def read(out: Path) -> dict[str, Measured]:
 def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[str, Any]:
     """Return the errors of every method: of shapes and models held out."""
     sheet = DataSheet.from_json(about["sheet"])
-    samples = {name: samples_of(*found, sheet) for name, found in measured.items()}
-    cells = [s for name, found in samples.items() if name.startswith("cells") for s in found]
-    models = [name for name in measured if not name.startswith("cells")]
-    all_samples = cells + [s for name in models for s in samples[name]]
-    shapes = {
-        method: _by_kind(all_samples, held_out_shapes(all_samples, fit)) for method, fit in METHODS.items()
-    }
+    names = sorted(measured, key=lambda name: not name.startswith("cells"))  # cells come first
+    samples = {name: samples_of(*measured[name], sheet) for name in names}
+    every = [sample for found in samples.values() for sample in found]
+    shapes = {method: _by_kind(every, held_out_shapes(every, fit)) for method, fit in METHODS.items()}
     held, steps = {}, {}
-    for name in models:
-        others = cells + [s for other in models if other != name for s in samples[other]]
+    for name in (name for name in names if not name.startswith("cells")):
+        others = [s for other, found in samples.items() if other != name for s in found]
         priced = {method: fit(others) for method, fit in METHODS.items()}
-        held[name] = {
-            method: _by_kind(samples[name], model.seconds([asked(s) for s in samples[name]]))
-            for method, model in priced.items()
-        }
-        steps[name] = {method: _steps(measured[name], model, sheet) for method, model in priced.items()}
-    body = {"num_samples": len(all_samples), "held_out_shapes": shapes, "held_out_models": held}
+        calls = [asked(sample) for sample in samples[name]]
+        held[name] = {of: _by_kind(samples[name], model.seconds(calls)) for of, model in priced.items()}
+        steps[name] = {of: _steps(measured[name], model, sheet) for of, model in priced.items()}
+    body = {"num_samples": len(every), "held_out_shapes": shapes, "held_out_models": held}
     return {**about, **body, "whole_steps": steps}
 
 
 def _by_kind(samples: Sequence[Sample], predicted: Any) -> dict[str, tuple[float, float]]:
     """Return median and 95th percentile of |predicted / measured - 1|, by kind of operator and of all."""
     errors = np.abs(predicted / np.array([s.seconds for s in samples]) - 1)
-    kinds = {
-        kind: [e for s, e in zip(samples, errors, strict=True) if s.call.kind == kind]
-        for kind in dict.fromkeys(s.call.kind for s in samples)
-    }
+    by_kind: dict[str, list[float]] = {}
+    for sample, error in zip(samples, errors, strict=True):
+        by_kind.setdefault(sample.call.kind, []).append(error)
     long = [error for sample, error in zip(samples, errors, strict=True) if sample.seconds >= LONG_S]
-    by_kind = {kind: spread(found) for kind, found in sorted(kinds.items())}
-    return {**by_kind, "all": spread(errors), LONG: spread(long)}
+    parts = {**dict(sorted(by_kind.items())), "all": errors, LONG: long}
+    return {part: spread(found) for part, found in parts.items()}
 
 
 def _steps(found: Measured, model: Any, sheet: DataSheet) -> dict[str, float]:
@@ -205,19 +192,11 @@ def _table(content: Mapping[str, Any]) -> Table:
     for name, entry in content["held_out_models"].items():
         rows += [cells(f"model: {name}", entry, "all"), cells(f"model: {name}, {LONG}", entry, LONG)]
     for name, entry in content["whole_steps"].items():
-        rows.append([f"step: {name}", *(_signed(entry[method]) for method in METHODS)])
+        signed = (", ".join(f"{p} {e:+.0%}" for p, e in entry[method].items()) for method in METHODS)
+        rows.append([f"step: {name}", *signed])
     rows.append(["steps", *(_percent(spread(found)) for found in whole_steps(content).values())])
     title = "|predicted / measured - 1|, median / 95th percentile (measured)"
-    return table(title, ("held out", *METHODS), rows)
-
-
-def _lines(content: Mapping[str, Any]) -> Iterator[str]:
-    for name, holds in verdicts(content).items():
-        yield f"{'beats both baselines' if holds else 'DOES NOT beat both'}: {name}"
-
-
-def _signed(errors: Mapping[str, float]) -> str:
-    return ", ".join(f"{p} {e:+.0%}" for p, e in errors.items())
+    return table_of(title, ("held out", *METHODS), rows)
 
 
 def _percent(found: Sequence[float]) -> str:
@@ -225,4 +204,4 @@ def _percent(found: Sequence[float]) -> str:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -12,19 +12,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import qsync
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
+from qsync import Plan, Precision
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of, yes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
-from qsync.experiments.harness.tables import table, yes
 from qsync.experiments.workloads.large_models import bert, bert_graph, llama_70b, synthetic_basis, tokens
-from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
+from qsync.records.plans import ClassPlan
 
 STARTS, PLANS = 10, 5
 PAIRED_STEPS, WARM_UPS = 30, 3
@@ -48,19 +46,18 @@ def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
         ]
         for row in rows
     ]
-    shown = table("Limits (measured)", ("what", "measured", "limit", "holds", "how"), cells)
+    shown = table_of("Limits (measured)", ("what", "measured", "limit", "holds", "how"), cells)
     experiment.finish({"limits": rows}, bars=rows, tables=[shown])
 
 
 def import_time() -> list[dict[str, Any]]:
     """Measure how long `import qsync` takes in a fresh interpreter."""
     code = "import time; t = time.perf_counter(); import qsync; print(time.perf_counter() - t)"
-    times = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(STARTS)
-    ]
+    command = [sys.executable, "-c", code]
+    runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(STARTS)]
+    seconds = statistics.median(float(run.stdout) for run in runs)
     how = f"median of {STARTS} fresh interpreters"
-    return [_row("import qsync", statistics.median(times) * 1e3, 50.0, "ms", how)]
+    return [_row("import qsync", seconds * 1e3, 50.0, "ms", how)]
 
 
 def plan_time() -> list[dict[str, Any]]:
@@ -69,11 +66,15 @@ def plan_time() -> list[dict[str, Any]]:
         basis = synthetic_basis(bert_graph())
         basis.save(folder)
         command = ["-m", "qsync.commands.main", "plan", folder, "--out", f"{folder}/plan.json"]
-        seconds = statistics.median(_wall_s(command) for _ in range(PLANS))
+        times = []
+        for _ in range(PLANS):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
+            times.append(time.perf_counter() - start)
         lowered = sum(len(entry.lowered) for entry in Plan.load(f"{folder}/plan.json").classes.values())
     size = f"{len(basis.graph.adjustable)} operators, {lowered} lowered"
     how = f"wall time of the command, median of {PLANS}; {size}; SYNTHETIC profiles"
-    return [_row("qsync plan, BERT-base", seconds, 2.0, "s", how)]
+    return [_row("qsync plan, BERT-base", statistics.median(times), 2.0, "s", how)]
 
 
 def large_capture() -> list[dict[str, Any]]:
@@ -122,6 +123,7 @@ def compare_steps() -> dict[str, Any]:
     graph = qsync.capture(wrapped, batches[0])
     assignment = {op.name: Precision.FP32 for op in graph.adjustable}
     qsync.wrap(wrapped, Plan(graph.model, graph.hash, {"here": ClassPlan(assignment)}))
+    both = list(zip(plain.parameters(), wrapped.parameters(), strict=True))
     models = {"plain": plain, "wrapped": wrapped}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
     times: dict[str, list[float]] = {"plain": [], "wrapped": []}
@@ -138,8 +140,8 @@ def compare_steps() -> dict[str, Any]:
             optimizers[name].step()
             times[name].append(time.perf_counter() - start)
         same = same and torch.equal(losses["plain"], losses["wrapped"])
-        same = same and _equal([p.grad for p in plain.parameters()], [p.grad for p in wrapped.parameters()])
-    same = same and _equal(list(plain.parameters()), list(wrapped.parameters()))
+        same = same and all(_equal(ours.grad, theirs.grad) for ours, theirs in both)
+    same = same and all(torch.equal(ours, theirs) for ours, theirs in both)
     pairs = list(zip(times["wrapped"][WARM_UPS:], times["plain"][WARM_UPS:], strict=True))
     return {
         "ratio": statistics.median(a / b for a, b in pairs),
@@ -148,15 +150,8 @@ def compare_steps() -> dict[str, Any]:
     }
 
 
-def _equal(ours: Sequence[torch.Tensor | None], theirs: Sequence[torch.Tensor | None]) -> bool:
-    pairs = zip(ours, theirs, strict=True)
-    return all(a is b is None or (a is not None and b is not None and torch.equal(a, b)) for a, b in pairs)
-
-
-def _wall_s(arguments: Sequence[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], stdout=subprocess.DEVNULL, check=True)
-    return time.perf_counter() - start
+def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    return ours is theirs is None or (ours is not None and theirs is not None and torch.equal(ours, theirs))
 
 
 def _shown(value: Any, unit: str) -> str:
@@ -168,4 +163,4 @@ def _row(name: str, measured: Any, limit: Any, unit: str, how: str) -> dict[str,
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

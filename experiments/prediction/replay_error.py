@@ -13,6 +13,7 @@ profile that took turns with its steps. The simpler predictions use the same pro
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -21,23 +22,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.axes import Axes
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run
-from qsync.experiments.harness.pictures import new_figure, open_axes
+from qsync import Cluster, OpGraph, Precision, Profile
+from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, bar, run_command, table_of, yes
+from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
-from qsync.experiments.harness.tables import table as table_of
-from qsync.experiments.harness.tables import yes
 from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
-from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import Precision
-from qsync.records.profiles import Cost, Profile
+from qsync.records.profiles import Cost
 from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Validation, percentile
 
@@ -67,11 +63,8 @@ def main(
         run_validation(name, num_ranks=num_ranks, num_plans=plans, turns=turns, seed=seed, out=folder)
         return judge(name, num_ranks, folder)
 
-    results = [
-        experiment.piece(f"{name}-{num}", partial(measure, name, num))
-        for name in model or NAMES
-        for num in ranks or (1, 2)
-    ]
+    chosen = itertools.product(model or NAMES, ranks or (1, 2))
+    results = [experiment.piece(f"{name}-{num}", partial(measure, name, num)) for name, num in chosen]
     experiment.finish(
         {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
         picture=draw, tables=[table(results)],
@@ -80,37 +73,30 @@ def main(
 
 def judge(name: str, num_ranks: int, folder: Path) -> dict[str, Any]:
     """Return the errors of every method on one model's runs, as parts of the measured step."""
-    validation = Validation.load(folder / "validation.json")
+    runs = Validation.load(folder / "validation.json").comparisons
     graph = OpGraph.load(folder / "graph.json")
     cluster = Cluster.from_json(read_json(folder / "cluster.json"))
     profiles = {c.name: Profile.load(folder / f"profile-{c.name}.json") for c in cluster.classes}
-    runs = validation.comparisons
-    predicted = [predictions(graph, cluster, profiles, one) for one in runs]
+    predicted = [(one.measured_s, predictions(graph, cluster, profiles, one)) for one in runs]
     about = ("num_steps", "seconds", "noise", "drift", "error")
     return {
-        "model": name,
-        "ranks": num_ranks,
-        "predicted_s": [one.predicted_s for one in runs],
-        "measured_s": [one.measured_s for one in runs],
-        "errors": {
-            method: [p[method] / one.measured_s - 1.0 for p, one in zip(predicted, runs, strict=True)]
-            for method in METHODS
-        },
+        "model": name, "ranks": num_ranks,
+        "predicted_s": [one.predicted_s for one in runs], "measured_s": [one.measured_s for one in runs],
+        "errors": {method: [p[method] / step_s - 1.0 for step_s, p in predicted] for method in METHODS},
         "inside_interval": sum(bool(one.inside) for one in runs) / len(runs),
         "profile": {c: {key: getattr(p, key) for key in about} for c, p in profiles.items()},
-    }
+    }  # fmt: skip
 
 
 def predictions(
     graph: OpGraph, cluster: Cluster, profiles: Mapping[str, Profile], run: Comparison
 ) -> dict[str, float]:
     """Return the seconds that each method predicts for a run."""
-    plan = {
-        c: {op: Precision(p) for op, p in assignment.items()} for c, assignment in run.assignments.items()
-    }
+    plan = {c: {op: Precision(p) for op, p in of.items()} for c, of in run.assignments.items()}
     free = {c: without_casts(profile) for c, profile in profiles.items()}
-    exact = replay(graph, plan, profiles, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES)
-    bare = replay(graph, plan, free, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES)
+    exact, bare = (
+        replay(graph, plan, used, cluster, bucket_cap_bytes=BUCKET_CAP_BYTES) for used in (profiles, free)
+    )
     flights = {(e.name, e.duration_s) for e in exact.events if e.kind == "communication"}
     exchange_s = sum(seconds for _, seconds in flights)
     return {
@@ -123,21 +109,16 @@ def predictions(
 
 def without_casts(profile: Profile) -> Profile:
     """Return the same profile with every cast free."""
-    free = (Cost(0.0), Cost(0.0))
-    return replace(
-        profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=dict.fromkeys(profile.cast_fit, free)
-    )
+    fit = dict.fromkeys(profile.cast_fit, (Cost(0.0), Cost(0.0)))
+    return replace(profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=fit)
 
 
 def scaled(graph: OpGraph, profile: Profile, assignment: Mapping[str, Precision]) -> float:
     """Scale FP32's step: each operator's share by FLOPs times the ratio of uniform steps."""
-    total = sum(op.flops for op in graph.adjustable)
-    fp32 = profile.step_s["fp32"]
-    ratio = sum(
-        op.flops / total * profile.step_s.get(str(assignment.get(op.name, "fp32")), fp32) / fp32
-        for op in graph.adjustable
-    )
-    return fp32 * ratio + profile.optimizer_s
+    fp32, total = profile.step_s["fp32"], sum(op.flops for op in graph.adjustable)
+    uniform_s = {op: profile.step_s.get(str(precision), fp32) for op, precision in assignment.items()}
+    shares = (op.flops / total * uniform_s.get(op.name, fp32) for op in graph.adjustable)
+    return float(sum(shares) + profile.optimizer_s)
 
 
 def median_and_95th(errors: Iterable[float]) -> tuple[float, float]:
@@ -155,16 +136,14 @@ def bars(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _cells(entry: Mapping[str, Any]) -> list[str]:
-    """Return one line of the table: the same for the terminal and for the page of results."""
-    found = (median_and_95th(entry["errors"][method]) for method in METHODS)
-    errors = [f"{median:.1%} / {high:.1%}" for median, high in found]
-    return [entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}"]
-
-
 def table(results: list[dict[str, Any]]) -> Table:
     """Return the median and 95th percentile of |error| of every method, by model and number of ranks."""
-    rows = [[*_cells(entry), yes(all(one["holds"] for one in bars(entry)))] for entry in results]
+    rows = []
+    for entry in results:
+        found = (median_and_95th(entry["errors"][method]) for method in METHODS)
+        errors = [f"{median:.1%} / {high:.1%}" for median, high in found]
+        holds = yes(all(one["holds"] for one in bars(entry)))
+        rows.append([entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}", holds])
     headings = ("model", "ranks", *METHODS, "inside interval", "holds")
     return table_of("|error| of the step, median / 95th percentile (measured)", headings, rows)
 
@@ -175,43 +154,32 @@ def draw(content: Mapping[str, Any], path: Path) -> Path:
     figure = new_figure(11, 4.6, "Steps of random plans, predicted by replay and measured")
     left, right = figure.subplots(1, 2)
     for i, entry in enumerate(results):
-        colour = SERIES_COLOURS[list(NAMES).index(entry["model"])]
         left.loglog(
             [1e3 * s for s in entry["measured_s"]], [1e3 * s for s in entry["predicted_s"]],
-            "o" if entry["ranks"] == 1 else "s", markersize=3.5, color=colour,
-            label=f"{entry['model']}, {entry['ranks']} rank{'s' * (entry['ranks'] > 1)}",
+            "o" if entry["ranks"] == 1 else "s", markersize=3.5, linewidth=0,
+            color=SERIES_COLOURS[NAMES.index(entry["model"])],
+            label=f"{entry['model']}, ranks: {entry['ranks']}",
         )  # fmt: skip
         for j, method in enumerate(METHODS):
             size = [100 * error for error in median_and_95th(entry["errors"][method])]
-            at = i + 0.18 * (j - 1.5)
-            style: dict[str, Any] = {
-                "color": SERIES_COLOURS[j],
-                "linewidth": 2,
-                "marker": "o",
-                "markersize": 4,
-            }
-            right.plot([at, at], size, markevery=[0], label=method if i == 0 else None, **style)
+            right.plot(
+                [i + 0.18 * (j - 1.5)] * 2, size, color=SERIES_COLOURS[j], linewidth=2, marker="o",
+                markersize=4, markevery=[0], label=method if i == 0 else None,
+            )  # fmt: skip
     low, high = left.get_xlim()
     left.plot([low, high], [low, high], color="0.6", linewidth=0.8, zorder=0)
-    left.set(xlabel="measured step, ms", ylabel="predicted step, ms (simulated)")
+    axes_of(left, x="measured step, ms", y="predicted step, ms (simulated)")
+    axes_of(right, y="|error|, %, median to 95th percentile", yscale="log")
     right.set_xticks(range(len(results)), [f"{e['model']}\n{e['ranks']}" for e in results])
-    right.set(ylabel="|error|, %, median to 95th percentile", yscale="log")
     right.set_ylim(top=1.6 * right.get_ylim()[1])  # space for the legend
     left.legend(fontsize=7, frameon=False)
     right.legend(fontsize=7, ncols=len(METHODS), loc="upper center", frameon=False)
-    _label_in_full(left, "xy")
-    _label_in_full(right, "y")
-    open_axes(left, right)
-    return save_png(figure, path)
-
-
-def _label_in_full(axes: Axes, which: str) -> None:
-    """Label logarithmic axes with plain numbers."""
-    for axis in (getattr(axes, f"{name}axis") for name in which):
+    for axis in (left.xaxis, left.yaxis, right.yaxis):  # logarithmic, with plain numbers
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.set_major_formatter(FormatStrFormatter("%g"))
         axis.set_minor_formatter(NullFormatter())
+    return save_png(figure, path)
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

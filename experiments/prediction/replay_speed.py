@@ -20,18 +20,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from qsync.experiments.harness.experiment import Experiment, Fresh, Out, bar, run
-from qsync.experiments.harness.tables import milliseconds, table
+from qsync import Cluster, DeviceClass, Link, OpGraph, Plan, Precision, Profile
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, milliseconds, run_command, table_of
 from qsync.experiments.workloads.large_models import PRECISIONS, able, large_graph, synthetic_profile
 from qsync.lowering.incremental import Lowering
-from qsync.records.cluster import Cluster, DeviceClass, Link
-from qsync.records.graph import OpGraph
-from qsync.records.plans import ClassPlan, Plan
-from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.plans import ClassPlan
 from qsync.replayer import ClassCosts, replay
 
-LAYERS = 80
 CLASSES = ("first", "second", "third", "fourth")
 GROWTH = (1, 2, 4)
 RANKS = (10, 10_000)
@@ -44,16 +39,11 @@ Seconds = tuple[float, float]  # of the clock, of the processor
 
 
 def main(
-    out: Out = Path("replay_speed"),
-    layers: int = LAYERS,
-    plans: int = 20,
-    seed: int = 0,
-    fresh: Fresh = False,
+    out: Out = Path("replay_speed"), layers: int = 80, plans: int = 20, seed: int = 0, fresh: Fresh = False
 ) -> None:
     """Time replay, print a table, and write the figures to the folder."""
-    experiment = Experiment(
-        "replay speed", out, seed=seed, settings={"layers": layers, "plans": plans}, fresh=fresh
-    )
+    settings = {"layers": layers, "plans": plans}
+    experiment = Experiment("replay speed", out, seed=seed, settings=settings, fresh=fresh)
     with experiment.progress():
         rows = experiment.piece("times", lambda: measure(layers, plans, seed))
     keys = ("median_s", "worst_s", "processor_s", "bar_s")
@@ -63,7 +53,7 @@ def main(
     ]
     headings = ("what", "size", "times", "median", "worst", "processor", "bar")
     bars = [bar(f"{r['name']}; {r['size']}", r["median_s"], r["bar_s"]) for r in rows if r["bar_s"]]
-    shown = table("Replay (times measured; profiles SYNTHETIC)", headings, cells, left=2)
+    shown = table_of("Replay (times measured; profiles SYNTHETIC)", headings, cells, left=2)
     experiment.finish({"profiles": "synthetic", "rows": rows}, bars=bars, tables=[shown])
 
 
@@ -141,4 +131,4 @@ def _row(name: str, seconds: list[Seconds], bar_s: float | None, size: str) -> d
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

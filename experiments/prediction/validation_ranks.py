@@ -6,7 +6,6 @@ has no devices that differ).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,13 @@ import torch.distributed as dist
 from rich.table import Table
 
 import qsync
+from qsync import QSyncError
 from qsync.distributed import liveness
-from qsync.errors import QSyncError
-from qsync.experiments.harness.processes import start_ranks
-from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_rank
-from qsync.experiments.harness.tables import table as table_of
+from qsync.experiments.harness import table_of
+from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.workloads import subjects
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.progress import shown_on_rank_zero
-from qsync.records.plans import Plan
-from qsync.records.precision import Precision
 from qsync.replayer.comparison import Validation
 
 _MAX_KINDS_SHOWN = 12
@@ -38,32 +34,23 @@ def run_validation(
     seed: int = 0,
     weak_share: float = 0.5,
     out: Path = Path("validation"),
-    plans: Mapping[str, Plan] | None = None,
 ) -> Validation:
     """Run random plans of one of the experiments' models on real ranks of this machine; keep them in `out`.
-
-    Or run the given plans, by name, of classes called as the demo calls them.
 
     Raises QSyncError for an unknown model, numbers that cannot be used, and when a rank failed.
     """
     subjects.subject(model, 1)
     if num_ranks not in (1, 2):
         raise QSyncError(f"--ranks must be 1 or 2, found {num_ranks}; more would share this machine's cores")
-    if not 0 < weak_share <= 1:
-        raise QSyncError(f"--weak-share must lie in (0, 1], found {weak_share}")
     for name, value in (("--plans", num_plans), ("--turns", turns)):
         if value < 1:
             raise QSyncError(f"{name} must be at least 1, found {value}")
-    out = Path(out).absolute()
-    if out.exists() and not out.is_dir():
-        raise QSyncError(f"--out {out} is a file; name a folder")
-    given = {name: plan.to_json() for name, plan in plans.items()} if plans else None
     config = {
-        "model": model, "plans": given, "num_plans": num_plans, "turns": turns, "seed": seed,
-        "weak_share": weak_share, "out": str(out),
+        "model": model, "num_plans": num_plans, "turns": turns, "seed": seed, "weak_share": weak_share,
+        "out": str(out),
     }  # fmt: skip
-    start_ranks("qsync.experiments.prediction.validation_ranks", config, num_ranks)
-    return Validation.load(out / "validation.json")
+    run_on_ranks(validate, config, command="validate", num_ranks=num_ranks)
+    return Validation.load(Path(out) / "validation.json")
 
 
 def table(validation: Validation) -> Table:
@@ -86,52 +73,34 @@ def table(validation: Validation) -> Table:
 
 def kinds_table(validation: Validation, most: int = _MAX_KINDS_SHOWN) -> Table:
     """Return the kinds of nodes by how much they add to the misses of all runs."""
-    totals: dict[tuple[str, str], tuple[float, float]] = {}
+    totals: dict[tuple[str, str], list[float]] = {}
     for one in validation.comparisons:
         for device_class, kinds in one.by_kind.items():
-            for kind, (predicted, measured) in kinds.items():
-                before = totals.get((device_class, kind), (0.0, 0.0))
-                totals[device_class, kind] = (before[0] + predicted, before[1] + measured)
-    order = sorted(totals.items(), key=lambda item: -abs(item[1][1] - item[1][0]))
+            for kind, found in kinds.items():
+                before = totals.setdefault((device_class, kind), [0.0, 0.0])
+                before[:] = (a + b for a, b in zip(before, found, strict=True))
     rows = [
         [*key, _ms(predicted), _ms(measured), f"{(measured - predicted) * 1e3:+.1f} ms"]
-        for key, (predicted, measured) in order[:most]
+        for key, (predicted, measured) in sorted(totals.items(), key=lambda of: -abs(of[1][1] - of[1][0]))
     ]
     headings = ("class", "kind", "predicted", "measured", "miss")
-    return table_of("By kind of node, over all runs", headings, rows, left=2)
+    return table_of("By kind of node, over all runs", headings, rows[:most], left=2)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-def assignments(plans: Mapping[str, Any] | None) -> dict[str, dict[str, Mapping[str, Precision]]] | None:
-    """Return what plans, as JSON, assign to each class."""
-    if plans is None:
-        return None
-    found = {name: Plan.from_json(plan) for name, plan in plans.items()}
-    return {name: {c: of.assignment for c, of in plan.classes.items()} for name, plan in found.items()}
-
-
-def main() -> None:
-    """Run one rank, with the configuration as JSON in argv."""
-    run_rank("validate", _validate)
-
-
-def _validate(config: dict[str, Any], place: Place) -> None:
+def validate(config: dict[str, Any], place: Place) -> None:
+    """Run the plans on one rank; everything is written to the folder."""
     rank = dist.get_rank()
     chosen = subjects.subject(config["model"])
     inputs, targets = chosen.batch(0, 0, rank)
-    share = place.measured_share()
     with liveness.start(60.0), shown_on_rank_zero("qsync: validating") as progress:
         qsync.validate(
             chosen.make_model(0).to(place.device), (inputs.to(place.device), targets.to(place.device)),
             chosen.loss, num_plans=config["num_plans"], turns=config["turns"], seed=config["seed"],
-            device_class=FAST if rank == 0 else WEAK, emulated_share=share,
+            device_class=FAST if rank == 0 else WEAK, emulated_share=place.measured_share(),
             make_optimizer=make_optimizer(chosen.lr), bucket_cap_mb=BUCKET_CAP_MB,
-            folder=config["out"], progress=progress, plans=assignments(config["plans"]),
+            folder=config["out"], progress=progress,
         )  # fmt: skip
-
-
-if __name__ == "__main__":
-    main()

@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 from scipy.stats import t as student
 
-from qsync.experiments.harness.pictures import new_figure, open_axes
-from qsync.experiments.harness.tables import table as table_of
+from qsync import Precision
+from qsync.experiments.harness import grouped, table_of
+from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.figures.style import INK, PRECISION_COLOURS, save_png
-from qsync.records.precision import Precision
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -35,8 +35,7 @@ def summary(rows: Rows) -> dict[str, Any]:
     its error is thousands of times that of others, and weights that differ by a thousandth decide which plan
     has less of it.
     """
-    models = dict.fromkeys(row["model"] for row in rows)
-    return {model: _summary_of([row for row in rows if row["model"] == model]) for model in models}
+    return {model: _summary_of(own) for model, own in grouped(rows, "model").items()}
 
 
 def _summary_of(rows: Rows) -> dict[str, Any]:
@@ -113,10 +112,8 @@ def table(found: Mapping[str, Any]) -> Table:
     budgets = list(first["to_default"]["variance"])
     rows: dict[str, list[str]] = {}
     for name, by_precision in first["spearman"].items():
-        by_mode = [[cell["mean"] for cell in _of(found, "spearman", name, p)] for p in by_precision]
-        rows[_shown(name)] = [
-            " / ".join(f"{mean:.2f}" for mean in each) for each in zip(*by_mode, strict=True)
-        ]
+        by_mode = ([f"{cell['mean']:.2f}" for cell in _of(found, "spearman", name, p)] for p in by_precision)
+        rows[_shown(name)] = [" / ".join(each) for each in zip(*by_mode, strict=True)]
     for budget in budgets:
         plan = f"{float(budget):.0%}, plan by "
         for name in first["to_default"]:
@@ -161,27 +158,23 @@ def _small(cell: Mapping[str, float | None]) -> str:
 
 def picture(rows: Rows, path: str | Path) -> Path:
     """Draw predicted against measured added variance by model: every operator, precision and seed."""
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models = grouped(rows, "model")
     title = "Squared gradient error by lowering one operator: every operator and seed"
     figure = new_figure(max(7.0, 3.1 * len(models)), 3.4, title)
-    for model, axes in zip(models, figure.subplots(1, len(models), squeeze=False)[0], strict=True):
-        extremes: list[float] = []
+    panels = figure.subplots(1, len(models), squeeze=False)[0]
+    for (model, own), axes in zip(models.items(), panels, strict=True):
+        ends: list[float] = []
         for precision in (Precision.BF16, Precision.INT8):
             pairs = [
                 (truth[precision], row["omega"]["variance"][op][precision])
-                for row in rows if row["model"] == model
-                for op, truth in row["omega"]["empirical"].items() if precision in truth
+                for row in own for op, truth in row["omega"]["empirical"].items() if precision in truth
             ]  # fmt: skip
             if pairs := [pair for pair in pairs if min(pair) > 0]:
                 style: dict[str, Any] = {"s": 9, "alpha": 0.6, "lw": 0, "color": PRECISION_COLOURS[precision]}
                 axes.scatter(*zip(*pairs, strict=True), label=precision.upper(), **style)
-                extremes += [end for pair in pairs for end in pair]
-        if extremes:
-            ends = (min(extremes), max(extremes))
-            axes.plot(ends, ends, color=INK, lw=0.8, zorder=0)
-        axes.set(xscale="log", yscale="log", title=model, xlabel="measured")
-        if model == models[0]:
-            axes.set_ylabel("predicted by two steps")
-            axes.legend(frameon=False)
-        open_axes(axes)
+                ends = [op(ends + [end for pair in pairs for end in pair]) for op in (min, max)]
+        axes.plot(ends, ends, color=INK, lw=0.8, zorder=0)
+        y = "predicted by two steps" if axes is panels[0] else ""
+        axes_of(axes, model, "measured", y, xscale="log", yscale="log")
+    panels[0].legend(frameon=False)
     return save_png(figure, path)

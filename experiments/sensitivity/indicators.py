@@ -30,20 +30,18 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.stats import spearmanr
 
 import qsync
+from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
 from qsync.errors import MismatchError
-from qsync.experiments.harness.experiment import Experiment, Fresh, Models, Out, run
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
 from qsync.experiments.harness.provenance import commit
 from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
-from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.sensitivity.registry import INDICATORS
-from qsync.records.graph import OpGraph
 from qsync.records.json_files import read_json
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.records.profiles import Sensitivity
+from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
@@ -104,13 +102,10 @@ def main(
         found = dict(experiment.pieces(tasks, _task, processes))
     rows = [found[name] for name in tasks]
     content = {
-        "threads": 1,
+        "threads": 1, "seeds": list(range(scale.seeds)), "rates": RATES, "summary": summary(rows),
         "sensitivities": earlier.get("commit", commit()),  # the commit that measured them
-        "seeds": list(range(scale.seeds)),
-        "rates": RATES,
-        "summary": summary(rows),
         "rows": rows,
-    }
+    }  # fmt: skip
     experiment.finish(
         content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
         tables=[table(content["summary"])],
@@ -137,9 +132,7 @@ def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
     torch._dynamo.reset()
     size, num = BATCHES[name]
     workload = subject(name, size)
-    if earlier is None:
-        return judge(workload, seed, scale, num)
-    return judge_again(workload, scale, earlier)
+    return judge_again(workload, scale, earlier) if earlier else judge(workload, seed, scale, num)
 
 
 def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
@@ -148,9 +141,9 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
     train(model, workload, seed, range(scale.warm_up))
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
     loss_fn = workload.loss
+    options = {"precisions": PRECISIONS, "seed": seed}
     found: dict[str, Sensitivity] = {
-        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
-        for name in INDICATORS
+        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, **options) for name in INDICATORS
     }
     truth = found["empirical"]
     omega = {name: sensitivity.omega for name, sensitivity in found.items()}
@@ -158,7 +151,7 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
     with calibrating(model, seen, loss_fn, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.forward(0)
         graph = calibration.runner.graph
-        drawn = [_drawn_plan(graph, seed, number) for number in range(scale.random_plans)]
+        drawn = [_drawn_plan(graph, f"{seed}.{number}") for number in range(scale.random_plans)]
         joint = gradient_errors(calibration, drawn)
     return {
         "model": workload.name,
@@ -166,8 +159,7 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
         "omega": omega,
         "spearman": {
             name: {str(p): correlation(sensitivity, truth, p) for p in PRECISIONS}
-            for name, sensitivity in found.items()
-            if name != "empirical"
+            for name, sensitivity in found.items() if name != "empirical"
         },
         **judged,
         "joint": [
@@ -175,7 +167,7 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
             for error, plan in zip(joint, drawn, strict=True)
         ],
         "heldout": heldout(model, workload, seed, scale, {name: plans[name, TRAINED_AT] for name in found}),
-    }
+    }  # fmt: skip
 
 
 def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
@@ -208,26 +200,23 @@ def judge_plans(
     unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
     with calibrating(model, unseen, workload.loss, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.assign({})
-        squares = [
-            sum(float(part.square().sum()) for part in calibration.gradient(batch))
-            for batch in range(len(unseen))
-        ]
+        gradients = (calibration.gradient(batch) for batch in range(scale.unseen))
+        squares = [sum(float(part.square().sum()) for part in gradient) for gradient in gradients]
         graph = calibration.runner.graph
         plans: dict[tuple[str, float], Assignment] = {
             (name, saving): plan_at(graph, Sensitivity(graph.hash, name, found), saving)
             for name, found in omega.items()
             for saving in BUDGETS
         }
-        errors = _once_each(plans, calibration)
+        # Indicators that agree share a measurement.
+        keys = {key: tuple(sorted(plan.items())) for key, plan in plans.items()}
+        different = {keys[key]: plan for key, plan in plans.items()}
+        found = errors_by_batch(calibration, list(different.values()))
+        errors = dict(zip(different, found, strict=True))
     norm = statistics.fmean(squares)
-    relative = {key: [error / norm for error in by_batch] for key, by_batch in errors.items()}
-    judged = {
-        "squared_gradient": squares,
-        "plan_error": {
-            name: {str(saving): spread(relative[name, saving]) for saving in BUDGETS} for name in omega
-        },
-    }
-    return judged, plans
+    relative = {key: [error / norm for error in errors[plan]] for key, plan in keys.items()}
+    by_plan = {name: {str(part): spread(relative[name, part]) for part in BUDGETS} for name in omega}
+    return {"squared_gradient": squares, "plan_error": by_plan}, plans
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -250,19 +239,13 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
 
     minimise sum omega[o, p] x[o, p]  such that  sum time[o, p] x[o, p] <= T,  one p per operator; exact.
     """
-    choices = [
-        (op.name, p, op.flops / rate(op.kind, p))
-        for op in graph.adjustable
-        for p in (Precision.FP32, *PRECISIONS)
-        if p in PRECISIONS_BY_KIND[op.kind]
-    ]
+    choices = [(op.name, p, op.flops / rate(op.kind, p)) for op in graph.adjustable for p in _able(op.kind)]
     omega = np.array([sensitivity[name, p] for name, p, _ in choices])
     times = np.array([time for _, _, time in choices])
-    names = [op.name for op in graph.adjustable]
+    one_each = np.array([[float(name == op.name) for name, _, _ in choices] for op in graph.adjustable])
     slowest = sum(op.flops for op in graph.adjustable)
-    fastest = sum(min(time for name, _, time in choices if name == op) for op in names)
+    fastest = np.where(one_each > 0, times, np.inf).min(axis=1).sum()
     target = slowest - saving * (slowest - fastest)
-    one_each = np.array([[float(name == op) for name, _, _ in choices] for op in names])
     constraints = [
         LinearConstraint(one_each, 1, 1), LinearConstraint(times / slowest, -np.inf, target / slowest)
     ]  # fmt: skip
@@ -271,12 +254,10 @@ def plan_at(graph: OpGraph, sensitivity: Sensitivity, saving: float) -> dict[str
     best, least = None, max(float(omega.max()), 1e-300)
     while True:
         solved = milp(
-            np.minimum(omega / least, 1.0),
-            integrality=np.ones(len(choices)),
-            bounds=Bounds(0, (omega <= least).astype(float)),
-            constraints=constraints,
+            np.minimum(omega / least, 1.0), integrality=np.ones(len(choices)),
+            bounds=Bounds(0, (omega <= least).astype(float)), constraints=constraints,
             options={"mip_rel_gap": 1e-6},
-        )
+        )  # fmt: skip
         taken = None if solved.x is None else solved.x > 0.5
         if taken is None or (best is not None and omega[taken].sum() >= least):
             break
@@ -309,23 +290,14 @@ def heldout(
     return losses
 
 
-def _once_each(
-    plans: Mapping[tuple[str, float], Assignment], calibration: Calibration
-) -> dict[tuple[str, float], list[float]]:
-    """Measure the gradient error of each plan on each batch; indicators that agree share a measurement."""
-    different = {tuple(sorted(plan.items())): plan for plan in plans.values()}
-    errors = dict(zip(different, errors_by_batch(calibration, list(different.values())), strict=True))
-    return {key: errors[tuple(sorted(plan.items()))] for key, plan in plans.items()}
+def _drawn_plan(graph: OpGraph, seed: str) -> dict[str, Precision]:
+    draw = random.Random(seed)
+    return {op.name: draw.choice(_able(op.kind)) for op in graph.adjustable}
 
 
-def _drawn_plan(graph: OpGraph, seed: int, number: int) -> dict[str, Precision]:
-    draw = random.Random(f"{seed}.{number}")
-    able = {
-        op.name: [p for p in (Precision.FP32, *PRECISIONS) if p in PRECISIONS_BY_KIND[op.kind]]
-        for op in graph.adjustable
-    }
-    return {name: draw.choice(precisions) for name, precisions in able.items()}
+def _able(kind: str) -> list[Precision]:
+    return [p for p in (Precision.FP32, *PRECISIONS) if p in PRECISIONS_BY_KIND[kind]]
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

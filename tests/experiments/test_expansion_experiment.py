@@ -14,8 +14,16 @@ from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.expansion import compare_growth
 from qsync.experiments.expansion.growth_report import picture, reached, summary, table
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Sizes, setting, workload_of
-from qsync.experiments.expansion.starts import CLASSES, begun, in_ranks, make_plan, source_of, stacked
-from qsync.experiments.expansion.training_runs import Method, _gradients
+from qsync.experiments.expansion.training_runs import (
+    CLASSES,
+    Method,
+    _gradients,
+    begun,
+    in_ranks,
+    make_plan,
+    source_of,
+    stacked,
+)
 from qsync.experiments.harness.emulated_profiles import HALF
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.tables import as_markdown

@@ -9,7 +9,7 @@ import pytest
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness.experiment import Experiment, bar
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
-from qsync.experiments.harness.tables import markdown_table, table
+from qsync.experiments.harness.tables import markdown_table, table_of
 from qsync.records.json_files import read_json
 
 
@@ -84,7 +84,7 @@ def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
     assert markdown_table(("name", "value"), rows) == [
         "| name | value |", "|---|---|", "| a | 1 |", "| b | 2 |",
     ]  # fmt: skip
-    assert table("title", ("name", "value"), rows).row_count == 2
+    assert table_of("title", ("name", "value"), rows).row_count == 2
 
 
 def test_a_function_runs_in_an_interpreter_of_its_own():

@@ -58,9 +58,9 @@ def tiny_cases(bench: Bench, section: str):
         made = whole_steps.resnet(bench, 2, 16, **RESNET)
         yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("int8",), ())
     elif section.startswith("conv"):
-        yield lambda: compare_kernels.conv_case(bench, section, CONV)
+        yield lambda: compare_kernels.layer_case(bench, section, CONV)
     else:
-        yield lambda: compare_kernels.linear_case(bench, section, LINEAR)
+        yield lambda: compare_kernels.layer_case(bench, section, LINEAR)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
 
 
 def test_every_variant_of_a_linear_layer_is_measured(bench):
-    case = compare_kernels.linear_case(bench, "linear training", LINEAR)
+    case = compare_kernels.layer_case(bench, "linear training", LINEAR)
     expected = {"fp32", "bf16", "int8", "int8 bf16 out", "int8_all", "int8_all bf16 out", "autocast"}
     assert expected <= set(case.runs)
     assert {bar.variant for bar in case.bars} <= set(case.runs)
@@ -218,7 +218,7 @@ def test_a_peak_is_the_best_product_of_its_type():
 def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
     monkeypatch.setattr(peers, "torchao_version", lambda: None)
     assert peers.what_torchao_runs(CPU) == {"installed": False, "seen": "torchao is not installed"}
-    case = compare_kernels.linear_case(bench, "linear forward", LINEAR)
+    case = compare_kernels.layer_case(bench, "linear forward", LINEAR)
     assert "not installed" in case.unavailable["torchao int8"]
 
 

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 from qsync.allocator import allocate  # noqa: E402
 from qsync.errors import QSyncError  # noqa: E402
-from qsync.experiments.memory import memory_error, memory_ranks, memory_runs  # noqa: E402
+from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.experiments.workloads.gpt import Gpt  # noqa: E402
 from qsync.lowering.incremental import lower  # noqa: E402
 from qsync.predictor.memory import peak  # noqa: E402
@@ -158,7 +158,7 @@ def test_a_part_or_seed_that_cannot_be_is_refused(small):
 
 @pytest.mark.dist
 def test_two_real_ranks_take_what_is_predicted_and_no_more_than_they_may():
-    found = memory_ranks.run_ranks([memory_runs.TINY], 1, 1)
+    found = memory_runs.run_ranks([memory_runs.TINY], 1, 1)
     assert [(row["part"], row["rank"]) for row in found if row["part"] == "two ranks"] == [
         ("two ranks", 0), ("two ranks", 1),
     ]  # fmt: skip
