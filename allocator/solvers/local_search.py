@@ -30,7 +30,7 @@ BoolArray = npt.NDArray[np.bool_]
 IntArray = npt.NDArray[np.int64]
 
 # Assignments priced per window, and per class and round: windows are small where there are many operators.
-_MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS = 500, 16_000
+_MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS = 500, 12_000
 # Where memory binds, pricing an assignment takes about this many times as long.
 _MEMORY_PRICING_FACTOR = 2
 # Windows of these sizes are searched in turn; no operator is more values away from the first than this.
@@ -258,8 +258,7 @@ class Round:
     def _measures(self) -> Iterator[tuple[Callable[[], float], Callable[[Change], float]]]:
         """Yield what may be missing, bytes before seconds: by how much it is, and how much a change saves."""
         if self._counts_bytes:
-            when, _ = self._one.bytes_at()
-            budget = self._one.part.budget_bytes
+            when, budget = int(self._one.in_use().argmax()), self._one.part.budget_bytes
             yield lambda: float(self._one.peak_bytes - budget), lambda change: -float(change.in_use[when])
         most_s = self._target_s * (1 + TOLERANCE)
         yield lambda: self.seconds() - most_s, lambda change: -change.seconds

@@ -19,7 +19,7 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.local_search import Changes, Round, combine, improve
 from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import ClassState, State
+from qsync.allocator.state import State
 
 
 def begun(graph, seed, *, time=0.3, memory=None, cast_s=1e-9, pins=None, after_greedy=True):
@@ -86,6 +86,22 @@ def test_a_plan_far_above_its_bound_is_improved():
     assert state.assignments() == assignments
 
 
+@pytest.mark.parametrize("memory", [None, 0.2])
+def test_an_exchange_holds_and_lessens_the_variance_or_leaves_all_as_it_was(memory):
+    made = 0
+    for seed in range(12):
+        state, target = begun(encoder(1, rows=512), seed, memory=memory, time=0.4)
+        one, before, assignment = state.classes["infer"], state.variance, state.assignments()["infer"]
+        single = [ops[:1] for ops in local_search._neighbours(one)]
+        search = Round(state, "infer", single, target, memory is not None)
+        if search.exchange():
+            made += 1
+            assert state.variance < before * (1 - 1e-3)
+        changed = {op for op, precision in assignment.items() if one.precision(op) is not precision}
+        assert changed == search.touched and holds(state, target)
+    assert made >= 1
+
+
 def test_moves_keep_within_a_memory_budget():
     state, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
     alone = state.variance
@@ -95,12 +111,15 @@ def test_moves_keep_within_a_memory_budget():
 
 
 def test_bytes_count_where_memory_is_short(monkeypatch):
-    with_bytes, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
-    improve(with_bytes, ["infer"], target)
-    without, target = begun(encoder(1, rows=512), 5, time=0.6, memory=0.2)
-    monkeypatch.setattr(ClassState, "in_use", lambda self: np.zeros(1, dtype=np.int64))
-    improve(without, ["infer"], target)
-    assert without.variance > 1.05 * with_bytes.variance
+    begin = Round.__init__
+    found = {}
+    for counts_bytes in (True, False):
+        monkeypatch.setattr(Round, "__init__", lambda *args, c=counts_bytes: begin(*args[:-1], c))
+        state, target = begun(encoder(1, rows=512), 8, time=0.6, memory=0.2, after_greedy=False)
+        improve(state, ["infer"], target)
+        assert holds(state, target)
+        found[counts_bytes] = state.variance
+    assert found[False] > 1.05 * found[True]
 
 
 def test_a_move_of_one_window_fits_in_memory(monkeypatch):
@@ -146,6 +165,8 @@ def test_bytes_in_use_at_each_time_are_those_of_that_time():
 def test_what_is_priced_in_a_round_does_not_grow_with_the_graph(monkeypatch):
     monkeypatch.setattr(local_search, "_MAX_PRICED_PER_CLASS", 300)
     monkeypatch.setattr(local_search, "_MAX_ROUNDS", 1)
+    monkeypatch.setattr(local_search, "_WINDOW_SIZES", (8,))
+    monkeypatch.setattr(Round, "exchange", lambda self: False)  # it replays, and prices nothing
     priced = []
     seconds = Round.seconds
     monkeypatch.setattr(Round, "seconds", lambda self: priced.append(1) or seconds(self))
