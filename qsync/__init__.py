@@ -7,7 +7,41 @@ imports nothing else: each name is loaded when it is first used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for type checkers: the names below, imported
+    from qsync.api import capture as capture
+    from qsync.api import profile as profile
+    from qsync.api import sensitivity as sensitivity
+    from qsync.api import wrap as wrap
+    from qsync.distributed.gradient_weighting import micro_batches as micro_batches
+    from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
+    from qsync.distributed.validation import validate as validate
+    from qsync.errors import QSyncError as QSyncError
+    from qsync.expansion.apply.lr_schedule import ExpandedSchedule as ExpandedSchedule
+    from qsync.expansion.apply.optimizer_state import expand_optimizer as expand_optimizer
+    from qsync.expansion.apply.verification import verify_expansion as verify_expansion
+    from qsync.expansion.derivation.derive import derive_recipe as derive_recipe
+    from qsync.expansion.io.load import load_expanded as load_expanded
+    from qsync.expansion.io.save import save_expanded as save_expanded
+    from qsync.expansion.plan.expand import expand as expand
+    from qsync.expansion.plan.planner import plan_expansion as plan_expansion
+    from qsync.expansion.recipe.recipe import Recipe as Recipe
+    from qsync.expansion.recipe.shipped_recipes import recipe_of as recipe_of
+    from qsync.expansion.transfer.costs_and_sensitivity import carry_profile as carry_profile
+    from qsync.expansion.transfer.costs_and_sensitivity import carry_sensitivity as carry_sensitivity
+    from qsync.expansion.transfer.memory_check import check_growth as check_growth
+    from qsync.hybrid_training import hybrid as hybrid
+    from qsync.planning import plan as plan
+    from qsync.planning import replay as replay
+    from qsync.records.cluster import Cluster as Cluster
+    from qsync.records.cluster import DeviceClass as DeviceClass
+    from qsync.records.cluster import Link as Link
+    from qsync.records.graph import OpGraph as OpGraph
+    from qsync.records.plans import Plan as Plan
+    from qsync.records.precision import Precision as Precision
+    from qsync.records.profiles import Profile as Profile
+    from qsync.records.profiles import Sensitivity as Sensitivity
 
 __version__ = "0.1.0"
 

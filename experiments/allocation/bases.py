@@ -81,9 +81,9 @@ def problems(name: str, folder: Path) -> list[ModelOnCluster]:
     found = [ModelOnCluster(name, "this machine + half of it", MEASURED, here)]
     larger = fill(profile, large, measured_on=graph)
     for names in SIMULATED:
-        cluster = Cluster(tuple(card(sheet) for sheet in names), NETWORK)
-        profiles = {c.name: simulate(larger, large, datasheet(c.datasheet), c.name) for c in cluster.classes}
-        basis = Basis(large, cluster, profiles, sensitivity)
+        cards = {name: card(name) for name in names}
+        profiles = {c.name: simulate(larger, large, datasheet(name), c.name) for name, c in cards.items()}
+        basis = Basis(large, Cluster(tuple(cards.values()), NETWORK), profiles, sensitivity)
         found.append(ModelOnCluster(name, " + ".join(names), "simulated devices", basis))
     return found
 

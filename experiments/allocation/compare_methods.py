@@ -12,6 +12,7 @@ and variances are predictions (simulated).
     uniform                   one precision on all adjustable operators of the weak classes
     additive program          an integer program of single operators' times, without casts (as ModelOpt
                               searches formats): as solved, and with its target changed until replay agrees
+    dynamic batching          LB-BSP: all FP32, samples shared so that all finish together
 
 Profiles stay in the folder, so that `--again` compares without measuring.
 """
@@ -39,6 +40,9 @@ PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 NOTES = (
     "step times and variances are predictions (simulated), from profiles measured on this machine or "
     "simulated from data sheets",
+    "dynamic batching rounds nothing, so with gradients weighted exactly by samples it adds no variance: "
+    "where it meets the target no plan that lowers anything adds less. Its time is taken to be in proportion "
+    "to samples, which favours it; it changes what each rank's batch norms see",
     "the additive program is not ModelOpt's code but its kind of search: a score and a time per operator",
 )
 

@@ -13,10 +13,12 @@ from qsync.allocator.problem import PRECISION_ORDER, make_problem
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.state import State
 from qsync.experiments.allocation.additive import additive
+from qsync.experiments.allocation.balanced import balanced
 from qsync.records.basis import Basis
 
 MILP, GREEDY = "qsync, MILP", "qsync, greedy"
 ADDITIVE, REPAIRED = "additive program, as solved", "additive program, until replay agrees"
+BATCHES = "dynamic batching (LB-BSP)"
 RELATIVE = 1e-6  # as in check_plan: a step so little over the target is rounding
 
 Row = dict[str, Any]
@@ -39,7 +41,8 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
     """
     weak = weak_classes(basis)
     solvers = [solved(basis, target_s, MILP, "milp"), solved(basis, target_s, GREEDY, "greedy")]
-    return solvers + uniforms(basis, target_s, weak) + additives(basis, target_s, weak)
+    rows = solvers + uniforms(basis, target_s, weak) + additives(basis, target_s, weak)
+    return [*rows, dynamic_batching(basis, target_s)]
 
 
 def weak_classes(basis: Basis) -> list[str]:
@@ -91,11 +94,27 @@ def additives(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
     return rows
 
 
+def dynamic_batching(basis: Basis, target_s: float) -> Row:
+    """Share the samples so that all ranks finish together, in FP32: nothing is rounded, and nothing added."""
+    begun = time.process_time()
+    full = uniform(basis.graph, basis.profiles, basis.cluster, {}, sensitivity=basis.sensitivity)
+    found = balanced(basis.graph, full, basis.profiles, basis.cluster)
+    fits = all(found.memory_bytes[c.name] <= c.memory_bytes for c in basis.cluster.classes)
+    return {
+        "method": BATCHES, "added_variance": 0.0, "step_s": found.step_s,
+        "reaches": fits and found.step_s <= target_s * (1 + RELATIVE), "fits": fits,
+        "seconds": time.process_time() - begun, "shares": dict(found.shares),
+        "weight_error": found.weight_error, "batch_norms": found.batch_norms,
+    }  # fmt: skip
+
+
 def _row(basis: Basis, target_s: float, method: str, plan: Plan, begun: float) -> Row:
     """Return what a plan adds and takes; `begun` is when its method began."""
     seconds, fits = time.process_time() - begun, True
     for name, entry in plan.classes.items():
-        fits = fits and entry.predicted.memory_bytes <= basis.cluster[name].memory_bytes
+        predicted = entry.predicted
+        fits &= predicted is not None and predicted.memory_bytes <= basis.cluster[name].memory_bytes
+    assert plan.step_s is not None
     return {
         "method": method, "added_variance": plan.added_variance, "step_s": plan.step_s,
         "reaches": fits and plan.step_s <= target_s * (1 + RELATIVE), "fits": fits,

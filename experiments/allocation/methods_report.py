@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from rich.table import Table
 
-from qsync.experiments.allocation.methods import ADDITIVE, GREEDY, MILP, REPAIRED
+from qsync.experiments.allocation.methods import ADDITIVE, BATCHES, GREEDY, MILP, REPAIRED
 from qsync.experiments.harness import bar, grouped, table_of
 from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure
 from qsync.figures.style import FAINT, INK, save_png
@@ -79,7 +79,7 @@ def _verdicts(rows: Rows) -> dict[str, Any]:
         exact = at[MILP]["added_variance"]
         for method, row in at.items():
             less = row["reaches"] and row["added_variance"] < exact * (1 - RELATIVE)
-            if less and method not in (MILP, GREEDY):
+            if less and method not in (MILP, GREEDY, BATCHES):
                 beaten.append([*key, method, row["added_variance"] / exact])
         if exact > 0.0:
             greedy.append((at[GREEDY]["added_variance"] / exact - 1.0, *key))
@@ -90,6 +90,7 @@ def _verdicts(rows: Rows) -> dict[str, Any]:
         "baselines_that_add_less": beaten,
         "greedy_worst": list(max(greedy, default=(0.0,))),
         "greedy_beyond_bar": [list(entry) for entry in greedy if entry[0] > GREEDY_BAR],
+        "dynamic_batching_met": sum(at[BATCHES]["reaches"] for at in problems.values()),
         "milp_worst_gap": max((row["gap"] for row in exacts), default=0.0),
         "milp_gaps_beyond_one_per_cent": sum(row["gap"] > 0.01 for row in exacts),
         "milp_worst_seconds": max((row["seconds"] for row in exacts), default=0.0),
@@ -163,3 +164,5 @@ def _panel(axes: Axes, rows: Rows) -> None:
                 markersize=8 if name == MILP else 4, fillstyle="none" if name == MILP else "full",
                 linewidth=1, label=name, zorder=3 if name == GREEDY else 2,
             )  # fmt: skip
+    for row in [row for row in rows if row["method"] == BATCHES][:1]:
+        axes.axvline(1e3 * row["step_s"], color=FAINT, linestyle="--", label=f"{BATCHES}: adds none")

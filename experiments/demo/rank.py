@@ -131,9 +131,9 @@ class Measuring:
         exchanged = median_measurement([exchanged for _, exchanged in self._links])
         profile = ddp_profiling.with_toll(profile, exchanged)
         profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
-        alone = agree("gathering the profile of the fast rank alone", lambda: (
-            self._alone.profile(ALONE, here).to_json() if self._alone else None))  # fmt: skip
-        profiles[ALONE] = Profile.from_json(alone[0])
+        alone, *_ = agree("gathering the profile of the fast rank alone", lambda: (
+            self._alone.profile(ALONE, here).to_json() if self._alone else {}))  # fmt: skip
+        profiles[ALONE] = Profile.from_json(alone)
         cluster = replace(self._links[0][0], link=exchanged.link)
         return Basis(self._graph, cluster, profiles, self._sensitivity)
 

@@ -1,11 +1,12 @@
-"""Profiles as if a device were slower: made from measured ones by one factor."""
+"""Profiles as if a device were slower, or a batch smaller: made from measured ones by one factor."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from qsync import Link, Profile
-from qsync.records.profiles import Cost
+from qsync.records.cluster import Link
+from qsync.records.profiles import Cost, Profile
 
 # This machine, and the same machine with every time twice as long: emulated.
 HERE, HALF, SHARE = "train", "infer", 0.5
@@ -15,16 +16,31 @@ GLOO, NETWORK = Link(1e-4, 1.5e9, 0.6), Link(30e-6, 10e9)
 
 def slowed(profile: Profile, name: str, share: float) -> Profile:
     """Return the profile of a rank with this share of the device: every time so much longer. Emulated."""
+    return replace(
+        profile, device_class=name, emulated_share=share, **_computing(profile, 1 / share),
+        host_s=profile.host_s / share, optimizer_s=profile.optimizer_s / share,
+        bucket_s_per_byte=profile.bucket_s_per_byte / share,
+        step_s={mode: seconds / share for mode, seconds in profile.step_s.items()},
+    )  # fmt: skip
+
+
+def with_batch_share(profile: Profile, share: float) -> Profile:
+    """Return the same profile as if the batch were this share of what it is."""
+    return replace(profile, **_computing(profile, share))
+
+
+def _computing(profile: Profile, factor: float) -> dict[str, Any]:
+    """Return the times of operators, casts, loss and data loading, this many times as long."""
 
     def longer(cost: Cost) -> Cost:
-        return Cost(cost.forward_s / share, cost.backward_s / share, cost.spread_s / share)
+        return Cost(factor * cost.forward_s, factor * cost.backward_s, factor * cost.spread_s)
 
-    return replace(
-        profile, device_class=name, emulated_share=share,
-        ops={op: {mode: longer(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()},
-        casts={key: longer(cost) for key, cost in profile.casts.items()},
-        cast_fit={key: (longer(base), longer(rise)) for key, (base, rise) in profile.cast_fit.items()},
-        step_s={mode: seconds / share for mode, seconds in profile.step_s.items()},
-        outside=longer(profile.outside), loading_s=profile.loading_s / share, host_s=profile.host_s / share,
-        optimizer_s=profile.optimizer_s / share, bucket_s_per_byte=profile.bucket_s_per_byte / share,
-    )  # fmt: skip
+    return {
+        "ops": {
+            op: {mode: longer(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()
+        },
+        "casts": {key: longer(cost) for key, cost in profile.casts.items()},
+        "cast_fit": {key: (longer(base), longer(rise)) for key, (base, rise) in profile.cast_fit.items()},
+        "outside": longer(profile.outside),
+        "loading_s": factor * profile.loading_s,
+    }

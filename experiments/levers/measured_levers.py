@@ -112,7 +112,7 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
             "budgets": dict(plan.budgets), "bucket_cap_bytes": plan.bucket_cap_bytes,
             "added_variance": plan.added_variance, "predicted_s": plan.step_s,
             "measured_s": statistics.median(times[title]), "turns_s": times[title],
-            "predicted_bytes": [plan[c].predicted.memory_bytes for c in (FAST, WEAK)],
+            "predicted_bytes": [predicted_bytes(plan, c) for c in (FAST, WEAK)],
             "measured_bytes": peaks[title],
         }
         for title, plan in plans.items()
@@ -165,7 +165,7 @@ def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
         return allocate(*parts, pins={"*": "fp32"}, target_s=1e3, saving_less={WEAK: patterns})
 
     every = {patterns: fp32(patterns) for patterns in save_less_steps(basis.graph, basis.profiles[WEAK])}
-    needed = min(plan[WEAK].predicted.memory_bytes for plan in every.values())
+    needed = min(predicted_bytes(plan, WEAK) for plan in every.values())
     whole, *_ = every.values()
     options: dict[str, Any] = {
         "target_s": (1 + TIGHT_SLACK) * (whole.step_s or 0.0), "budgets": {WEAK: int(TIGHT * needed)},
@@ -177,6 +177,13 @@ def _tight_plans(basis: Basis, trials: int) -> dict[str, Any]:
         "precisions, saving less searched": search(*parts, levers=["save_less"], trials=trials, **options),
     }
     return {title: plan.to_json() for title, plan in plans.items()}
+
+
+def predicted_bytes(plan: Plan, device_class: str) -> int:
+    """Return the predicted memory peak of a class under a plan of `allocate`."""
+    predicted = plan[device_class].predicted
+    assert predicted is not None
+    return predicted.memory_bytes
 
 
 class _Steps:

@@ -263,8 +263,8 @@ def accepted(name: str, rank: int) -> list[list[Any] | None]:
             for name, one in profiles.items()
         }
         for number, shares in product(range(INDICATORS), pairwise(SHARES)):
-            options = {"indicator": "random", "seed": number} if number else {}
-            sensitivity = qsync.sensitivity(model, [batch], loss, **options)
+            indicator = "random" if number else "variance"
+            sensitivity = qsync.sensitivity(model, [batch], loss, indicator=indicator, seed=number)
             budgets = {name: int(share * full[name]) for name, share in zip(full, shares, strict=True)}
             try:
                 plan = qsync.plan(

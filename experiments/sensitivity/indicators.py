@@ -141,9 +141,9 @@ def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
     train(model, workload, seed, range(scale.warm_up))
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
     loss_fn = workload.loss
-    options = {"precisions": PRECISIONS, "seed": seed}
     found: dict[str, Sensitivity] = {
-        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, **options) for name in INDICATORS
+        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
+        for name in INDICATORS
     }
     truth = found["empirical"]
     omega = {name: sensitivity.omega for name, sensitivity in found.items()}
