@@ -3,10 +3,10 @@
 `planner`             from records to a plan: `allocate`
 `problem`             what may be chosen, and the variance that each choice adds
 `op_groups`           operators that run alike, or share a cast
-`state`               the assignment of every class during a search
+`search_state`        the assignment of every class during a search
 `structural_classes`  operators with equal neighbourhoods, priced once
 `solvers/`            fastest start, recovery, local search, and the exact solver
-`tradeoff`            plans from the least step to the least variance
+`pareto`              plans from the least step to the least variance
 `uniform`             one precision wherever possible, to compare with
 `levers/`             search over batch shares, passes, buckets, recomputation and saving less
 `explanation/`        certificates, reasons, shadow prices, warnings, unsupported precisions
@@ -19,8 +19,8 @@ from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, 
 from qsync.allocator.explanation.unsupported import UnsupportedPrecision, unsupported_precisions
 from qsync.allocator.levers.search import search
 from qsync.allocator.op_groups import matched_groups
+from qsync.allocator.pareto import fastest_within, frontier
 from qsync.allocator.planner import allocate
-from qsync.allocator.tradeoff import fastest_within, frontier
 from qsync.allocator.uniform import uniform
 
 __all__ = [

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync.allocator.problem import Constraints, gradient_weight, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
-from qsync.allocator.solvers.recovery import TOLERANCE
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph

@@ -1,14 +1,14 @@
 """Kernels: the meaning of every precision, and its fastest computation on each device.
 
-`selection`          choose kernels by capability, correctness and measured time
-`candidates`         the kernels to choose from
-`reference`          every precision in plain torch
+`kernel_selection`   choose kernels by capability, correctness and measured time
+`kernel_candidates`  the kernels to choose from
+`reference_kernels`  every precision in plain torch
 `encoding`           operands in low precision
 `matmul_primitives`  INT8 and 16-bit products
 `device_detection`   a rank's device class, and the machine
 `device_peaks`       measured peak rates
 `kernel_cache`, `cuda_build`  compiled kernels on disk, and nvcc
-`autograd`, `timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
+`autograd`, `kernel_timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
 `kernels/`           products and attention
 `casts/`             passes over a matrix between products
 `compressed_saves/`  operators that save less for backward
@@ -21,14 +21,14 @@ from importlib import import_module
 from typing import Any
 
 _PUBLIC = {
-    "Choice": "selection",
+    "Choice": "kernel_selection",
     "Encoded": "encoding",
-    "Kernels": "selection",
+    "Kernels": "kernel_selection",
     "Operand": "encoding",
     "decode": "encoding",
     "encode": "encoding",
-    "reference_kernel": "reference",
-    "select": "selection",
+    "reference_kernel": "reference_kernels",
+    "select": "kernel_selection",
 }
 __all__ = list(_PUBLIC)
 

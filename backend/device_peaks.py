@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from qsync.backend.candidates import device_precisions, has_onednn
+from qsync.backend.kernel_candidates import device_precisions, has_onednn
+from qsync.backend.kernel_timing import synchronize
 from qsync.backend.kernels.fp16_tf32 import product_tf32
-from qsync.backend.timing import synchronize
 from qsync.records.precision import Precision
 
 # Side of the matrices: large enough that every product takes far longer than its call, small enough for

@@ -6,7 +6,7 @@
 `communication`     DDP's buckets, and the time of an all-reduce
 `events`            the events of one class, laid out in time
 `timeline`          the record that replay returns
-`trace`             a timeline as a Chrome trace
+`chrome_trace`      a timeline as a Chrome trace
 `memory_breakdown`  the uses of memory at the peak
 `step_noise`        steps with noise on every rank
 `link_calibration`  links as fast as measured steps show
@@ -15,6 +15,7 @@
 `levers/`           profiles under batch shares, passes and recomputation
 """
 
+from qsync.replayer.chrome_trace import write_trace
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
 from qsync.replayer.levers.apply import profiles_under_levers
@@ -23,7 +24,6 @@ from qsync.replayer.memory_breakdown import Peak, peaks
 from qsync.replayer.simulate import Exchange, Work, least_time, replay, starts_s, steady_step, step_time
 from qsync.replayer.step_noise import Variation, vary
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
-from qsync.replayer.trace import write_trace
 
 __all__ = [
     "Bucket",

@@ -179,3 +179,10 @@ def test_only_commands_that_run_experiments_import_them():
     commands = [m for m in MODULES if m.startswith("qsync.commands")]
     found = {m for m in commands if any(i.startswith("qsync.experiments") for i in imports(m))}
     assert found == {"qsync.commands.demo", "qsync.commands.validate"}
+
+
+def test_type_checkers_know_every_public_name():
+    tree = ast.parse((ROOT / "qsync" / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {name.asname: node.module for node in block.body for name in node.names}
+    assert typed == qsync._PUBLIC

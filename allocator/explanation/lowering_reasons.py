@@ -8,8 +8,8 @@ from typing import Any
 
 from qsync.allocator.explanation.certificate import not_alike
 from qsync.allocator.problem import Constraints, make_problem
-from qsync.allocator.solvers.recovery import TOLERANCE, is_raise
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE, is_raise
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan

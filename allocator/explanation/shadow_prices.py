@@ -8,8 +8,8 @@ from typing import Any
 
 from qsync.allocator.explanation.lowering_reasons import state_of_plan
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.solvers.recovery import TOLERANCE
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan

@@ -17,7 +17,7 @@ from functools import partial
 from qsync.allocator.problem import ClassProblem
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
 from qsync.errors import MismatchError
-from qsync.lowering import rules as rule
+from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role

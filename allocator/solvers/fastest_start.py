@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
 from qsync.errors import InfeasibleError
 from qsync.predictor.memory.peak import Memory
 from qsync.records.precision import Precision

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import uniform_starts
-from qsync.allocator.solvers.recovery import PRIORITIES, holds, recover
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import PRIORITIES, holds, recover
 from qsync.records.precision import Precision
 
 Assignments = dict[str, dict[str, Precision]]

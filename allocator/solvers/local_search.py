@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from qsync.allocator.solvers.recovery import TOLERANCE, holds
-from qsync.allocator.state import ClassState, State
+from qsync.allocator.search_state import ClassState, State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE, holds
 from qsync.lowering.wiring import Wiring, wiring
 from qsync.records.precision import Precision
 from qsync.replayer import least_time, starts_s

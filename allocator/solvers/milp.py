@@ -30,9 +30,10 @@ from dataclasses import replace
 
 import numpy as np
 
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.class_model import ClassModel
 from qsync.allocator.solvers.local_search import improve
-from qsync.allocator.solvers.memory_bound import saved_bytes
+from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import (
     INFEASIBLE,
     OPTIMAL,
@@ -43,9 +44,8 @@ from qsync.allocator.solvers.milp_expressions import (
     Sum,
     total,
 )
-from qsync.allocator.solvers.recovery import PRIORITIES, TOLERANCE, holds, recover
+from qsync.allocator.solvers.precision_recovery import PRIORITIES, TOLERANCE, holds, recover
 from qsync.allocator.solvers.solution import Solution
-from qsync.allocator.state import State
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cuda_build import architecture
-from qsync.backend.timing import least_s
+from qsync.backend.kernel_timing import least_s
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 # The share of the plain result's square by which the two may differ. Two stochastic roundings of Gaussian

@@ -24,7 +24,7 @@ _OLDEST = "70"  # the compute capability that the CUDA C is written for
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
     """Load the module of one architecture ("75"), compiled if necessary. Raises BuildError.
 
-    `facts` determine what TVM generates: see `qsync.backend.casts.library`.
+    `facts` determine what TVM generates: see `qsync.backend.casts.compiled_casts`.
     """
     import tvm_ffi
 

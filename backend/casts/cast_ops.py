@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts import autotune
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.casts.autotune import (
     autotuned,
     random_codes,
@@ -27,7 +27,7 @@ from qsync.backend.casts.autotune import (
     random_values,
 )
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX
-from qsync.backend.timing import least_s
+from qsync.backend.kernel_timing import least_s
 
 # The largest magnitude of each 8-bit format: what the largest element of a row is mapped to.
 LARGEST_CODE = {"int8": 127.0, "fp8": 448.0, "fp8_gradient": 57344.0}

@@ -1,9 +1,9 @@
 """INT8 and FP16 products of NVIDIA GPUs through CUTLASS, compiled where they run.
 
 `linear`, `convolution`  the differentiable kernels
-`products`               products of tensors, padded and with the fastest tile
-`tuning`                 choose tiles by measurement, and keep the choice on disk
-`library`                call the compiled library; `qsync.backend.cuda_build` compiles it
+`products`           products of tensors, padded and with the fastest tile
+`tuning`             choose tiles by measurement, and keep the choice on disk
+`compiled_products`  call the compiled library; `qsync.backend.cuda_build` compiles it
 `products.cu`            the C functions, from `gemm.h` and `conv.h` (matrix products, convolutions),
                          `tiles.h` (tiles by architecture), `scaled_output.h` (the epilogue) and `launch.h`
 """
@@ -50,12 +50,12 @@ def kernel(
     >>> kernel("linear", Precision.INT8, torch.device("cuda"))
     """
     from qsync.backend import cuda_build
-    from qsync.backend.cutlass import convolution, library, linear
+    from qsync.backend.cutlass import compiled_products, convolution, linear
 
     families = _families(kind, precision)
     if families is None:
         return None, f"CUTLASS is not used for {kind} in {precision}"
-    reason = library.unavailable(cuda_build.architecture(device), families)
+    reason = compiled_products.unavailable(cuda_build.architecture(device), families)
     if reason:
         return None, reason
     make = {"linear": linear.linear, "addmm": linear.addmm, "conv2d": convolution.conv2d}[kind]
@@ -69,13 +69,13 @@ def state(device: torch.device) -> str:
     'int8_gemm, fp16_gemm built for sm_90, cached in /home/me/.cache/qsync/kernels; int8_conv: nvcc failed'
     """
     from qsync.backend import cuda_build
-    from qsync.backend.cutlass import library
+    from qsync.backend.cutlass import compiled_products
     from qsync.backend.kernel_cache import folder
 
     architecture = cuda_build.architecture(device)
     by_reason: dict[str | None, list[str]] = {}
     for family in cuda_build.FAMILIES:
-        by_reason.setdefault(library.unavailable(architecture, (family,)), []).append(family)
+        by_reason.setdefault(compiled_products.unavailable(architecture, (family,)), []).append(family)
     built = by_reason.pop(None, [])
     built_text = [f"{', '.join(built)} built for sm_{architecture}, cached in {folder()}"] if built else []
     return "; ".join(built_text + [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()])

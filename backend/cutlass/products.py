@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from qsync.backend.cuda_build import architecture
-from qsync.backend.cutlass.library import OUT_TYPES, PRODUCTS, Library, load
+from qsync.backend.cutlass.compiled_products import OUT_TYPES, PRODUCTS, Library, load
 from qsync.backend.cutlass.tuning import Setting, Tuner
 from qsync.backend.kernel_cache import folder
 from qsync.backend.matmul_primitives import LONGEST_INT32_SUM

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qsync import Precision, Profile
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.milp_expressions import Program, Sum
-from qsync.allocator.solvers.recovery import TOLERANCE
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.records.profiles import Cost
 from qsync.replayer import Work, step_time
 

@@ -10,8 +10,8 @@ from qsync import Cluster, Plan, Precision
 from qsync.allocator import allocate, check_plan, uniform
 from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import PRECISION_ORDER, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
-from qsync.allocator.state import State
 from qsync.experiments.allocation.additive import additive
 from qsync.experiments.allocation.balanced import balanced
 from qsync.records.basis import Basis

@@ -27,8 +27,8 @@ from rich.table import Table
 from qsync import OpGraph
 from qsync.allocator import allocate, check_plan
 from qsync.allocator.problem import Constraints, Problem, make_problem
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import InfeasibleError
 from qsync.experiments.allocation.random_problems import Drawn, problem
 from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of

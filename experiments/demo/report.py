@@ -17,7 +17,7 @@ from qsync.figures import memory, precision_map, timeline
 from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
 from qsync.replayer import Timeline, peaks
-from qsync.replayer.trace import write_trace
+from qsync.replayer.chrome_trace import write_trace
 
 
 def assemble(

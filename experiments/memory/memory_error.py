@@ -291,7 +291,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         *markdown_table(HEADINGS, [cells_of(name, entry) for name, entry in rows]),
         "",
         "![Every plan, predicted against measured, and against its budget; one step's memory by part]"
-        "(../memory_error.png)",
+        "(../figures/memory_error.png)",
     ])  # fmt: skip
 
 

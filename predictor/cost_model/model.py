@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from qsync.errors import CalibrationError, FormatError
 from qsync.predictor.cost_model.features import family, features
-from qsync.predictor.cost_model.gaussian import Array, Gaussian
+from qsync.predictor.cost_model.gaussian_process import Array, Gaussian
 from qsync.predictor.cost_model.op_calls import Argument, Call, Direction, has_direction, parts, sum_s
 from qsync.predictor.cost_model.roofline_law import Law
 from qsync.predictor.cost_model.samples import DIRECTIONS, MIN_SAMPLE_S, Sample, without_sums

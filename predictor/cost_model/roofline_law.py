@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import least_squares, nnls
 
-from qsync.predictor.cost_model.gaussian import Array
+from qsync.predictor.cost_model.gaussian_process import Array
 
 # Weight of the starting law, in samples that it misses by 100 %. A kind with one sample keeps its family's
 # shares of launch, products and bytes; a kind with a few samples gets its own.

@@ -7,5 +7,5 @@
 `empirical`          the truth: gradient errors measured with the real kernels
 `rounding`           the rounding error of each element, as the kernels round
 `operand_gradients`  every operand with its gradient, for first-order indicators
-`peers/`             indicators from the literature, to compare with
+`other_indicators/`  indicators from the literature, to compare with
 """

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from qsync.errors import UnsupportedError
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.empirical import empirical
-from qsync.predictor.sensitivity.peers.fisher import fisher
-from qsync.predictor.sensitivity.peers.hessian import hessian
-from qsync.predictor.sensitivity.peers.qsync_depth import qsync_depth
-from qsync.predictor.sensitivity.peers.random_scores import random_scores
-from qsync.predictor.sensitivity.peers.weight_rounding import weight_rounding
+from qsync.predictor.sensitivity.other_indicators.fisher import fisher
+from qsync.predictor.sensitivity.other_indicators.hessian import hessian
+from qsync.predictor.sensitivity.other_indicators.qsync_depth import qsync_depth
+from qsync.predictor.sensitivity.other_indicators.random_scores import random_scores
+from qsync.predictor.sensitivity.other_indicators.weight_rounding import weight_rounding
 from qsync.predictor.sensitivity.variance import variance
 from qsync.records.profiles import Sensitivity
 

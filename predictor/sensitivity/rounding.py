@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync.backend.encoding import decode, encode
-from qsync.backend.reference import round_mantissa
+from qsync.backend.reference_kernels import round_mantissa
 from qsync.records.precision import MANTISSA_BITS, Precision, rounded_type
 
 _BITS = {"e5m2": 2, **MANTISSA_BITS}

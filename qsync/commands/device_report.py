@@ -12,11 +12,11 @@ import torch.distributed as dist
 import qsync
 from qsync import backend
 from qsync.backend import cutlass, kernel_cache
-from qsync.backend.candidates import candidates
-from qsync.backend.casts import library
+from qsync.backend.casts import compiled_casts
 from qsync.backend.cuda_build import architecture as architecture_of
 from qsync.backend.device_detection import detect_class, machine
 from qsync.backend.device_peaks import measured_peaks, peak_of
+from qsync.backend.kernel_candidates import candidates
 from qsync.commands.doctor_tables import SLOWER, passed_over
 from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -80,7 +80,7 @@ def build_state(device: torch.device) -> list[str]:
     folder, on_gpu = kernel_cache.folder(), device.type == "cuda"
     architecture = architecture_of(device) if on_gpu else None
     target = f"sm_{architecture}" if on_gpu else machine()["processor"]
-    casts = library.note(architecture) or f"casts: compiled for {target}, cached in {folder}"
+    casts = compiled_casts.note(architecture) or f"casts: compiled for {target}, cached in {folder}"
     return [casts, f"CUTLASS products: {cutlass.state(device)}"] if on_gpu else [casts]
 
 

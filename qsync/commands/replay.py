@@ -45,7 +45,7 @@ def replay(
     if steps is not None:
         varied = vary(*parts, num_steps=steps, seed=seed, bucket_cap_bytes=cap)
     if trace is not None:
-        from qsync.replayer.trace import write_trace
+        from qsync.replayer.chrome_trace import write_trace
 
         write_trace(timeline, trace)
     if picture is not None:

@@ -11,8 +11,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.lowering.rules import (
+from qsync.lowering.cast_rules import (
     computes_follower,
     makes_channels_last,
     mode_of,
@@ -22,6 +21,7 @@ from qsync.lowering.rules import (
     taken_type,
     takes_16bit,
 )
+from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision

@@ -2,7 +2,7 @@
 
 A neighbourhood determines how an operator runs: the kind and shapes of the operator, its precision, and the
 types in which its inputs are carried. Large models repeat themselves, so few neighbourhoods are distinct.
-`Tables` number them, ask the functions of `qsync.lowering.rules` about each number once, and store the
+`Tables` number them, ask the functions of `qsync.lowering.cast_rules` about each number once, and store the
 answers. An assignment is then lowered by indexing arrays. Two properties alone travel along chains of
 operators and are computed one operator at a time: types, forward through following operators, and the want
 of 16 bits, backward.
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from qsync.lowering import rules as rule
+from qsync.lowering import cast_rules as rule
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.lowering.numbering import GrowingRows, Ints, Numbered
 from qsync.lowering.wiring import wiring

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from qsync.errors import FormatError, MismatchError, shortened
-from qsync.lowering.rules import has_epilogue, may_be_cast_for, passes_16bit_on, saves_operand
+from qsync.lowering.cast_rules import has_epilogue, may_be_cast_for, passes_16bit_on, saves_operand
 from qsync.records.graph import OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision

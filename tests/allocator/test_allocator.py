@@ -23,8 +23,13 @@ from hypothesis import strategies as st
 
 from qsync.allocator import allocate, check_plan, explain, uniform
 from qsync.allocator.problem import make_problem
-from qsync.allocator.solvers.recovery import PRIORITIES, recover, regained_per_slack, variance_regained
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import (
+    PRIORITIES,
+    recover,
+    regained_per_slack,
+    variance_regained,
+)
 from qsync.errors import CalibrationError, FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory

@@ -10,11 +10,11 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate
 from qsync.allocator.problem import Constraints, make_problem
-from qsync.allocator.solvers import milp, recovery
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers import milp, precision_recovery
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.milp_expressions import Program, Sum
-from qsync.allocator.state import State
 from qsync.records.plans import Plan
 
 GRAPH = encoder(3, rows=512)
@@ -49,13 +49,13 @@ def short(seed, memory, time):
 def found(*short_of):
     state, target = short(*short_of)
     greedy(state, ["infer"], target)
-    assert recovery.holds(state, target)
+    assert precision_recovery.holds(state, target)
     return state.variance
 
 
 def test_bytes_count_where_memory_is_short(monkeypatch):
     with_bytes = found(2, 0.6, 0.6)
-    monkeypatch.setattr(recovery, "_memory_used", lambda *args: 0)
+    monkeypatch.setattr(precision_recovery, "_memory_used", lambda *args: 0)
     assert found(2, 0.6, 0.6) > 1.4 * with_bytes
 
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers import local_search, milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.local_search import Changes, Round, combine, improve
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import holds
 
 
 def begun(graph, seed, *, time=0.3, memory=None, cast_s=1e-9, pins=None, after_greedy=True):

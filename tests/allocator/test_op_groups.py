@@ -12,8 +12,8 @@ from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 from qsync.allocator import allocate, check_plan, explain, fastest_within, matched_groups, shadow_prices
 from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import make_problem
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.search_state import State
+from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import FormatError, InfeasibleError, MismatchError, UnsupportedError
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision

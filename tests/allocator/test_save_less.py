@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 from qsync.allocator import allocate, check_plan, explain, find_warnings, search, shadow_prices
 from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.class_model import ClassModel
-from qsync.allocator.solvers.memory_bound import saved_bytes
+from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum, total
-from qsync.allocator.state import State
 from qsync.commands.tables import lever_lines
 from qsync.errors import FormatError, InfeasibleError, MismatchError
 from qsync.predictor.memory.peak import StepMemory
@@ -327,5 +327,5 @@ def test_every_shortcut_of_a_search_knows_who_saves_less(monkeypatch):
     assert places[other]["layer.3.fc1"] == places[other]["layer.4.fc1"]
     state.move("infer", dict.fromkeys(infer.part.choices, INT8))
     expected = StepMemory(infer.lowering.lowered(), num_ranks=3, device="cpu").peak_bytes
-    monkeypatch.setattr("qsync.allocator.state._MAX_INCREMENTAL", 0)
+    monkeypatch.setattr("qsync.allocator.search_state._MAX_INCREMENTAL", 0)
     assert infer.peak_bytes == expected

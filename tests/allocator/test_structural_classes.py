@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import holds
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
 from qsync.records.cluster import Link

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qsync.backend import reference_kernel
-from qsync.backend.candidates import candidates
 from qsync.backend.casts import cast_ops
+from qsync.backend.kernel_candidates import candidates
 from qsync.backend.kernels import attention_bf16, softmax
 from qsync.records.precision import Precision
 

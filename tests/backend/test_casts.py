@@ -10,7 +10,7 @@ import pytest
 import torch
 from compiled_and_plain import DTYPES, SHAPES, equal
 
-from qsync.backend.casts import cast_ops, library
+from qsync.backend.casts import cast_ops, compiled_casts
 
 
 def matrices(shape, dtype):
@@ -122,12 +122,12 @@ def test_what_the_compiled_casts_do_not_take_goes_to_the_plain_ones():
 
 def test_a_library_that_is_compiled_already_needs_no_tvm():
     """Ranks start at once: the library is loaded by tvm_ffi alone, and calls nothing of TVM's runtime."""
-    assert library.library() is not None
+    assert compiled_casts.library() is not None
     code = (
         "import sys, torch\n"
         "from qsync.backend import encode\n"
         "from qsync.backend.casts import cast_ops as casts\n"
-        "from qsync.backend.casts import library as compiled\n"
+        "from qsync.backend.casts import compiled_casts as compiled\n"
         "assert compiled.library() is not None, compiled.note()\n"
         "casts.round_rows(torch.randn(4, 40), torch.ones(40)); encode(torch.randn(4, 40), 'int8_col')\n"
         "assert 'tvm' not in sys.modules\n"

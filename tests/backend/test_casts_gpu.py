@@ -17,7 +17,7 @@ import torch
 
 from qsync.backend import cuda_build
 from qsync.backend.casts import autotune, build_cuda, cast_ops, epilogues
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.casts.tvm import activations, attention, columns, expressions
 from qsync.backend.casts.tvm import rows as fused
 from qsync.backend.casts.tvm.constants import SMALLEST_AMAX

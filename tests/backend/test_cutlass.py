@@ -26,9 +26,9 @@ import torch
 from torch.nn import functional as F
 
 from qsync.backend import Operand, cuda_build, encode, reference_kernel, select
-from qsync.backend.candidates import candidates
-from qsync.backend.cutlass import convolution, library, linear, products
+from qsync.backend.cutlass import compiled_products, convolution, linear, products
 from qsync.backend.cutlass.tuning import Setting, Tuner, search
+from qsync.backend.kernel_candidates import candidates
 from qsync.backend.matmul_primitives import LONGEST_INT32_SUM
 from qsync.errors import BuildError, UnsupportedError
 from qsync.records.precision import Precision, is_encoded, operand_type
@@ -56,7 +56,7 @@ def nothing_remembered(monkeypatch, tmp_path):
         cuda_build.toolchain,
         cuda_build._version,
         cuda_build._architectures,
-        library._attempt,
+        compiled_products._attempt,
     ):
         remembered.cache_clear()
     yield
@@ -64,7 +64,7 @@ def nothing_remembered(monkeypatch, tmp_path):
         cuda_build.toolchain,
         cuda_build._version,
         cuda_build._architectures,
-        library._attempt,
+        compiled_products._attempt,
     ):
         remembered.cache_clear()
 
@@ -114,10 +114,10 @@ def test_the_sources_compile_for(architecture, compilations):
     ptx = next(path.parent.glob("*.ptx")).read_text()
     assert f".target sm_{architecture}" in ptx
     assert all(instruction in ptx for instruction in INSTRUCTIONS[architecture])
-    loaded = library.Library(path)
+    loaded = compiled_products.Library(path)
     assert loaded.architecture == architecture
-    compiled_products = {name for name in library.PRODUCTS if loaded.tiles(name)}
-    assert compiled_products == {name for name, (_, family) in library.PRODUCTS.items() if family in families}
+    found = {name for name in compiled_products.PRODUCTS if loaded.tiles(name)}
+    assert found == {name for name, (_, family) in compiled_products.PRODUCTS.items() if family in families}
 
 
 def test_volta_has_no_int8():
@@ -203,9 +203,9 @@ def assert_one_sentence(error):
 def test_no_nvcc(monkeypatch):
     monkeypatch.setattr(cuda_build, "_compilers", list)
     with pytest.raises(BuildError, match="need nvcc, which is not here: install") as error:
-        library.load("80", "int8_gemm")
+        compiled_products.load("80", "int8_gemm")
     assert_one_sentence(error)
-    assert library.unavailable("80", ("int8_gemm", "fp16_gemm")) == str(error.value)
+    assert compiled_products.unavailable("80", ("int8_gemm", "fp16_gemm")) == str(error.value)
 
 
 def test_no_headers(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_no_headers(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_build, "find_spec", lambda name: None)
     monkeypatch.delenv("CUTLASS_PATH", raising=False)
     with pytest.raises(BuildError, match="pip install nvidia-cutlass") as error:
-        library.load("80", "int8_gemm")
+        compiled_products.load("80", "int8_gemm")
     assert_one_sentence(error)
 
 
@@ -222,7 +222,7 @@ def test_no_headers(tmp_path, monkeypatch):
 )
 def test_a_failed_compilation_is_tried_once_and_says_why(said, tmp_path, monkeypatch):
     counter = pretend_nvcc(tmp_path, monkeypatch, result=f"echo warning: x; echo '{said}' >&2; exit 2")
-    reasons = [library.unavailable("80", ("int8_gemm",)) for _ in range(3)]
+    reasons = [compiled_products.unavailable("80", ("int8_gemm",)) for _ in range(3)]
     assert len(set(reasons)) == 1 and reasons[0].startswith("nvcc failed: ") and "\n" not in reasons[0]
     assert said in reasons[0]
     assert counter.read_text().count("x") == 1
@@ -236,7 +236,7 @@ def test_an_nvcc_that_cannot_run(tmp_path, monkeypatch):
     broken.chmod(0o755)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr(cuda_build, "_compilers", lambda: [str(broken)])
-    assert "does not compile for sm_80" in library.unavailable("80", ("int8_gemm",))
+    assert "does not compile for sm_80" in compiled_products.unavailable("80", ("int8_gemm",))
 
 
 @needs_nvcc
@@ -248,7 +248,7 @@ def test_the_cache(compiled, tmp_path, monkeypatch):
     assert cuda_build.library("80", ["int8_gemm"]) == path
     assert counter.read_text().count("x") == 1
     path.write_bytes(path.read_bytes()[:1000])  # cut short: never loaded, built anew
-    assert library.load("80", "int8_gemm").tiles("int8_nt")
+    assert compiled_products.load("80", "int8_gemm").tiles("int8_nt")
     assert counter.read_text().count("x") == 2
     monkeypatch.setattr(cuda_build, "_source_hash", lambda: "other sources")
     assert cuda_build.library("80", ["int8_gemm"]) != path
@@ -260,12 +260,12 @@ def test_a_cache_that_cannot_be_written(compiled, tmp_path, monkeypatch):
     pretend_nvcc(tmp_path, monkeypatch, result=f'cp {compiled} "$out"')
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path / "file"))
-    assert library.unavailable("80", ("int8_gemm",)) is None
+    assert compiled_products.unavailable("80", ("int8_gemm",)) is None
 
 
 def test_a_library_that_cannot_be_loaded(tmp_path, monkeypatch):
     pretend_nvcc(tmp_path, monkeypatch, result='echo "no library" > "$out"')
-    assert "cannot be loaded" in library.unavailable("80", ("int8_gemm",))
+    assert "cannot be loaded" in compiled_products.unavailable("80", ("int8_gemm",))
 
 
 # --- The C functions, without a GPU
@@ -285,7 +285,7 @@ def c_fields(header, struct):
 
 @pytest.mark.parametrize(
     ("header", "struct", "here"),
-    [("gemm.h", "QsyncGemm", library._Gemm), ("conv.h", "QsyncConv", library._Conv)],
+    [("gemm.h", "QsyncGemm", compiled_products._Gemm), ("conv.h", "QsyncConv", compiled_products._Conv)],
 )
 def test_structures_are_those_of_the_headers(header, struct, here):
     assert c_fields(header, struct) == [(name, kind is ctypes.c_void_p) for name, kind in here._fields_]
@@ -308,7 +308,7 @@ def conv_arguments(**changes):
 @needs_nvcc
 @pytest.mark.slow
 def test_what_the_products_refuse(compiled):
-    loaded = library.Library(compiled)
+    loaded = compiled_products.Library(compiled)
     refusals = [
         ("int8_nt", {"k": 60}, "multiple of 16: pad them"),
         ("int8_nt", {"lda": 72}, "multiple of 16"),
@@ -338,7 +338,7 @@ def test_what_the_products_refuse(compiled):
 @needs_nvcc
 @pytest.mark.slow
 def test_what_the_convolutions_refuse(compiled):
-    loaded = library.Library(compiled)
+    loaded = compiled_products.Library(compiled)
     refusals = [
         ("int8_fprop", {"c": 24}, "24 and 16 channels are no multiple of 16"),
         ("fp16_dgrad", {"k": 12}, "32 and 12 channels are no multiple of 8"),
@@ -360,8 +360,8 @@ def test_what_the_convolutions_refuse(compiled):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, and the addresses are made up")
 def test_without_a_gpu_cuda_says_so(compiled):
-    loaded = library.Library(compiled)
-    for name in library.PRODUCTS:
+    loaded = compiled_products.Library(compiled)
+    for name in compiled_products.PRODUCTS:
         run, arguments = (
             (loaded.gemm, gemm_arguments())
             if name[-2] in "nt" and len(name) == 7
@@ -793,10 +793,10 @@ def test_addmm_with_factors_is_refused():
 
 
 def here_or_skip(family):
-    reason = library.unavailable(products.architecture(torch.device("cuda", 0)), (family,))
+    reason = compiled_products.unavailable(products.architecture(torch.device("cuda", 0)), (family,))
     if reason:
         pytest.skip(reason)
-    return library.load(products.architecture(torch.device("cuda", 0)), family)
+    return compiled_products.load(products.architecture(torch.device("cuda", 0)), family)
 
 
 class OnGpu:
@@ -812,7 +812,7 @@ class TestOnAGpu(OnGpu):
     @pytest.mark.parametrize("product", ["int8_nt", "fp16_nt", "fp16_nn", "fp16_tn"])
     @pytest.mark.parametrize("sizes", [(128, 128, 128), (1, 16, 16), (300, 200, 1000), (77, 136, 4096)])
     def test_every_tile_and_slicing(self, product, sizes, monkeypatch):
-        loaded = here_or_skip(library.PRODUCTS[product][1])
+        loaded = here_or_skip(compiled_products.PRODUCTS[product][1])
         m, n, k = sizes
         layout = product[-2:]
         a = torch.randint(-8, 9, (k, m) if layout == "tn" else (m, k), device="cuda")
@@ -852,7 +852,7 @@ class TestOnAGpu(OnGpu):
 
     @pytest.mark.parametrize("product", ["int8_nt", "fp16_nt", "fp16_nn", "fp16_tn"])
     def test_large_products_are_faster_than_fp32(self, product):
-        here_or_skip(library.PRODUCTS[product][1])
+        here_or_skip(compiled_products.PRODUCTS[product][1])
         a, b = (torch.randn(4096, 4096, device="cuda") for _ in range(2))
         dtype = torch.int8 if product.startswith("int8") else torch.float16
         narrow = [t.mul(20).to(dtype) for t in (a, b)]

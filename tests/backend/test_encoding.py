@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qsync.backend import decode, encode
-from qsync.backend.casts import cast_ops, library
+from qsync.backend.casts import cast_ops, compiled_casts
 from qsync.backend.casts.cast_ops import nearest_codes
 from qsync.errors import UnsupportedError
 
@@ -123,7 +123,7 @@ def either(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(cast_ops, "_library", lambda num_threads: None)
     else:
-        assert library.library() is not None, library.note()
+        assert compiled_casts.library() is not None, compiled_casts.note()
 
 
 @pytest.mark.parametrize("rows", [True, False])

@@ -16,13 +16,13 @@ import pytest
 
 from qsync.backend import kernel_cache
 from qsync.backend.casts import build_cpu
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 from qsync.errors import BuildError
 
 # Uses the casts, and says what became of the compiled ones. "right" holds whichever ran.
 USE = """
 import torch
-from qsync.backend.casts import cast_ops as casts, library as compiled
+from qsync.backend.casts import cast_ops as casts, compiled_casts as compiled
 x = torch.randn(8, 40)
 codes, scale = casts.quantize_rows(x)
 right = ((codes * scale.unsqueeze(1) - x).abs() <= scale.unsqueeze(1) * 0.51).all().item()

@@ -15,7 +15,7 @@ import qsync
 from qsync import backend
 from qsync.allocator import allocate, check_plan, unsupported_precisions
 from qsync.backend.cutlass.convolution import unsupported
-from qsync.backend.selection import Kernels
+from qsync.backend.kernel_selection import Kernels
 from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
 from qsync.records.basis import Basis

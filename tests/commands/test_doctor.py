@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from qsync import backend
-from qsync.backend.casts import library as compiled
-from qsync.backend.cutlass import library
+from qsync.backend.casts import compiled_casts as compiled
+from qsync.backend.cutlass import compiled_products
 from qsync.backend.device_peaks import peak_of
 from qsync.commands import device_report, doctor_tables, main
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -133,7 +133,7 @@ def test_a_gpu_says_which_casts_and_cutlass_products_are_built(monkeypatch):
         return "nvcc failed" if "int8_conv" in families else None
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(library, "unavailable", unavailable)
+    monkeypatch.setattr(compiled_products, "unavailable", unavailable)
     monkeypatch.setattr(compiled, "note", lambda architecture: None)
     casts, products = device_report.build_state(torch.device("cuda", 0))
     assert casts.startswith("casts: compiled for sm_75, cached in ")

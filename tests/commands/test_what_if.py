@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
-from lawful_costs import HERE, lawful
+from roofline_costs import HERE, lawful
 
 from qsync import cost_learning
 from qsync.commands.loading import load_basis

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from expanding import images, made, recipe, tokens
-from own_models import NET, RESIDUALS, ROWS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 from torch import nn
+from user_models import NET, RESIDUALS, ROWS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 
 import qsync
 from qsync import Recipe

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expanding import made, recipe, tokens, trained
-from own_models import NET, RESIDUALS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 from torch import nn
+from user_models import NET, RESIDUALS, STREAMS, Eps, Net, Residuals, Streams, lossless, with_lines
 
 import qsync
 from qsync import Recipe

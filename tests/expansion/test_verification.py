@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from expanding import made, recipe, tokens
-from own_models import NET, ROWS, Net
 from torch import nn
+from user_models import NET, ROWS, Net
 
 import qsync
 from qsync.errors import CalibrationError, UnsupportedError

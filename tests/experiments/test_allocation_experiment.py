@@ -10,9 +10,9 @@ from graphs import cluster_of, encoder, images, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import uniform
 from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import holds
 from qsync.experiments.allocation.additive import additive
 from qsync.experiments.allocation.balanced import balanced
 from qsync.records.basis import Basis

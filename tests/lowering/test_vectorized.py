@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.errors import FormatError, MismatchError
-from qsync.lowering import rules, vectorized
+from qsync.lowering import cast_rules, vectorized
 from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.numbering import Numbered
 from qsync.lowering.vectorized import Tabulated, tables
@@ -80,9 +80,9 @@ def test_an_operator_without_operands_is_no_other_s_neighbour():
 def test_the_rule_is_asked_once_for_every_distinct_neighbourhood(monkeypatch):
     asked = []
     for name in ("mode_of", "needed_casts", "run_form_of"):
-        real = getattr(rules, name)
+        real = getattr(cast_rules, name)
         monkeypatch.setattr(
-            rules, name, lambda *args, name=name, real=real: (asked.append(name), real(*args))[1]
+            cast_rules, name, lambda *args, name=name, real=real: (asked.append(name), real(*args))[1]
         )
     counts = []
     for num_layers in (2, 4, 8):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from graphs import cluster_of, encoder, sensitivity_of
-from lawful_costs import HERE, lawful, truth
+from roofline_costs import HERE, lawful, truth
 
 from qsync.errors import CalibrationError, FormatError, MismatchError
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
@@ -17,7 +17,7 @@ from qsync.lowering.lowered_graph import Cast
 from qsync.planning import plan, replay
 from qsync.predictor.cost_model.features import features
 from qsync.predictor.cost_model.fill_profile import fill, simulate
-from qsync.predictor.cost_model.gaussian import Gaussian
+from qsync.predictor.cost_model.gaussian_process import Gaussian
 from qsync.predictor.cost_model.model import CostModel, asked, held_out_shapes, step_error
 from qsync.predictor.cost_model.op_calls import (
     Argument,

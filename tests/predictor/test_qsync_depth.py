@@ -10,7 +10,7 @@ from torch import nn
 import qsync
 from qsync import backend
 from qsync.backend.encoding import decode, encode
-from qsync.predictor.sensitivity.peers.qsync_depth import (
+from qsync.predictor.sensitivity.other_indicators.qsync_depth import (
     Gatherer,
     OpStatistics,
     indicator,

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from qsync.backend import selection  # noqa: E402
+from qsync.backend import kernel_selection  # noqa: E402
 from qsync.experiments.memory import memory_error, memory_runs  # noqa: E402
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision  # noqa: E402
 from qsync.records.save_less import can_save_less  # noqa: E402
@@ -23,13 +23,13 @@ FP32, BF16, INT8, INT8_ALL = memory_runs.PRECISIONS
 def alone() -> Iterator[None]:
     """Multiply attention in BF16 by the kernel that the model describes, even where torch's is faster."""
     torch._dynamo.reset()
-    patch, every = pytest.MonkeyPatch(), selection.candidates
-    patch.setattr(selection, "candidates", lambda *product: every(*product)[:1])
-    selection._kernels_of.cache_clear()
+    patch, every = pytest.MonkeyPatch(), kernel_selection.candidates
+    patch.setattr(kernel_selection, "candidates", lambda *product: every(*product)[:1])
+    kernel_selection._kernels_of.cache_clear()
     with memory_error._alone():
         yield
     patch.undo()
-    selection._kernels_of.cache_clear()
+    kernel_selection._kernels_of.cache_clear()
 
 
 class Attention(nn.Module):

@@ -16,7 +16,7 @@ import torch
 import tvm_ffi
 
 from qsync.backend.casts import build_cuda
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.casts.tvm.constants import ROWS_PER_PART
 
 _CUDA = 2  # kDLCUDA

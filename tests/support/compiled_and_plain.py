@@ -9,7 +9,7 @@ import torch
 
 from qsync.backend import cuda_build
 from qsync.backend.casts import autotune, cast_ops
-from qsync.backend.casts import library as compiled
+from qsync.backend.casts import compiled_casts as compiled
 
 SHAPES = [(1, 1), (1, 257), (7, 1), (5, 7), (64, 64), (33, 1000), (130, 48), (0, 5), (3, 0)]
 

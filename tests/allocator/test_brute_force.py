@@ -10,11 +10,11 @@ import pytest
 from graphs import cluster_of, images, mlp, profile_of, sensitivity_of
 
 from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import every_assignment, fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.local_search import improve
-from qsync.allocator.solvers.recovery import holds
-from qsync.allocator.state import State
+from qsync.allocator.solvers.precision_recovery import holds
 from qsync.errors import InfeasibleError
 from qsync.records.profiles import Cost
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-from qsync.backend import cutlass, encode, selection
-from qsync.backend.candidates import Candidate, candidates, device_precisions
-from qsync.backend.selection import Kernels, select
+from qsync.backend import cutlass, encode, kernel_selection
+from qsync.backend.kernel_candidates import Candidate, candidates, device_precisions
+from qsync.backend.kernel_selection import Kernels, select
 from qsync.errors import UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
@@ -118,7 +118,7 @@ def test_a_kernel_that_computes_something_else_is_rejected(monkeypatch):
         raise RuntimeError("no such instruction\nand a long trace")
 
     found = (Candidate("wrong", wrong), Candidate("broken", broken), Candidate("absent", None, "not built"))
-    monkeypatch.setattr(selection, "candidates", lambda *_: found)
+    monkeypatch.setattr(kernel_selection, "candidates", lambda *_: found)
     with pytest.raises(
         UnsupportedError, match=r"wrong: wrong: \d+ dB.*broken: fails here: no such .*absent: not"
     ):

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from qsync.backend.candidates import Kernel, candidates, device_precisions
 from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.encoding import Encoded, Operand, encode
+from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
+from qsync.backend.kernel_timing import synchronize
 from qsync.backend.kernels.convolution import weight_to_bf16_channels_last
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.reference import reference_kernel
-from qsync.backend.timing import synchronize
+from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from qsync.backend import Operand, decode, encode, reference_kernel
-from qsync.backend.reference import round_mantissa
+from qsync.backend.reference_kernels import round_mantissa
 from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
 CALLS = {

@@ -11,10 +11,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from qsync.allocator.problem import make_problem
+from qsync.allocator.search_state import State
 from qsync.allocator.solvers.class_model import ClassModel
-from qsync.allocator.solvers.memory_bound import saved_bytes
+from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum
-from qsync.allocator.state import State
 from qsync.predictor.memory.peak import StepMemory, bytes_throughout
 
 
