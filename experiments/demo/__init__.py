@@ -6,4 +6,5 @@
 `runs`     the runs as plans
 `report`   report.json, the table and the files
 `picture`  step times, predicted and measured
+`publish`  write the figures into README and docs
 """

@@ -18,9 +18,17 @@ What nearly every experiment needs stands here; what imports more than that is i
 """
 
 from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run_command, show
-from qsync.experiments.harness.tables import as_markdown, grouped, markdown_table, milliseconds, table_of, yes
+from qsync.experiments.harness.tables import (
+    as_markdown,
+    grouped,
+    markdown_table,
+    milliseconds,
+    table_of,
+    write_between,
+    yes,
+)
 
 __all__ = [
     "Again", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
-    "milliseconds", "run_command", "show", "table_of", "yes",
+    "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
 ]  # fmt: skip

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
+
+from qsync import QSyncError
+from qsync.records.json_files import write_text
 
 Row = Sequence[str]
 
@@ -42,6 +46,19 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
         "|---" * len(headings) + "|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
+
+
+def write_between(page: Path, name: str, text: str) -> None:
+    """Replace the text between two markers of a page, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+
+    Raises QSyncError for a page without them.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    head, found, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, ended, tail = rest.partition(end)
+    if not found or not ended:
+        raise QSyncError(f"{page} lacks {end if found else begin}; put both markers where the text belongs")
+    write_text(page, f"{head}{begin}\n{text}\n{end}{tail}")
 
 
 def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Any]]:

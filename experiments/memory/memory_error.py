@@ -42,6 +42,7 @@ from qsync.experiments.harness import (
     markdown_table,
     run_command,
     table_of,
+    write_between,
     yes,
 )
 from qsync.experiments.harness.pictures import new_figure
@@ -50,7 +51,7 @@ from qsync.experiments.memory.memory_runs import MODELS, SEED, SHARES, Trained, 
 from qsync.figures.memory import stack_parts, strip_axes
 from qsync.figures.style import INK, SERIES_COLOURS, save_png
 from qsync.predictor.memory import peak
-from qsync.records.json_files import write_json, write_text
+from qsync.records.json_files import write_json
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -64,7 +65,6 @@ HEADINGS = (
     "", "plans", "saved: median", "95th", "worst", "peak: median", "95th", "worst", "of its budget", "holds",
 )  # fmt: skip
 ALL = "all"
-MARKERS = ("<!-- memory:begin -->", "<!-- memory:end -->")
 
 
 def main(
@@ -100,10 +100,8 @@ def main(
             )  # fmt: skip
     content = _finished(experiment, found)
     if state:
-        head, _, rest = RESULTS_PAGE.read_text(encoding="utf-8").partition(MARKERS[0])
-        between = f"{MARKERS[0]}\n{markdown(content)}\n{MARKERS[1]}"
         _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
-        write_text(RESULTS_PAGE, f"{head}{between}{rest.partition(MARKERS[1])[2]}")
+        write_between(RESULTS_PAGE, "memory", markdown(content))
 
 
 def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:

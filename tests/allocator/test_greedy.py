@@ -16,6 +16,7 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.milp_expressions import Program, Sum
 from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 
 GRAPH = encoder(3, rows=512)
 PROFILES = {
@@ -57,6 +58,32 @@ def test_bytes_count_where_memory_is_short(monkeypatch):
     with_bytes = found(2, 0.6, 0.6)
     monkeypatch.setattr(precision_recovery, "_memory_used", lambda *args: 0)
     assert found(2, 0.6, 0.6) > 1.4 * with_bytes
+
+
+def test_a_raise_uses_its_part_of_the_memory_that_is_left():
+    state, _ = short(2, 0.6, 0.6)
+    one = state.classes["infer"]
+    used = 0
+    for op, choices in one.part.choices.items():
+        before, left = one.peak_bytes, one.part.budget_bytes - one.peak_bytes
+        part = precision_recovery._memory_used(state, "infer", {op: choices[-1]})
+        assert one.peak_bytes == before
+        move = state.move("infer", {op: choices[-1]})
+        assert part * left == pytest.approx(one.peak_bytes - before)
+        used += one.peak_bytes > before
+        state.back(move)
+    assert used and left > 0.02 * one.part.budget_bytes
+    assert precision_recovery._memory_used(state, "train", {op: Precision.FP32}) == 0.0
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.1])
+def test_a_class_may_lose_what_lateness_leaves_of_the_target(margin):
+    state, target = short(2, 1.0, 0.6)
+    state.late = {"infer": margin}
+    one = state.classes["infer"]
+    slack_s = precision_recovery._Trial(state, 2 * target).slack_s("infer")
+    beyond_s = precision_recovery._least_times(state)["infer"] - (1 + margin) * one.alone_s
+    assert (1 + margin) * (one.alone_s + slack_s) + beyond_s == pytest.approx(2 * target)
 
 
 @pytest.mark.parametrize("short_of", [(0, 0.3, 0.5), (1, 0.1, 0.3), (2, 0.6, 0.6)])

@@ -86,6 +86,15 @@ def test_a_plan_far_above_its_bound_is_improved():
     assert state.assignments() == assignments
 
 
+@pytest.mark.parametrize("solve", [milp.solve, milp.improve_and_bound])
+def test_a_plan_within_two_per_cent_of_its_bound_is_near_enough(monkeypatch, solve):
+    state, target = begun(encoder(1, rows=512), 16, cast_s=1e-10)
+    enough = []
+    monkeypatch.setattr(milp, "improve", lambda *args, **options: enough.append(options["enough"]))
+    found = solve(state, ["infer"], target)
+    assert enough[0] == pytest.approx(found.bound / 0.98) and found.bound > 0.0
+
+
 @pytest.mark.parametrize("memory", [None, 0.2])
 def test_an_exchange_holds_and_lessens_the_variance_or_leaves_all_as_it_was(memory):
     made = 0

@@ -121,6 +121,19 @@ def test_memory_has_a_price_where_it_alone_forbids_a_raise():
     assert prices_of(plan, budgets={"infer": 1 << 40})["infer"].variance_per_byte is None
 
 
+def test_memory_has_the_price_of_the_densest_raise_that_the_budget_forbids():
+    lowest = dict.fromkeys((op.name for op in GRAPH.adjustable), INT8)
+    timeline = replay(GRAPH, {"train": {}, "infer": lowest}, PROFILES, CLUSTER)
+    budgets = {"infer": timeline["infer"].memory_bytes}
+    plan = allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, target_s=10.0, pins={"*": "int8"}, lower_all=True)
+    plan = replace(plan, pins={}, classes={**plan.classes, "train": PLAN["train"]})
+    assert plan["infer"].assignment == lowest
+    large = [one for one in changed_by_one(plan, "infer", **budgets) if one["large"] and one["variance"] < 0]
+    prices = {-one["variance"] / one["grown_bytes"] for one in large}
+    assert len(prices) > 1
+    assert prices_of(plan, budgets=budgets)["infer"].variance_per_byte == pytest.approx(max(prices))
+
+
 def test_what_both_forbid_has_no_price():
     """More time alone would not buy it, nor more memory alone."""
     budgets = {"infer": replay(GRAPH, PLAN, PROFILES, CLUSTER)["infer"].memory_bytes}

@@ -11,6 +11,7 @@ import pytest
 
 from qsync.allocator import check_plan, explain
 from qsync.errors import QSyncError
+from qsync.experiments.demo import publish
 from qsync.experiments.demo.launch import run_demo
 from qsync.experiments.demo.report import heldout_difference, table
 from qsync.experiments.demo.runs import NAMES
@@ -147,3 +148,35 @@ def test_the_held_out_difference_pairs_seeds():
     assert found["mean"] == pytest.approx(0.2)
     assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
     assert heldout_difference({name: {"heldout_losses": [1.0]} for name in runs})["standard_error"] is None
+
+
+def test_readme_and_docs_show_the_figures_that_are_kept():
+    text = publish.markdown(json.loads((publish.ROOT / publish.FIGURES).read_text()))
+    assert all(text in (publish.ROOT / page).read_text(encoding="utf-8") for page in publish.PAGES)
+
+
+def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
+    kept = json.loads((publish.ROOT / publish.FIGURES).read_text())
+    monkeypatch.setattr(publish, "ROOT", tmp_path)
+    (tmp_path / "docs" / "results").mkdir(parents=True)
+    (tmp_path / "docs" / "figures").mkdir()
+    for page in publish.PAGES:
+        (tmp_path / page).write_text("before <!-- results:begin -->old<!-- results:end --> after")
+    found = tmp_path / "demo-out"
+    found.mkdir()
+    kept["runs"]["qsync"]["measured_step_s"] = 2 * kept["runs"]["fast_alone"]["measured_step_s"]
+    kept["runs"]["qsync"]["training_losses"] = [[1.0]]
+    (found / "report.json").write_text(json.dumps(kept))
+    for name in publish.PICTURES[1:]:
+        (found / name).write_bytes(name.encode())
+    with pytest.raises(QSyncError, match=r"has no steps\.png; name the folder of a finished `qsync demo`"):
+        publish.main(found)
+    assert "old" in (tmp_path / "README.md").read_text()
+    (found / "steps.png").write_bytes(b"steps")
+    publish.main(found)
+    for page in publish.PAGES:
+        text = (tmp_path / page).read_text()
+        assert text.startswith("before <!--") and text.endswith("--> after") and "old" not in text
+        assert "| **qsync plan** |" in text and " | 2.00 | " in text
+    assert (tmp_path / "docs" / "figures" / "steps.png").read_bytes() == b"steps"
+    assert "training_losses" not in (tmp_path / publish.FIGURES).read_text()

@@ -315,6 +315,11 @@ def test_buffers_that_ddp_hands_out_make_all_ranks_start_together():
     late = profiles["infer"].optimizer_s - profiles["train"].optimizer_s
     assert handed_out["infer"] == pytest.approx(1e-3, rel=1e-3)
     assert handed_out["train"] == pytest.approx(1e-3 + late, rel=1e-3)
+    assert min(event.start_s for event in timeline.events) == pytest.approx(0.0, abs=1e-12)
+    reduced = max(e.start_s + e.duration_s for e in timeline.events if e.kind == "communication")
+    optimizers = {e.device_class: e.start_s for e in timeline.events if e.name == "optimizer"}
+    assert set(optimizers) == {"train", "infer"}
+    assert all(start == pytest.approx(reduced, rel=1e-6) for start in optimizers.values())
     for entry in timeline.classes.values():
         parts = entry.compute_s + entry.slowed_s + entry.exposed_s + entry.wait_s
         assert parts == pytest.approx(timeline.step_s)

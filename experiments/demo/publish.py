@@ -1,0 +1,94 @@
+"""Write the figures of a demo into the documentation.
+
+    python -m qsync.experiments.demo.publish demo-out
+
+README.md and docs/results/demo.md get the table and say where it was measured, docs/figures/ gets the
+pictures, and docs/results/demo.json keeps the figures. All of it belongs to a checkout of the source.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qsync import QSyncError
+from qsync.experiments.demo.picture import RUN_TITLES
+from qsync.experiments.harness import markdown_table, run_command, write_between
+from qsync.records.json_files import read_json, write_json
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/results/demo.md")
+FIGURES = Path("docs/results/demo.json")
+PICTURES = ("steps.png", "allocation.png", "timeline.png")
+HEADINGS = (
+    "", "step", "x limit", "predicted", "planned", "waiting", "FLOPs lowered", "added variance",
+    "held-out loss",
+)  # fmt: skip
+
+
+def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wrote.")]) -> None:
+    """Copy table, figures and pictures of one demo into README and docs."""
+    missing = [name for name in ("report.json", *PICTURES) if not (folder / name).is_file()]
+    if missing:
+        raise QSyncError(f"{folder} has no {missing[0]}; name the folder of a finished `qsync demo`")
+    content = read_json(folder / "report.json")
+    shown = {
+        **content,
+        "runs": {
+            name: {key: value for key, value in run.items() if key != "training_losses"}
+            for name, run in content["runs"].items()
+        },
+    }
+    text = markdown(shown)
+    for page in PAGES:
+        write_between(ROOT / page, "results", text)
+    for name in PICTURES:
+        shutil.copyfile(folder / name, ROOT / "docs" / "figures" / name)
+    write_json(ROOT / FIGURES, shown)
+    typer.echo(f"wrote {', '.join(PAGES)}, {FIGURES} and {len(PICTURES)} pictures")
+
+
+def markdown(content: Mapping[str, Any]) -> str:
+    """Return where the demo was measured, and its table, in Markdown."""
+    machine, limit = content["machine"], content["runs"]["fast_alone"]["measured_step_s"]
+    shares = [f"{share:g}" for share in content["emulated_share"].values()]
+    weak = f" The weak rank is *emulated*: it gets {' / '.join(shares)} of a core." if shares else ""
+    same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
+    seeds = f"{content['seeds']} seed{'s' if content['seeds'] > 1 else ''}"
+    size, where = (
+        f"{content['num_parameters'] / 1e6:.1f} M",
+        f"{machine['processor']} ({machine['cores']} cores)",
+    )
+    lines = [
+        f"A {content['model']} of {size} parameters trains for {content['steps']} steps, {seeds},",
+        f"on two ranks of an {where}, gloo, torch {machine['torch']}.{weak}",
+        "Steps are measured: medians of steps taken in turns within one run.",
+        f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}.",
+        "",
+        *markdown_table(HEADINGS, [_row(name, run, limit) for name, run in content["runs"].items()]),
+    ]
+    return "\n".join(lines)
+
+
+def _row(name: str, run: Mapping[str, Any], limit: float) -> list[str]:
+    step = run["measured_step_s"]
+    title = f"**{RUN_TITLES[name]}**" if name == "qsync" else RUN_TITLES[name]
+    return [
+        title,
+        f"{step * 1e3:.0f} ms",
+        f"{step / limit:.2f}",
+        f"{run['predicted_step_s'] / step - 1:+.1%}",
+        f"{run['planned_step_s'] / step - 1:+.1%}",
+        " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values()),
+        f"{run['low_precision_flop_fraction']:.0%}",
+        f"{run['added_variance']:.1e}",
+        f"{run['heldout_loss']:.3f}",
+    ]
+
+
+if __name__ == "__main__":
+    run_command(main)
