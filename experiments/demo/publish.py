@@ -59,13 +59,10 @@ def markdown(content: Mapping[str, Any]) -> str:
     weak = f" The weak rank is *emulated*: it gets {' / '.join(shares)} of a core." if shares else ""
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
     seeds = f"{content['seeds']} seed{'s' if content['seeds'] > 1 else ''}"
-    size, where = (
-        f"{content['num_parameters'] / 1e6:.1f} M",
-        f"{machine['processor']} ({machine['cores']} cores)",
-    )
+    where = f"{machine['processor']} ({machine['cores']} cores), gloo, torch {machine['torch']}"
     lines = [
-        f"A {content['model']} of {size} parameters trains for {content['steps']} steps, {seeds},",
-        f"on two ranks of an {where}, gloo, torch {machine['torch']}.{weak}",
+        f"The model: {content['description']}. It trains for {content['steps']} steps, {seeds},",
+        f"on two ranks of an {where}.{weak}",
         "Steps are measured: medians of steps taken in turns within one run.",
         f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}.",
         "",
