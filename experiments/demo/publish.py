@@ -8,6 +8,7 @@ pictures, and docs/results/demo.json keeps the figures. All of it belongs to a c
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,7 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
     content = read_json(folder / "report.json")
     shown = {
         **content,
+        "description": re.sub(r" \(/[^)]*\)", "", content["description"]),  # the path of this machine's text
         "runs": {
             name: {key: value for key, value in run.items() if key != "training_losses"}
             for name, run in content["runs"].items()
