@@ -164,13 +164,17 @@ def test_the_trade_numbers_its_plans_and_names_the_classes(tmp_path, figures):
     assert figures[1].axes[0].get_legend() is None
 
 
-def test_memory_is_drawn_against_its_budget(tmp_path, figures):
+def filled() -> dict[str, Peak]:
+    """Two classes, one near its budget."""
     curve = {part: [10, 20, 10] for part in ("throughout", "casts", "saved", "transient")}
-    filled = {
+    return {
         "near": Peak("near", 100_000_000, {"parameters": 80_000_000}, curve),
         "far": Peak("far", 8_000_000_000, {"parameters": 80_000_000}, curve),
     }
-    check_png(memory.steps(filled, tmp_path / "memory.png"))
+
+
+def test_memory_is_drawn_against_its_budget(tmp_path, figures):
+    check_png(memory.steps(filled(), tmp_path / "memory.png"))
     near, far = figures[0].axes
     assert near.get_title("left") == "near: 80 MB at most, margin included; 80 % of its budget"
     assert far.get_title("left") == "far: 80 MB at most, margin included; 1 % of its budget"
@@ -200,4 +204,6 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
         timeline_figure.timelines([{"label": "rank 0", "events": [("sleep", 0, 1)]}], path, simulated=True)
     with pytest.raises(QSyncError, match="no run to draw"):
         picture.predicted_vs_measured({}, path)
+    with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*a\.svg'; end the name in \.png"):
+        memory.steps(filled(), tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())

@@ -90,15 +90,18 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
     structure = {name: state.classes[name].structural_classes() for name in classes}
     trial = _Trial(state, target_s)
     slack_s = {name: max(trial.slack_s(name), _MIN_SLACK_PART * target_s) for name in classes}
-    memory, heap = {}, []
+    memory: dict[int, float] = {}
+    heap: list[tuple[float, int, str, Raise, float]] = []
+
+    def worth(number: int, name: str, regained: float, lost_s: float) -> float:
+        return priority(regained, lost_s / slack_s[name] + memory[number])
+
     for number, (name, raised) in enumerate(_raises(state, classes)):
-        lost_s, memory[number] = (
-            state.seconds_of(name, raised, structure[name]),
-            _memory_used(state, name, raised),
-        )
-        used = lost_s / slack_s[name] + memory[number]
+        lost_s = state.seconds_of(name, raised, structure[name])
+        memory[number] = _memory_used(state, name, raised)
+        now = worth(number, name, _regained(state, name, raised), lost_s)
         # The number makes ties deterministic: class order, then model order, then the highest first.
-        heap.append((-priority(_regained(state, name, raised), used), number, name, raised, lost_s))
+        heap.append((-now, number, name, raised, lost_s))
     heapq.heapify(heap)
     while heap:
         _, number, name, raised, lost_s = heapq.heappop(heap)
@@ -108,13 +111,13 @@ def _pass(state: State, classes: Sequence[str], target_s: float, priority: Prior
             continue
         regained, before = _regained(state, name, still), one.costs.total_s
         following = -heap[0][0] * (1 - TOLERANCE) if heap else 0.0
-        now = priority(regained, lost_s / slack_s[name] + memory[number])
+        now = worth(number, name, regained, lost_s)
         if now < following:  # other raises come before it
             heapq.heappush(heap, (-now, number, name, still, lost_s))
             continue
         move = state.move(name, still)
         lost_s = one.costs.total_s - before
-        now = priority(regained, lost_s / slack_s[name] + memory[number])
+        now = worth(number, name, regained, lost_s)
         if now < following:
             state.back(move)
             heapq.heappush(heap, (-now, number, name, still, lost_s))

@@ -12,6 +12,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from qsync.errors import FormatError, shortened
 from qsync.records.json_files import write_bytes
 from qsync.records.precision import Precision
 
@@ -41,7 +42,12 @@ def strip_axes(axes: Axes, grid: str) -> None:
 
 
 def save_png(figure: Figure, path: str | Path, dpi: int = 150) -> Path:
-    """Write the figure as a PNG, whole or not at all. Return its path."""
+    """Write the figure as a PNG, whole or not at all. Return its path.
+
+    Raises FormatError for a name that ends otherwise.
+    """
+    if Path(path).suffix.lower() != ".png":
+        raise FormatError(f"pictures are PNG files, found {shortened(str(path))}; end the name in .png")
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=dpi, facecolor="white")
     return write_bytes(path, drawn.getvalue())

@@ -76,6 +76,17 @@ def test_a_raise_uses_its_part_of_the_memory_that_is_left():
     assert precision_recovery._memory_used(state, "train", {op: Precision.FP32}) == 0.0
 
 
+def test_a_raise_is_judged_by_the_part_of_the_time_left_that_it_uses():
+    state, target = short(2, 1.0, 0.6)
+    structure = state.classes["infer"].structural_classes()
+    slack_s = precision_recovery._Trial(state, target).slack_s("infer")
+    raises = [raised for _, raised in precision_recovery._raises(state, ["infer"])]
+    expected = [state.seconds_of("infer", raised, structure) / slack_s for raised in raises]
+    seen = []
+    precision_recovery.recover(state, ["infer"], target, lambda regained, used: seen.append(used) or regained)
+    assert seen[: len(raises)] == pytest.approx(expected) and max(expected) > 0.0
+
+
 @pytest.mark.parametrize("margin", [0.0, 0.1])
 def test_a_class_may_lose_what_lateness_leaves_of_the_target(margin):
     state, target = short(2, 1.0, 0.6)

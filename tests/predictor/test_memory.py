@@ -434,9 +434,29 @@ def convolutional():
     return Sequential(*first, *second), torch.randn(8, 3, 16, 16)
 
 
+def gated():
+    """Convolutions of signals, a product of two of them, and a sum of products as torch.addmm."""
+    import torch
+
+    class Gated(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signal, self.gate = (torch.nn.Conv1d(4, 8, 3, padding=1) for _ in range(2))
+            self.weight, self.bias = (
+                torch.nn.Parameter(torch.randn(8, 16)),
+                torch.nn.Parameter(torch.zeros(16)),
+            )
+
+        def forward(self, x):
+            y = self.signal(x) * torch.sigmoid(self.gate(x))
+            return torch.addmm(self.bias, y.transpose(1, 2).reshape(-1, 8), self.weight)
+
+    return Gated(), torch.randn(8, 4, 32)
+
+
 @pytest.mark.parametrize("less", [False, True])
 @pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
-@pytest.mark.parametrize("build", [transformer, written_out, convolutional])
+@pytest.mark.parametrize("build", [transformer, written_out, convolutional, gated])
 def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
     """With the copies of the weights, which live until the optimizer changes them."""
     pytest.importorskip("torch")
@@ -465,7 +485,7 @@ def casts_of_weights(lowered):
         users = [op for op in lowered.graph.ops if cast.value in op.inputs]
         needed = not is_encoded(cast.target) or any(grads[op.inputs[0]] for op in users)
         if len(shapes[cast.value]) > 1 and needed:
-            yield cast, shapes[cast.value][0]
+            yield cast, shapes[cast.value][any(op.kind == "addmm" for op in users)]  # an output has a scale
 
 
 # --- The bar: what an INT8 product keeps ---
