@@ -87,6 +87,18 @@ def test_a_raise_is_judged_by_the_part_of_the_time_left_that_it_uses():
     assert seen[: len(raises)] == pytest.approx(expected) and max(expected) > 0.0
 
 
+def test_what_is_known_of_a_class_is_measured_again_before_it_is_turned_away(monkeypatch):
+    state, target = short(2, 1.0, 0.6)
+    trial = precision_recovery._Trial(state, target)
+    measured, least_times = [], precision_recovery._least_times
+    monkeypatch.setattr(
+        precision_recovery, "_least_times", lambda state: measured.append(1) or least_times(state)
+    )
+    assert trial.may_hold("infer") and not measured
+    trial._beyond_own_s["infer"] += target  # as if another class had been slower
+    assert trial.may_hold("infer") and len(measured) == 1
+
+
 @pytest.mark.parametrize("margin", [0.0, 0.1])
 def test_a_class_may_lose_what_lateness_leaves_of_the_target(margin):
     state, target = short(2, 1.0, 0.6)
