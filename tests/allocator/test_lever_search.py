@@ -69,6 +69,12 @@ def test_a_lever_that_is_not_named_stays_off():
     assert search(*PARTS, levers=["share"], other=OTHER, trials=4, **FAST).levers.used == ("share",)
 
 
+def test_a_given_bucket_cap_holds_in_a_search_of_other_levers():
+    plan = search(*PARTS, levers=["accumulate"], trials=2, bucket_cap_bytes=4096, **FAST)
+    assert plan.bucket_cap_bytes == 4096 and checked(plan)
+    assert plan.target_s == allocate(*PARTS, bucket_cap_bytes=4096, **FAST).target_s
+
+
 def test_recomputing_makes_fit_what_does_not():
     graph = encoder(4, width=16, rows=512)
     profiles = {n: profile_of(graph, n, slow=s) for n, s in (("train", 1.0), ("infer", 1.2))}

@@ -63,6 +63,7 @@ say(f"plan: {len(plan.classes)} {files}")
 
 qsync.hybrid(make(width=512), large, make_optimizer=sgd, **options)
 say(f"profiled: {len(profiled)}")
+ddp_profiling.PROFILE_S = 1.0
 qsync.hybrid(make(width=512), large, make_optimizer=other_sgd, **options)
 say(f"profiled with another optimizer: {len(profiled)}")
 dist.destroy_process_group()
