@@ -70,7 +70,7 @@ def test_a_lever_that_is_not_named_stays_off():
 
 
 def test_a_given_bucket_cap_holds_in_a_search_of_other_levers():
-    plan = search(*PARTS, levers=["accumulate"], trials=2, bucket_cap_bytes=4096, **FAST)
+    plan = search(*PARTS, levers=["recompute"], trials=2, bucket_cap_bytes=4096, **FAST)
     assert plan.bucket_cap_bytes == 4096 and checked(plan)
     assert plan.target_s == allocate(*PARTS, bucket_cap_bytes=4096, **FAST).target_s
 
