@@ -300,6 +300,28 @@ def test_a_result_is_kept_if_the_next_product_keeps_that_very_tensor(precision, 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("operand", "kept"), [(0, "codes"), (1, "output"), (2, "codes")])
+def test_a_sum_of_products_keeps_the_rows_that_it_multiplies(operand, kept):
+    """torch.addmm(bias, x, w) keeps x, and not the bias; w is a weight, whose copy is counted elsewhere."""
+    builder = Builder()
+    result = builder.follow("gelu", "gelu", builder.linear("a", builder.enter("x", (4, 4)), 4))
+    inputs = [builder.enter(name, (4, 4), "parameter") for name in ("bias", "left", "right")]
+    inputs[operand] = result
+    builder.output(builder.op("sum", "addmm", Role.ADJUSTABLE, inputs, (4, 4), flops=128))
+    graph = builder.build()
+    assert forms(lower(graph, {}, saving_less=["gelu"]))["gelu"] == kept
+
+
+def test_the_first_operator_follows_what_its_reader_takes():
+    builder = Builder()
+    builder.output(builder.linear("b", builder.linear("a", builder.enter("x", (8, 8)), 8), 8))
+    graph = builder.build()
+    for first, then in ((Precision.FP32, INT8), (INT8, Precision.FP32), (INT8, BF16)):
+        lowering = Lowering(graph, {"a": INT8, "b": first})
+        lowering.assign("b", then)
+        assert lowering.lowered() == lower(graph, {"a": INT8, "b": then})
+
+
 def test_a_result_is_kept_through_views_and_not_through_copies():
     def form(kind: str) -> str:
         builder = Builder()
