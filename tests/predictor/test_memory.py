@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from qsync.backend.kernels.conv_strategy import windows_bytes
 from qsync.lowering.incremental import Lowering, lower
-from qsync.lowering.lowered_graph import Cast
+from qsync.lowering.lowered_graph import Cast, Run
+from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
-from qsync.records.graph import Role
+from qsync.predictor.memory.workspaces import OpContext, backward_workspace
+from qsync.records.graph import Op, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
 from qsync.records.save_less import ops_that_save_less
 
@@ -346,6 +348,37 @@ def test_a_product_keeps_for_the_activation_in_its_epilogue_what_torch_would(kin
     loss_or_relu = 4 if kind == "gelu" else 6
     assert lives[f"{kind}0"] == [("saved", 0, loss_or_relu), ("transient", 4, 6)]
     assert memory.at_peak().saved_by[f"{kind}0" if kind == "relu" else "gelu0"] == VALUE
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "copies"),
+    [(8, (1, 2), True), (8, (2, 1), True), (8, (1, 1), False), (1, (2, 2), False)],
+)
+def test_rows_of_an_image_in_channels_last_order_are_copied(channels, side, copies):
+    """Where there is one pixel, or one channel, both orders are the same."""
+    builder = Builder()
+    x = builder.enter("x", (4, channels, *side))
+    weight = builder.enter("w", (channels, channels, 1, 1), "parameter")
+    y = builder.op("conv", "conv2d", Role.ADJUSTABLE, [x, weight], (4, channels, *side))
+    rows = channels * side[0] * side[1]
+    builder.output(builder.op("rows", "view", Role.FOLLOWING, [y], (4, rows)))
+    for precision, expected in ((BF16, copies), (Precision.FP32, False)):
+        lives = StepMemory(lower(builder.build(), {"conv": precision}))._lives
+        assert lives.must_copy(1) is expected
+
+
+@pytest.mark.parametrize(("carried", "workspace"), [("fp32", 0), ("bf16", 0)])
+def test_a_product_of_a_frozen_bf16_weight_makes_nothing_but_its_input_s_gradient(carried, workspace):
+    op = Op("b", "linear", Role.ADJUSTABLE, ("x", "w"), (), "fp32", (8, 16))
+    context = OpContext(
+        shapes=((8, 32), (16, 32)), carried=(carried, "fp32"), has_gradient=(True, False),
+        is_parameter=(False, True), gradient="bf16", in_buckets=True, device="cpu",
+    )  # fmt: skip
+    assert backward_workspace(op, Run("b", "bf16", ("bf16", "bf16"), "bf16"), context) == workspace
+
+
+def test_a_gpu_s_margin_has_two_nearly_empty_segments():
+    assert EMPTY_SEGMENT_BYTES == 22 * 2**20  # torch's small segments are of 2 MiB, large ones of 20
 
 
 def test_int8_keeps_a_quarter_of_an_encoder_s_products():
