@@ -12,7 +12,7 @@ from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
-from qsync.predictor.memory.workspaces import OpContext, backward_workspace
+from qsync.predictor.memory.workspaces import Mask, OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Op, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
 from qsync.records.save_less import ops_that_save_less
@@ -375,6 +375,22 @@ def test_a_product_of_a_frozen_bf16_weight_makes_nothing_but_its_input_s_gradien
         is_parameter=(False, True), gradient="bf16", in_buckets=True, device="cpu",
     )  # fmt: skip
     assert backward_workspace(op, Run("b", "bf16", ("bf16", "bf16"), "bf16"), context) == workspace
+
+
+@pytest.mark.parametrize("width", [1, 4])
+def test_int8_attention_spreads_a_mask_that_differs_by_sample_over_all_scores(width):
+    shape = (2, 3, 8, 16)  # samples, heads, tokens, width
+    op = Op("a", "attention", Role.ADJUSTABLE, ("q", "k", "v"), (), "fp32", shape)
+    run = Run("a", "int8", ("int8_row",) * 3, "fp32")
+
+    def workspace(*masks: Mask) -> int:
+        context = OpContext(
+            (shape,) * 3, ("fp32",) * 3, (True,) * 3, (False,) * 3, "fp32", False, "cpu", masks
+        )
+        return forward_workspace(op, run, context)
+
+    assert workspace(Mask((2, 1, 8, 8), width)) - workspace() == 2 * 3 * 8 * 8 * width
+    assert workspace(Mask((8, 8), width)) == workspace()
 
 
 def test_a_gpu_s_margin_has_two_nearly_empty_segments():

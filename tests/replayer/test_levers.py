@@ -202,6 +202,10 @@ def test_levers_that_cannot_be_are_refused_with_what_to_do():
         resized(GRAPH, mlp(3, rows=16), 8)
     with pytest.raises(MismatchError, match="not of the same operators of mlp, they first differ in"):
         resized(GRAPH, mlp(2, rows=8), 8)
+    ops = [replace(op, kind="relu") if op.kind == "gelu" else op for op in SMALLER.ops]
+    first = next(op.name for op in SMALLER.ops if op.kind == "gelu")
+    with pytest.raises(MismatchError, match=f"they first differ in {first}; capture both alike"):
+        resized(GRAPH, replace(SMALLER, ops=tuple(ops)), 8)
     builder = Builder("odd")
     builder.op("loss", "loss", "fixed", [builder.enter("w", (4,), "parameter")], ())
     with pytest.raises(FormatError, match="no tensor of a batch enters odd"):
