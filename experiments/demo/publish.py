@@ -45,9 +45,7 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
             for name, run in content["runs"].items()
         },
     }
-    text = markdown(shown)
-    for page in PAGES:
-        write_between(ROOT / page, "results", text)
+    write_between([ROOT / page for page in PAGES], "results", markdown(shown))
     for name in PICTURES:
         shutil.copyfile(folder / name, ROOT / "docs" / "figures" / name)
     write_json(ROOT / FIGURES, shown)

@@ -167,7 +167,7 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
-    """Which products each form of torchao's INT8 training runs on one layer, forward and backward."""
+    """Return which products each form of torchao's INT8 training runs on one layer, in both directions."""
     version = torchao_version()
     if version is None:
         return {"installed": False, "seen": "torchao is not installed"}
@@ -193,7 +193,7 @@ def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
 
 
 def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """How often each operator ran in one call after a call to warm up, as torch's profiler names them."""
+    """Return how often each operator ran in one call, by torch's profiler, after a call to warm up."""
     run()
     return {event.key: event.count for event in profiled(run, device).key_averages()}
 

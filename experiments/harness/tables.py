@@ -48,17 +48,23 @@ def markdown_table(headings: Row, rows: Iterable[Row]) -> list[str]:
     ]
 
 
-def write_between(page: Path, name: str, text: str) -> None:
-    """Replace the text between two markers of a page, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+def write_between(pages: Iterable[Path], name: str, text: str) -> None:
+    """Replace the text between two markers of pages, `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 
-    Raises QSyncError for a page without them.
+    Raises QSyncError, before any is written, for a page without them.
     """
+    written = {page: _between(page, name, text) for page in pages}
+    for page, content in written.items():
+        write_text(page, content)
+
+
+def _between(page: Path, name: str, text: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     head, found, rest = page.read_text(encoding="utf-8").partition(begin)
     _, ended, tail = rest.partition(end)
     if not found or not ended:
         raise QSyncError(f"{page} lacks {end if found else begin}; put both markers where the text belongs")
-    write_text(page, f"{head}{begin}\n{text}\n{end}{tail}")
+    return f"{head}{begin}\n{text}\n{end}{tail}"
 
 
 def grouped(rows: Iterable[Mapping[str, Any]], *keys: str) -> dict[Any, list[Any]]:

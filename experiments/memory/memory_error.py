@@ -101,7 +101,7 @@ def main(
     content = _finished(experiment, found)
     if state:
         _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
-        write_between(RESULTS_PAGE, "memory", markdown(content))
+        write_between([RESULTS_PAGE], "memory", markdown(content))
 
 
 def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:

@@ -117,7 +117,7 @@ def constants(node: torch.fx.Node) -> Iterator[float]:
 
 
 def names_a_type(node: torch.fx.Node) -> bool:
-    """Whether the author asked for a type (`softmax(x, dtype=torch.float32)`): such a request is honoured."""
+    """Return whether the author asked for a type, as `softmax(x, dtype=torch.float32)`, which is honoured."""
     return any(isinstance(value, torch.dtype) for value in (*node.args, *node.kwargs.values()))
 
 
@@ -139,13 +139,13 @@ def _number(value: Any) -> float:
 
 
 def is_dilated(node: torch.fx.Node) -> bool:
-    """Whether a call of a convolution leaves gaps between the elements of its filter."""
+    """Return whether a call of a convolution leaves gaps between the elements of its filter."""
     dilation = _argument(node, 5, "dilation", 1)
     return any(size != 1 for size in (dilation if isinstance(dilation, (tuple, list)) else (dilation,)))
 
 
 def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
-    """Why a product or an embedding that is called like this runs as it was traced; empty if it need not."""
+    """Return why a product or an embedding so called runs as it was traced; empty if it need not."""
     if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         return "it scales its operands (alpha, beta)"
     if kind == "embedding":
@@ -179,7 +179,7 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
 
 
 def _is_torch(target: str | Callable[..., Any]) -> bool:
-    """Whether a call is torch's own or Python's operator module: a user's function may bear any name."""
+    """Return whether a call is torch's own or Python's operator module, not a user's of the same name."""
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""

@@ -173,6 +173,11 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
         publish.main(found)
     assert "old" in (tmp_path / "README.md").read_text()
     (found / "steps.png").write_bytes(b"steps")
+    (tmp_path / publish.PAGES[1]).write_text("no markers")
+    with pytest.raises(QSyncError, match=r"lacks <!-- results:begin -->; put both markers"):
+        publish.main(found)
+    assert "old" in (tmp_path / "README.md").read_text()
+    (tmp_path / publish.PAGES[1]).write_text((tmp_path / "README.md").read_text())
     publish.main(found)
     for page in publish.PAGES:
         text = (tmp_path / page).read_text()

@@ -66,11 +66,8 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 def test_a_rank_gets_its_share(share):
     with throttled_rank(share) as (rank, _):
         # Other load takes from the share, as it did before the throttle, and nothing adds to it.
-        for _ in range(15):
-            busy, unthrottled = map(float, rank.stdout.readline().split())
-            if 0.8 * share * unthrottled <= busy <= 1.2 * share:
-                return
-        pytest.fail(f"the rank got {busy:.2f} of the core, not {share} of {unthrottled:.2f}")
+        windows = (map(float, rank.stdout.readline().split()) for _ in range(15))
+        assert any(0.8 * share * unthrottled <= busy <= 1.2 * share for busy, unthrottled in windows)
 
 
 def test_a_killed_rank_takes_its_helper_along():
