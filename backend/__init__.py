@@ -6,7 +6,7 @@
 `encoding`           operands in low precision
 `matmul_primitives`  INT8 and 16-bit products
 `device_detection`   a rank's device class, and the machine
-`device_peaks`       measured peak rates
+`measure_peaks`      measured peak rates
 `kernel_cache`, `cuda_build`  compiled kernels on disk, and nvcc
 `autograd`, `kernel_timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
 `kernels/`           products and attention

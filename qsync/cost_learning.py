@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qsync import api
 from qsync.backend.device_detection import default_precisions, detect_class, machine
-from qsync.backend.device_peaks import measured_peaks
+from qsync.backend.measure_peaks import measured_peaks
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import Sample, choose, samples_of

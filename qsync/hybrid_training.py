@@ -20,9 +20,9 @@ from qsync.distributed.gradient_weighting import weigh_gradients
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
-from qsync.records.basis import Basis, save_plan
 from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
+from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import profiles_under_levers

@@ -4,5 +4,5 @@
 `lowering_reasons`  why each lowered operator is lowered
 `shadow_prices`     the worth of more time or memory, and the next operators to raise or lower
 `plan_warnings`     reasons to doubt a plan
-`unsupported`       precisions that operators cannot have, and why
+`unsupported`       report which operators of a plan cannot be lowered (reasons: `records/kernel_support`)
 """

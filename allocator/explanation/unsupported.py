@@ -1,4 +1,4 @@
-"""Unsupported precisions: operators that a plan could not lower, or not so far, and why."""
+"""Report the precisions that operators of a plan cannot have; the reasons are in `records/kernel_support`."""
 
 from __future__ import annotations
 

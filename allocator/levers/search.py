@@ -19,7 +19,6 @@ from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.allocator.planner import allocate
 from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import (
@@ -33,6 +32,7 @@ from qsync.records.levers import (
     Without,
     samples_of,
 )
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.levers.apply import profiles_under_levers

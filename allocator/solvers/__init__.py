@@ -6,7 +6,7 @@
 `local_search`        change windows of neighbouring operators, with compensating changes
 `milp`                the exact solver; the local search and the bound that finish `greedy`
 `solution`            the result of a solver
-`class_model`         one class's step as a linear program over choices of precision
+`device_class_model`  one device class's step as a linear program over choices of precision
 `memory_lower_bound`  bytes that are certainly saved for backward, for that program
 `milp_expressions`    sums, binary variables and rows of a program, solved by HiGHS
 """

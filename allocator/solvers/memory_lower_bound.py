@@ -8,7 +8,7 @@ no assignment that fits.
 
 from __future__ import annotations
 
-from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.predictor.memory.lifetimes import layout, storage_bytes
 from qsync.predictor.memory.saved_tensors import made_for_backward, saved_by_op

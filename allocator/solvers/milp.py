@@ -14,7 +14,7 @@ shorter than
 
 Before bucket k starts, every earlier all-reduce has either taken its toll or been waited for. While the rest
 of backward runs, the all-reduces that follow are slower. These rows are linear in the choices
-(`class_model`), so the programs give a bound that no plan falls below.
+(`device_class_model`), so the programs give a bound that no plan falls below.
 
 Their solutions are replayed. Where replay is longer than the rows say (a class waits for another), the
 programs are solved again for a target shorter by the difference. An assignment that needs too much memory is
@@ -31,7 +31,7 @@ from dataclasses import replace
 import numpy as np
 
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.local_search import improve
 from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import (

@@ -18,8 +18,8 @@ from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, NETWORK, SHARE, slowed
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
-from qsync.records.basis import Basis
 from qsync.records.datasheets import datasheet
+from qsync.records.plan_folder import Basis
 
 # Clusters of data sheets, one rank of each class.
 SIMULATED = (("A100", "T4"), ("H100", "L4"), ("V100", "T4", "L4", "A100"))

@@ -14,7 +14,7 @@ from qsync.allocator.search_state import State
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.experiments.allocation.additive import additive
 from qsync.experiments.allocation.balanced import balanced
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 
 MILP, GREEDY = "qsync, MILP", "qsync, greedy"
 ADDITIVE, REPAIRED = "additive program, as solved", "additive program, until replay agrees"

@@ -35,9 +35,9 @@ from qsync.experiments.workloads import large_models
 from qsync.predictor.cost_model.fill_profile import simulate
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.samples import samples_of
-from qsync.records.basis import Basis
 from qsync.records.datasheets import datasheet
 from qsync.records.json_files import read_json
+from qsync.records.plan_folder import Basis
 
 SHEETS = ("T4", "V100", "L4", "A100")
 SLACK = 0.1

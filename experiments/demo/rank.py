@@ -28,15 +28,15 @@ from qsync.backend.device_detection import machine
 from qsync.distributed import ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree
 from qsync.experiments.demo import report
-from qsync.experiments.demo.runner import attached_runner
-from qsync.experiments.demo.runs import Planned, planned_runs, replayed
+from qsync.experiments.demo.compared_plans import Planned, planned_runs, replayed
+from qsync.experiments.demo.timed_steps import attached_runner
 from qsync.experiments.harness.provenance import commit
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_BYTES, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.subjects import demo_workload
 from qsync.experiments.workloads.workload import Workload, evaluate, make_optimizer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
-from qsync.records.basis import Basis, save_plan
+from qsync.records.plan_folder import Basis, save_plan
 from qsync.runtime import program as runtime
 
 STEPS_A_TURN = 4

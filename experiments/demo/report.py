@@ -11,11 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from qsync.experiments.demo import picture
-from qsync.experiments.demo.runs import Planned
+from qsync.experiments.demo.compared_plans import Planned
 from qsync.experiments.harness import table_of
 from qsync.figures import memory, precision_map, timeline
-from qsync.records.basis import Basis
 from qsync.records.json_files import write_json
+from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, peaks
 from qsync.replayer.chrome_trace import write_trace
 

@@ -32,8 +32,8 @@ from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, s
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
 from qsync.experiments.workloads.workload import make_optimizer
-from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plan_folder import Basis
 from qsync.replayer import Sized, profiles_under_levers
 from qsync.replayer.levers.recomputation import blocks
 

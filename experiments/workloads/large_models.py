@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 import qsync
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision, type_bytes
 from qsync.records.profiles import Cost, Profile, Sensitivity
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from qsync.errors import FormatError, MismatchError
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.datasheets import datasheet
 from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import MEASURED, WHAT_IF, Profile, check_versions
 from qsync.replayer import Sized, profiles_under_levers

@@ -9,7 +9,7 @@ from typing import Any
 from qsync.commands import tables
 from qsync.commands.options import console, print_json, working
 from qsync.errors import QSyncError
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
 

@@ -25,7 +25,7 @@ from qsync.commands.options import (
     working,
 )
 from qsync.errors import QSyncError
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
 

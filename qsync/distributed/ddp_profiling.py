@@ -28,9 +28,9 @@ from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.link_calibration import with_links_in_use

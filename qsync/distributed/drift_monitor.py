@@ -23,7 +23,7 @@ from qsync.distributed import step_phases
 from qsync.distributed.agreement import from_rank_zero
 from qsync.distributed.step_phases import Phases
 from qsync.errors import QSyncError
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Timeline, profiles_under_levers, replay
 

@@ -24,10 +24,10 @@ from qsync.distributed.validation_runs import Assignment, PlanRunner
 from qsync.errors import CalibrationError, shortened
 from qsync.predictor.profiling.loader_wait import endless
 from qsync.predictor.profiling.profiler import MakeOptimizer
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.kernel_support import unsupported_by_shape
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Measured, Validation, compare

@@ -27,9 +27,9 @@ from qsync.distributed.step_phases import CallHook, Phases, PhaseTimer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.node_timer import NodeTimer, timing_hook_s
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 from qsync.replayer.comparison import kind_of

@@ -8,8 +8,8 @@
 `plans`           an assignment of precisions per device class
 `levers`          what a plan changes beside precisions
 `save_less`       operators that can save less for backward, and their forms
-`kernel_support`  shapes that kernels do not serve
-`basis`           a folder with a plan and all it was made from
+`kernel_support`  which kernels exist, and the reason for each that is missing
+`plan_folder`     a folder with a plan and all it was made from
 `json_files`      read and write JSON files, and check their fields
 `identity_cache`  values computed once per record
 """

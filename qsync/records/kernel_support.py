@@ -1,5 +1,7 @@
 """State which kernels exist, by kind of operator, precision, device and shape, and why others do not.
 
+This module holds the reasons. `allocator/explanation/unsupported` reports them for the operators of a plan.
+
 Everything is computed from records: planning for a GPU, and explaining the plan, need no GPU. Only a profile
 knows what a machine lacks (a compiler, a library): see `Profile.refused`.
 """

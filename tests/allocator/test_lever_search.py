@@ -20,8 +20,8 @@ from qsync.allocator.levers.search import Search
 from qsync.allocator.levers.search_space import Setting, Space
 from qsync.errors import FormatError, InfeasibleError, MismatchError
 from qsync.hybrid_training import save_with_warnings
-from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Sized, profiles_under_levers
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from qsync.allocator.problem import make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.predictor.memory.peak import StepMemory, bytes_throughout

@@ -16,7 +16,7 @@ from qsync.allocator import allocate, check_plan, frontier
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
-from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total

@@ -26,7 +26,7 @@ from qsync.allocator import allocate, check_plan, explain, find_warnings, search
 from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.problem import Constraints, make_problem
 from qsync.allocator.search_state import State
-from qsync.allocator.solvers.class_model import ClassModel
+from qsync.allocator.solvers.device_class_model import ClassModel
 from qsync.allocator.solvers.memory_lower_bound import saved_bytes
 from qsync.allocator.solvers.milp_expressions import Sum, total
 from qsync.commands.tables import lever_lines

@@ -18,10 +18,10 @@ from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.kernel_selection import Kernels
 from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
-from qsync.records.basis import Basis
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, Role
 from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile

@@ -14,8 +14,8 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.commands import main
 from qsync.commands.loading import load_other, under_levers
-from qsync.records.basis import Basis
 from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from qsync import backend
 from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cutlass import compiled_products
-from qsync.backend.device_peaks import peak_of
+from qsync.backend.measure_peaks import peak_of
 from qsync.commands import device_report, doctor_tables, main
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 

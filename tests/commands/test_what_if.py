@@ -22,7 +22,7 @@ from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import samples_of
 from qsync.predictor.cost_model.shape_pool import pool
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 

@@ -15,8 +15,8 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.precision_recovery import holds
 from qsync.experiments.allocation.additive import additive
 from qsync.experiments.allocation.balanced import balanced
-from qsync.records.basis import Basis
 from qsync.records.cluster import Link
+from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Cost
 
 LINK = Link(1e-6, 1e10)

@@ -12,10 +12,10 @@ import pytest
 from qsync.allocator import check_plan, explain
 from qsync.errors import QSyncError
 from qsync.experiments.demo import publish
+from qsync.experiments.demo.compared_plans import NAMES
 from qsync.experiments.demo.launch import run_demo
 from qsync.experiments.demo.report import heldout_difference, table
-from qsync.experiments.demo.runs import NAMES
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 
 WEAK_SHARE = 0.35

@@ -9,7 +9,7 @@ from typing import Any
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
-from qsync.records.basis import Basis
+from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, replay
 
 NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
