@@ -18,22 +18,28 @@ from qsync.figures.style import INK, PRECISION_COLOURS, save_png
 
 Rows = Sequence[Mapping[str, Any]]
 
-# docs/results/sensitivity.md shows plans by these at every saving, those by the others at the largest alone.
+# docs/results/sensitivity.md shows the plans of these indicators at every saving, and the plans of all other
+# indicators at the largest saving only.
 NEAREST = ("empirical", "fisher", "hessian")
 
 
 def summary(rows: Rows) -> dict[str, Any]:
     """Return the figures of every indicator by model: means over seeds, half-widths of 95 % intervals.
 
-    `spearman[indicator][precision]`; `plan_error[indicator][budget]` is relative to |g|^2, a mean over
-    batches and a geometric one over seeds; `to_default[indicator][budget]` how many times the default's plan,
-    batch by batch, a geometric mean with a factor for the interval over seeds, and `means_to_default` the
-    same of the means over batches; `heldout[indicator]` minus that of FP32; `joint_to_sum` the ratio of joint
-    effects to sums.
+    spearman[indicator][precision]       rank correlation with the truth
+    plan_error[indicator][budget]        gradient error of the indicator's plan over |g|^2: arithmetic mean
+                                         over batches, geometric mean over seeds
+    to_default[indicator][budget]        error of the indicator's plan over the error of the default's plan on
+                                         the same batch: geometric mean over batches and seeds
+    means_to_default[indicator][budget]  mean error over batches of the indicator's plan over that of the
+                                         default's plan: geometric mean over seeds
+    heldout[indicator]                   held-out loss under the indicator's plan minus the loss in FP32
+    joint_to_sum                         error of a random plan over the sum of its operators' single errors
+    predicted_to_truth[precision]        the default's estimate of an operator over its measured error
 
-    Batch by batch, because a mean over batches can be that of one: where a sequence's gradient is chaotic,
-    its error is thousands of times that of others, and weights that differ by a thousandth decide which plan
-    has less of it.
+    Geometric means come with the factor of their interval. `to_default` compares on each batch because a
+    single batch can decide a mean over batches: a sequence with a chaotic gradient has thousands of times the
+    error of other sequences, and weights that differ by a thousandth decide which plan has less error on it.
     """
     return {model: _summary_of(own) for model, own in grouped(rows, "model").items()}
 
@@ -76,7 +82,7 @@ def _summary_of(rows: Rows) -> dict[str, Any]:
 
 
 def to_default(row: Mapping[str, Any], name: str, budget: str) -> float:
-    """Return the error of this indicator's plan over the default's: geometric mean over batches."""
+    """Return this indicator's plan error over the default's plan error: geometric mean over batches."""
     errors, default = (row["plan_error"][who][budget]["by_batch"] for who in (name, "variance"))
     found = geometric(error / other for error, other in zip(errors, default, strict=True))["mean"]
     assert found is not None
@@ -104,9 +110,10 @@ def geometric(values: Iterable[float]) -> dict[str, float | None]:
 def table(found: Mapping[str, Any]) -> Table:
     """Return, by model, rank correlation, gradient errors of plans, held-out losses and joint effects.
 
-    Spearman's correlation with the truth is that in BF16 / INT8. A plan saves a share of the time that can be
-    saved; its gradient error is a multiple of the default plan's, batch by batch. Losses are those under the
-    plans that save most, minus that of FP32. In brackets 95 % intervals over seeds.
+    The first rows are Spearman's correlations with the truth, in BF16 / INT8. A plan saves a share of the
+    time that can be saved; its gradient error is given as a multiple of the default plan's error on the same
+    batch. A held-out loss is the loss under the plan that saves most, minus the loss in FP32. Intervals, in
+    brackets or after ±, are 95 % over seeds.
     """
     first = next(iter(found.values()))
     budgets = list(first["to_default"]["variance"])

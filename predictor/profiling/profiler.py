@@ -38,8 +38,8 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
-# The first step after another assignment takes a few tenths of a millisecond longer. That matters in a step
-# shorter than this.
+# The first step after a change of assignment takes a few tenths of a millisecond longer than the next. The
+# difference matters in steps shorter than this.
 SHORT_STEP_S = 0.5
 # Steps without timing hooks that are averaged before each timed one.
 NUM_PLAIN_STEPS = 2
@@ -56,10 +56,10 @@ MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 class ProfilerOptions:
     """How a profiler takes its steps.
 
-    With `save_less` a round has each step a second time, in which every operator that can saves less for
-    backward. From `loader` a batch is taken before every step and only timed. A round with fewer steps than
-    that of `num_precisions` precisions repeats its first ones, so that ranks that step together take equally
-    many.
+    With `save_less` a round takes each step a second time, in which every operator that is able to
+    saves less for backward. Before every step a batch is fetched from `loader`; the fetch is timed, and the
+    batch is not used. `num_precisions` is the largest number of precisions on any rank. A rank with fewer
+    precisions repeats the first steps of its round, so that all ranks' rounds have equally many steps.
     """
 
     make_optimizer: MakeOptimizer = torch.optim.AdamW
@@ -108,7 +108,7 @@ class Profiler:
         self._wait_s = 0.0  # of the last step: its wall time less this rank's own work
         self._optimizer_s: list[float] = []
         self._bucket_s_per_byte: list[float] = []
-        self._plain_over_timed: list[float] = []  # time of steps without timing hooks over that of timed ones
+        self._plain_over_timed: list[float] = []  # seconds of a step without timing hooks, over those with
         self._began_s = time.perf_counter()
         self._num_steps = 0
         self._optimizer = options.make_optimizer(self._parameters)
@@ -148,9 +148,9 @@ class Profiler:
     def measure(self, k: int) -> None:
         """Take one more step of the k-th assignment of a round.
 
-        Steps without timing hooks precede a short one. The first warms caches, which other work left cold;
-        the others say what the hooks add. (Hooks keep tensors alive a little longer, and the next tensors
-        land in colder memory: 1 to 3 % of a forward pass on a CPU.)
+        Before a short step, steps without timing hooks are taken. The first of them warms caches that other
+        work left cold. The others show how much time the hooks add. (Hooks keep tensors alive a little
+        longer, and the next tensors land in colder memory: 1 to 3 % of a forward pass on a CPU.)
         """
         choice = self._round[k]
         self._progress(f"profile {choice.label}, round {len(self._samples) // self.num_choices + 1}")
@@ -178,17 +178,17 @@ class Profiler:
         return self._round[k].saves_less
 
     def typical_s(self) -> list[float]:
-        """Return about how many seconds each step of a round takes: it decides how a step is timed."""
+        """Return about how many seconds each step of a round takes: `measure` treats short steps apart."""
         return list(self._typical_s)
 
     def set_typical_s(self, typical_s: Sequence[float]) -> None:
-        """Time each step as one that takes so long: ranks that step together must do it alike."""
+        """Set the seconds of each step for `measure`: the same on all ranks that step together."""
         self._typical_s = list(typical_s)
 
     def waits(self) -> list[tuple[int, float]]:
         """Return for every sample its number in the round, and its wait in seconds.
 
-        A wait is wall time less this rank's own work: zero where the clock does not tell them apart.
+        A wait is wall time less this rank's own work. It is zero where the clock counts waiting as work.
         """
         return list(self._waits)
 
@@ -208,8 +208,8 @@ class Profiler:
     ) -> Profile:
         """Return the profile of all rounds so far: medians.
 
-        `drift` has for each of `samples` the factor by which the machine was slow, where the caller knows
-        more of it than the samples tell.
+        `drift` is the factor by which the machine was slow at each of `samples`. Without it the factors are
+        estimated from these samples alone.
         """
         steps = [step for _, step in self._samples]
         totals: dict[str, list[float]] = defaultdict(list)
@@ -245,10 +245,10 @@ class Profiler:
         )
 
     def fill(self, seconds: float) -> None:
-        """Take steps until one is known to half a per cent, for `seconds` at most.
+        """Take steps until the time of a step is known to half a per cent, or `seconds` have passed.
 
-        The time counts from the profiler's making. The first step of a round is taken twice in any case, and
-        every other one once.
+        `seconds` count from the construction of the profiler. In any case the first step of a round is taken
+        twice and every other step once.
         """
         while self.wants_more(seconds):
             self.measure(len(self._samples) % self.num_choices)
@@ -342,7 +342,7 @@ class Profiler:
 
 
 def _waiting_clock(clock: Clock) -> Clock:
-    """Return the clock that times a wait for a batch: a rank of a job waits in wall time, not in its own."""
+    """Return the clock that times the wait for a batch: wall time for a rank whose clock counts CPU time."""
     return WallClock() if isinstance(clock, ShareClock) and clock.share == 1.0 else clock
 
 

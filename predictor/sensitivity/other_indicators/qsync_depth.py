@@ -7,15 +7,16 @@ arXiv:2407.02327, Section 4; squared Frobenius norms throughout):
     wgrad     E|d(x'g)|^2  = v_x K |g|^2 + v_g N |x|^2
     dgrad     E|d(gW')|^2  = v_g M |W|^2 + v_w K |g|^2
 
-The wgrad term is a gradient variance already. The other two are errors of an activation and of its gradient.
-They are converted with G, the squared norm of the whole gradient, L, the depth of the model, and d, the depth
-of the operator (QSync's depth weights, in commensurate units):
+The wgrad term is already a variance of the parameters' gradient. The forward term is an error of y, and the
+dgrad term an error of the gradient of x. QSync's depth weights convert both to a variance of the gradient.
+(Both terms are taken relative, so that the units agree.) With G the squared norm of the whole gradient, L the
+depth of the model and d the depth of the operator:
 
     omega = wgrad + G [ (L - d)/L  forward / |y|^2  +  d/L  dgrad / |gW'|^2 ]
 
-This assumes that a relative error of y changes all gradients downstream by the same relative amount, and one
-of gW' all gradients upstream. That holds in a chain, but not in a residual stream or behind a norm. |gW'|^2
-is taken as |g|^2 |W|^2 / N, its value for random directions.
+The formula assumes that a relative error of y changes all gradients downstream by the same relative amount,
+and that a relative error of gW' changes all gradients upstream so. Both assumptions hold in a chain, but not
+in a residual stream or behind a norm. |gW'|^2 is taken as |g|^2 |W|^2 / N, its value for random directions.
 
 An embedding, y = S W with S the lookups (M rows, each with a single 1), multiplies nothing and has nothing
 upstream:
@@ -23,7 +24,8 @@ upstream:
     forward   E|dy|^2      = v_y M K
     wgrad     E|d(S'g)|^2  = v_g M K
 
-v_y is that of the rows looked up. The rounding errors of all gradients of one row add up there.
+v_y is the rounding variance of the rows looked up. The gradient of a table's row is the sum of the gradients
+of all its lookups, and so is its rounding error.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ from qsync.records.profiles import Sensitivity
 def qsync_depth(calibration: Calibration) -> Sensitivity:
     """Estimate the sensitivity of each adjustable operator at each precision, averaged over batches.
 
-    Takes one FP32 step per batch. Raises CalibrationError for NaN or Inf in the data, naming the operator
-    that met it first.
+    Takes one FP32 step per batch. Raises CalibrationError for NaN or Inf in the data, naming the first
+    operator that met a value of this kind.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="depth")
     """
@@ -133,7 +135,7 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 
 
 def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """Return the terms of a product of activations: the result repeats each operand's relative variance."""
+    """Return the terms of a product of activations, in which its operands' relative variances add up."""
     relative = 0.0
     for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
         size = num_elements(found.shapes[j])
@@ -144,7 +146,7 @@ def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Term
 
 
 def _lookup_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
-    """Return the terms of an embedding: it rounds its rows, and the gradient that it adds up."""
+    """Return the terms of an embedding, which rounds the rows looked up and the gradients of all lookups."""
     size = num_elements(op.shape)
     v_y = found.rounding[0][rounded_type(op.kind, 0, precision)]
     v_g = found.gradient_rounding[gradient_type(precision)] if found.weight_trains else 0.0
@@ -185,8 +187,9 @@ def _window(op: Op, found: OpStatistics) -> float:
 class OpStatistics:
     """The squared Frobenius norms and rounding variances of one operator on one batch.
 
-    Lists run over the rounded values: `Op.inputs`, or of an embedding its result (the rows it looked up).
-    `rounding` has for each type the mean over elements of the variance that rounding to it adds.
+    Lists have one entry per rounded value: one per `Op.inputs`, or for an embedding its result alone (the
+    rows looked up). An entry of `rounding` maps each type to the variance that rounding the value to this
+    type adds, as a mean over elements.
     """
 
     shapes: list[tuple[int, ...]]
@@ -200,7 +203,7 @@ class OpStatistics:
 
 @dataclass(slots=True)
 class _DeviceStatistics:
-    """The same as tensors on the device, until the pass is over: no copy to the host per tensor."""
+    """The fields of `OpStatistics` as tensors on the device: no copies to the host during the pass."""
 
     shapes: list[tuple[int, ...]]
     squares: list[torch.Tensor]
@@ -229,7 +232,7 @@ class Gatherer:
             self._pending.append((node.op, result, operands))
 
     def describe(self, graph: OpGraph) -> None:
-        """Take the statistics of every adjustable operator that ran, and hook those of its gradient."""
+        """Take the statistics of every adjustable operator that ran, and hook its gradient to take more."""
         ops = {op.name: op for op in graph.ops if op.role is Role.ADJUSTABLE}
         with torch.no_grad():
             for name, result, operands in self._pending:
@@ -328,7 +331,7 @@ def rounding_variance(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
 
 
 def _scaled_variance(x: torch.Tensor, type_name: str) -> torch.Tensor:
-    """Return the same for an encoding with scales."""
+    """Return the mean variance that rounding to an encoding with scales adds (INT8 and FP8)."""
     prefix, _, layout = type_name.partition("_")
     if layout in ("image", "channel"):
         rows = x.flatten(1)
