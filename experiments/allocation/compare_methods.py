@@ -10,8 +10,7 @@ and variances are predictions (simulated).
 
     qsync, MILP / greedy      `allocate(solver=...)`, with gap, bound and seconds
     uniform                   one precision on all adjustable operators of the weak classes
-    additive program          an integer program of single operators' times, without casts (as ModelOpt
-                              searches formats): as solved, and with its target changed until replay agrees
+    casts left out            the exact solver on profiles in which casts are free, replayed with their times
     dynamic batching          LB-BSP: all FP32, samples shared so that all finish together
 
 Profiles stay in the folder, so that `--again` compares without measuring.
@@ -43,7 +42,7 @@ NOTES = (
     "dynamic batching rounds nothing, so with gradients weighted exactly by samples it adds no variance: "
     "where it meets the target no plan that lowers anything adds less. Its time is taken to be in proportion "
     "to samples, which favours it; it changes what each rank's batch norms see",
-    "the additive program is not ModelOpt's code but its kind of search: a score and a time per operator",
+    "leaving casts out is how formats are searched layer by layer: a score and a time per operator",
 )
 
 

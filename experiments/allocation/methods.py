@@ -9,15 +9,13 @@ from typing import Any
 from qsync import Cluster, Plan, Precision
 from qsync.allocator import allocate, check_plan, uniform
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import PRECISION_ORDER, make_problem
-from qsync.allocator.search_state import State
-from qsync.allocator.solvers.fastest_start import fastest_start
-from qsync.experiments.allocation.additive import additive
+from qsync.allocator.problem import PRECISION_ORDER
 from qsync.experiments.allocation.balanced import balanced
+from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.records.plan_folder import Basis
 
 MILP, GREEDY = "qsync, MILP", "qsync, greedy"
-ADDITIVE, REPAIRED = "additive program, as solved", "additive program, until replay agrees"
+NO_CASTS = "casts left out"
 BATCHES = "dynamic batching (LB-BSP)"
 RELATIVE = 1e-6  # as in check_plan: a step so little over the target is rounding
 
@@ -41,8 +39,8 @@ def compare(basis: Basis, target_s: float) -> list[Row]:
     """
     weak = weak_classes(basis)
     solvers = [solved(basis, target_s, MILP, "milp"), solved(basis, target_s, GREEDY, "greedy")]
-    rows = solvers + uniforms(basis, target_s, weak) + additives(basis, target_s, weak)
-    return [*rows, dynamic_batching(basis, target_s)]
+    others = [casts_left_out(basis, target_s), dynamic_batching(basis, target_s)]
+    return [*solvers, *uniforms(basis, target_s, weak), *others]
 
 
 def weak_classes(basis: Basis) -> list[str]:
@@ -74,24 +72,16 @@ def uniforms(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
     return rows
 
 
-def additives(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
-    """Solve the program without casts: its plan in full replay, and after its target was shortened."""
-    state = State(make_problem(basis.graph, basis.profiles, basis.sensitivity, basis.cluster))
-    for name in weak:
-        fastest_start(state, name)
-    fastest, begun = state.assignments(), time.process_time()
-    found = additive(state, weak, target_s)
-    seconds, rows = time.process_time() - begun, []
-    for method, chosen in ((ADDITIVE, found.solved), (REPAIRED, found.repaired)):
-        row: Row = {"method": method, "added_variance": None, "step_s": None, "reaches": False}
-        if chosen is not None:
-            plan = as_plan(
-                basis.graph, {**fastest, **chosen}, basis.profiles, basis.cluster,
-                sensitivity=basis.sensitivity,
-            )  # fmt: skip
-            row = _row(basis, target_s, method, plan, begun)
-        rows.append({**row, "seconds": seconds})
-    return rows
+def casts_left_out(basis: Basis, target_s: float) -> Row:
+    """Plan by the exact solver as if casts were free, and replay that plan with what they take."""
+    begun = time.process_time()
+    free = {name: without_casts(profile) for name, profile in basis.profiles.items()}
+    found = allocate(basis.graph, free, basis.sensitivity, basis.cluster, target_s=target_s, solver="milp")
+    assignments = {name: entry.assignment for name, entry in found.classes.items()}
+    plan = as_plan(
+        basis.graph, assignments, basis.profiles, basis.cluster, sensitivity=basis.sensitivity
+    )  # fmt: skip
+    return _row(basis, target_s, NO_CASTS, plan, begun)
 
 
 def dynamic_batching(basis: Basis, target_s: float) -> Row:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from qsync import Plan
 from qsync.distributed.job import in_ddp
-from qsync.experiments.harness.measured_peak import state_bytes, step_peak_bytes
+from qsync.experiments.harness.measured_memory import state_bytes, step_peak_bytes
 from qsync.experiments.harness.pairing import synchronize
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Workload, make_optimizer

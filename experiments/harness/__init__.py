@@ -9,7 +9,7 @@
 `emulated_profiles`  profiles as if a device were slower, or a batch smaller
 `pairing`            time variants in turns
 `peers`              torch.autocast, Inductor and torchao, to compare with
-`measured_peak`      peak memory of one step
+`measured_memory`    peak of one step, bytes saved for backward
 `freed_memory`       make glibc keep freed memory
 `tables`             rows of text for the terminal and as Markdown
 `pictures`           panels, titles and legends
@@ -17,7 +17,17 @@
 What nearly every experiment needs stands here; what imports more than that is imported from its module.
 """
 
-from qsync.experiments.harness.experiment import Again, Experiment, Fresh, Models, Out, bar, run_command, show
+from qsync.experiments.harness.experiment import (
+    Again,
+    Bar,
+    Experiment,
+    Fresh,
+    Models,
+    Out,
+    bar,
+    run_command,
+    show,
+)
 from qsync.experiments.harness.tables import (
     as_markdown,
     grouped,
@@ -29,6 +39,6 @@ from qsync.experiments.harness.tables import (
 )
 
 __all__ = [
-    "Again", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
+    "Again", "Bar", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
     "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
 ]  # fmt: skip

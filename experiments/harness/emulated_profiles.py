@@ -1,4 +1,4 @@
-"""Profiles as if a device were slower, or a batch smaller: made from measured ones by one factor."""
+"""Profiles as if a device were slower, a batch smaller, or casts free: made from measured ones."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ def slowed(profile: Profile, name: str, share: float) -> Profile:
 def with_batch_share(profile: Profile, share: float) -> Profile:
     """Return the same profile as if the batch were this share of what it is."""
     return replace(profile, **_computing(profile, share))
+
+
+def without_casts(profile: Profile) -> Profile:
+    """Return the same profile with every cast free."""
+    fit = dict.fromkeys(profile.cast_fit, (Cost(0.0), Cost(0.0)))
+    return replace(profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=fit)
 
 
 def _computing(profile: Profile, factor: float) -> dict[str, Any]:

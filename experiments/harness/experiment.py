@@ -24,7 +24,7 @@ from rich.table import Table
 from qsync import QSyncError
 from qsync.errors import MismatchError
 from qsync.experiments.harness.provenance import folder_of, provenance
-from qsync.experiments.harness.tables import as_markdown
+from qsync.experiments.harness.tables import as_markdown, table_of, yes
 from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
 
@@ -41,15 +41,29 @@ Models = Annotated[list[str] | None, typer.Option("--model", help="Only this mod
 Bar = dict[str, Any]
 
 
-def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False) -> Bar:
-    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value."""
+def bar(name: str, measured: Any, limit: Any, *, at_least: bool = False, **more: Any) -> Bar:
+    """Return a promise beside its measurement: at most the limit, at least, or equal to a truth value.
+
+    `more` is kept beside it: `how`, for one, says in words how it was measured.
+    """
     if isinstance(limit, bool):
         holds: bool | None = measured == limit
     elif measured is None:
         holds = None
     else:
         holds = bool(measured >= limit if at_least else measured <= limit)
-    return {"name": name, "measured": measured, "limit": limit, "holds": holds}
+    return {"name": name, "measured": measured, "limit": limit, "holds": holds, **more}
+
+
+def bars_table(bars: Sequence[Bar]) -> Table:
+    """Return every promise beside its measurement; those that do not hold stand out."""
+    rows = [[one["name"], *map(_shown, (one["measured"], one["limit"])), yes(one["holds"])] for one in bars]
+    missed = [number for number, one in enumerate(bars) if one["holds"] is False]
+    return table_of("Promises", ("", "found", "limit", "holds"), rows, bold=missed)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Experiment:
@@ -160,13 +174,15 @@ class Experiment:
         picture: Callable[[Mapping[str, Any], Path], object] | None = None,
         tables: Sequence[Table] = (),
     ) -> dict[str, Any]:
-        """Write figures.json, the tables as .md, and a picture; print the tables. Return the content.
+        """Write figures.json, tables and bars as .md, and a picture; print the tables. Return the content.
 
         `measured` says what was measured and what was simulated.
         """
+        bars = list(bars)
+        tables = [*tables, *([bars_table(bars)] if bars else [])]
         content: dict[str, Any] = {
             "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
-            "commits_of_pieces": sorted(self._commits), "bars": list(bars), **figures,
+            "commits_of_pieces": sorted(self._commits), "bars": bars, **figures,
         }  # fmt: skip
         write_json(self.out / "figures.json", content)
         if picture is not None:
@@ -177,11 +193,6 @@ class Experiment:
             write_text(self.out / "figures.md", "\n".join([*map(as_markdown, tables), origin]))
         show(*tables, f"Written: {self.out / 'figures.json'}")
         return content
-
-    def earlier(self) -> dict[str, Any]:
-        """Return the figures of the last run in this folder, empty if there are none."""
-        path = self.out / "figures.json"
-        return read_json(path) if path.is_file() else {}
 
     def _path(self, name: str) -> Path:
         return self.out / "pieces" / f"{name.replace(' ', '-')}.json"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from qsync.errors import UnsupportedError
-from qsync.experiments.harness.measured_peak import quiet_stderr
+from qsync.experiments.harness.measured_memory import quiet_stderr
 
 # The operators that multiply matrices, as a profiler names them, and what they multiply.
 PRODUCTS = {

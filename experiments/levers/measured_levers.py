@@ -28,7 +28,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
-from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
 from qsync.experiments.workloads.workload import make_optimizer

@@ -2,5 +2,4 @@
 
 `memory_error`    the experiment, and the margin of every plan
 `memory_runs`     models in training under plans, on one rank and on two
-`saved_bytes`     bytes saved for backward
 """

@@ -10,8 +10,8 @@ from the graph alone.
     two ranks   random plans of a seed of its own, different ones on two real ranks, judged alike
     accepted    plans that `qsync.plan` accepts under tight budgets, run on the two ranks
 
-Parts can be measured one by one (`--part`); the figures cover all parts in the folder. `--state` writes the
-margin beside the model, and the table into docs/results/memory.md.
+Parts can be measured one by one (`--part`); a last run without it puts all of them into the figures.
+`--state` writes the margin beside the model, and the table into docs/results/memory.md.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from qsync.experiments.harness import (
     yes,
 )
 from qsync.experiments.harness.pictures import new_figure
-from qsync.experiments.harness.provenance import commit
 from qsync.experiments.memory.memory_runs import MODELS, SEED, SHARES, Trained, drawn, parts_of, run_ranks
 from qsync.figures.memory import stack_parts, strip_axes
 from qsync.figures.style import INK, SERIES_COLOURS, save_png
@@ -85,34 +84,47 @@ def main(
     if SEED in seed:
         raise typer.BadParameter(f"the margin comes from the plans of seed {SEED}; give another --seed")
     experiment = Experiment("memory error", out, seed=SEED, fresh=fresh)
-    found: dict[str, list[dict[str, Any]]] = {}
+    rows: list[dict[str, Any]] = []
+    curve: dict[str, Any] | None = None
     with experiment.progress():
         if "margin" in parts:
-            found["margin"] = _random_plans(experiment, plans, MARGIN, SEED)
+            pieces = _random_plans(experiment, plans, MARGIN, SEED)
+            rows, curve = judged(_rows(pieces)), pieces[0]["curve"]
             if state:  # the other parts are judged by it
-                _state({"worst_underprediction": {"cpu": worst_underprediction(found["margin"])}})
+                _state({"worst_underprediction": {"cpu": worst_underprediction(rows)}})
         if "unseen" in parts:
-            found["unseen"] = [row for one in seed for row in _random_plans(experiment, plans, UNSEEN, one)]
+            rows += [row for one in seed for row in _rows(_random_plans(experiment, plans, UNSEEN, one))]
         if "ranks" in parts:
-            found["ranks"] = experiment.piece(
+            rows += experiment.piece(
                 "ranks", lambda: run_ranks(MODELS, rank_plans, max(SEED, *seed) + 1),
                 plans=rank_plans, seeds=seed, **_stated(),
             )  # fmt: skip
-    content = _finished(experiment, found)
+    found = summary(rows)
+    figures = {
+        "threads": 1, "parts": found, "worst_underprediction": {"cpu": worst_underprediction(rows)},
+        "plans": rows, "curve": curve,
+    }  # fmt: skip
+    content = experiment.finish(
+        figures, bars=[one for name, of in found.items() for one in _bars(name, of["models"][ALL])],
+        tables=[table(found)], picture=partial(draw, rows, curve) if curve else None,
+    )  # fmt: skip
     if state:
-        _state({key: value for key, value in content.items() if key not in ("plans", "curve")})
+        _state({key: value for key, value in content.items() if key not in ("plans", "curve", "bars")})
         write_between([RESULTS_PAGE], "memory", markdown(content))
 
 
 def _random_plans(experiment: Experiment, num: int, part: str, seed: int) -> list[dict[str, Any]]:
-    """Return a row for each random plan of every model; every model and seed is a piece."""
+    """Return what random plans of every model take; every model and seed is a piece."""
     stated = {} if part == MARGIN else _stated()
-    pieces = (
+    return [
         experiment.piece(
             f"{part} {seed} {name}", partial(random_plans, name, num, part, seed), plans=num, **stated
         )
         for name in MODELS
-    )
+    ]
+
+
+def _rows(pieces: Rows) -> list[dict[str, Any]]:
     return [row for piece in pieces for row in piece["rows"]]
 
 
@@ -155,28 +167,6 @@ def _alone() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _finished(experiment: Experiment, found: Mapping[str, Rows]) -> dict[str, Any]:
-    """Write the figures of these parts and of those that were measured before."""
-    before = experiment.earlier()
-    anew = {part for name in found for part in PARTS[name]}
-    rows = [row for row in before.get("plans", []) if row["part"] not in anew]
-    rows += [row for part in found.values() for row in part]
-    curve = before.get("curve")
-    if "margin" in found:
-        curve = experiment.piece(f"{MARGIN} {SEED} {MODELS[0]}", dict)["curve"]
-    parts, worst = summary(rows), worst_underprediction(rows)
-    shown = [judged(row, worst) if row["part"] == MARGIN else row for row in rows]
-    figures = {
-        "commits": {**before.get("commits", {}), **dict.fromkeys(found, commit())}, "threads": 1,
-        "parts": parts, "worst_underprediction": {"cpu": worst}, "plans": rows, "curve": curve,
-    }  # fmt: skip
-    bars = [one for part, of in parts.items() for one in _bars(part, of["models"][ALL])]
-    return experiment.finish(
-        figures, bars=bars, tables=[table(parts)],
-        picture=(lambda content, path: draw(shown, curve, path)) if curve else None,
-    )  # fmt: skip
-
-
 def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the worst errors of some plans, and how many went over their budget, beside the limits."""
     worst = {what: max(abs(entry[what]["lowest"]), abs(entry[what]["highest"])) for what in ("saved", "peak")}
@@ -189,23 +179,28 @@ def _bars(part: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def summary(rows: Rows) -> dict[str, dict[str, Any]]:
     """Return the errors by part and model, and of all models together; the seeds, how many were refused."""
-    worst, found = worst_underprediction(rows), {}
     by_part = grouped(rows, "part")
     refused = [row["model"] for row in by_part.pop(REFUSED, []) if row["rank"] == 0]
-    for part, own in by_part.items():
-        own = [judged(row, worst) if part == MARGIN else row for row in own]
-        entries = {name: errors(of) for name, of in {ALL: own, **grouped(own, "model")}.items()}
-        found[part] = {"seeds": sorted({row["seed"] for row in own}), "models": entries}
+    found: dict[str, dict[str, Any]] = {
+        part: {
+            "seeds": sorted({row["seed"] for row in own}),
+            "models": {name: errors(of) for name, of in {ALL: own, **grouped(own, "model")}.items()},
+        }
+        for part, own in by_part.items()
+    }
     if ACCEPTED in found:
         found[ACCEPTED]["refused"] = dict(Counter(refused))
     return found
 
 
-def judged(row: Mapping[str, Any], worst: float) -> dict[str, Any]:
-    """Return a row with the budget that its prediction and the margin of this worst underprediction make."""
-    comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
-    margin = math.ceil(peak.SAFETY * worst * comes_and_goes)
-    return {**row, "budget_bytes": row["predicted_peak_bytes"] + margin}
+def judged(rows: Rows) -> list[dict[str, Any]]:
+    """Return the rows with the budget that each prediction and the margin of their worst one make."""
+    worst, found = worst_underprediction(rows), []
+    for row in rows:
+        comes_and_goes = row["predicted_peak_bytes"] - row["throughout_bytes"]
+        margin = math.ceil(peak.SAFETY * worst * comes_and_goes)
+        found.append({**row, "budget_bytes": row["predicted_peak_bytes"] + margin})
+    return found
 
 
 def errors(rows: Rows) -> dict[str, Any]:
@@ -282,7 +277,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         )
     return "\n".join([
         f"Predicted over measured bytes - 1; one thread of an {machine['processor']}, torch "
-        f"{machine['torch']}; measured, commit {', '.join(sorted({*content['commits'].values()}))}. *of its "
+        f"{machine['torch']}; measured, commit {', '.join(content['commits_of_pieces'])}. *of its "
         "budget*: what the plan that came closest took of its budget: of random plans, the prediction with "
         f"its margin{given}.",
         "",
@@ -293,8 +288,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def draw(rows: Rows, curve: Mapping[str, Sequence[int]], path: str | Path) -> Path:
-    """Draw the rows of memory_error.json, and the curve of one plan (`StepMemory.curve`)."""
+def draw(rows: Rows, curve: Mapping[str, Sequence[int]], content: object, path: str | Path) -> Path:
+    """Draw all rows, and the curve of one plan (`StepMemory.curve`)."""
     rows = [row for row in rows if "peak_bytes" in row]  # refused plans have nothing to show
     figure = new_figure(12, 7.6, "Bytes predicted from the graph, and measured")
     (saved, highest), (budget, step) = figure.subplots(2, 2)

@@ -23,9 +23,13 @@ from qsync.backend.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.errors import InfeasibleError
-from qsync.experiments.harness.measured_peak import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.harness.measured_memory import (
+    bucket_bytes,
+    saved_bytes,
+    state_bytes,
+    step_peak_bytes,
+)
 from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, run_on_ranks
-from qsync.experiments.memory.saved_bytes import saved_bytes
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.large_models import bert
 from qsync.experiments.workloads.subjects import NAMES, subject

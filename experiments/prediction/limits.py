@@ -1,66 +1,75 @@
 """The limits that qsync promises to keep: `python -m qsync.experiments.prediction.limits --out FOLDER`.
 
-Everything here is measured but for the profiles that `qsync plan` is timed on: those are SYNTHETIC, since
-only their size matters to how long planning takes.
+Everything here is measured but for the profiles that planning and replay are timed on: those are SYNTHETIC,
+since only their size matters to how long these take.
 """
 
 from __future__ import annotations
 
 import copy
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import qsync
-from qsync import Plan, Precision
-from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of, yes
+from qsync import Cluster, DeviceClass, Link, Plan, Precision
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, bar, run_command
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
-from qsync.experiments.workloads.large_models import bert, bert_graph, llama_70b, synthetic_basis, tokens
+from qsync.experiments.workloads.large_models import (
+    PRECISIONS,
+    able,
+    bert,
+    bert_graph,
+    large_graph,
+    llama_70b,
+    synthetic_basis,
+    synthetic_profile,
+    tokens,
+)
+from qsync.lowering.incremental import Lowering
 from qsync.records.plans import ClassPlan
+from qsync.replayer import ClassCosts, replay
 
+SEED = 0
 STARTS, PLANS = 10, 5
 PAIRED_STEPS, WARM_UPS = 30, 3
+REPLAYS, CHANGES, RANKS = 20, 400, 10
+LINK = Link(1e-4, 1e9, 0.6, num_ranks=2)
 
 
 def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
     """Measure every limit, print a table, and write the figures to the folder."""
-    experiment = Experiment("limits", out, fresh=fresh)
+    experiment = Experiment("limits", out, seed=SEED, fresh=fresh)
     with experiment.progress():
-        rows = [
-            row
-            for measure in (import_time, plan_time, large_capture, wrapped_step)
-            for row in experiment.piece(measure.__name__, measure)
+        bars = [
+            one
+            for measure in (import_time, plan_time, large_capture, replay_time, wrapped_step)
+            for one in experiment.piece(measure.__name__, measure)
         ]
-    cells = [
-        [
-            row["name"],
-            *(_shown(row[key], row["unit"]) for key in ("measured", "limit")),
-            yes(row["holds"]),
-            row["how"],
-        ]
-        for row in rows
-    ]
-    shown = table_of("Limits (measured)", ("what", "measured", "limit", "holds", "how"), cells)
-    experiment.finish({"limits": rows}, bars=rows, tables=[shown])
+    experiment.finish({}, bars=bars, measured="all but the profiles of planning and replay: synthetic")
 
 
-def import_time() -> list[dict[str, Any]]:
+def import_time() -> list[Bar]:
     """Measure how long `import qsync` takes in a fresh interpreter."""
     code = "import time; t = time.perf_counter(); import qsync; print(time.perf_counter() - t)"
     command = [sys.executable, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(STARTS)]
     seconds = statistics.median(float(run.stdout) for run in runs)
     how = f"median of {STARTS} fresh interpreters"
-    return [_row("import qsync", seconds * 1e3, 50.0, "ms", how)]
+    return [bar("import qsync, ms", seconds * 1e3, 50.0, how=how)]
 
 
-def plan_time() -> list[dict[str, Any]]:
+def plan_time() -> list[Bar]:
     """Measure how long `qsync plan` takes for BERT-base."""
     with tempfile.TemporaryDirectory() as folder:
         basis = synthetic_basis(bert_graph())
@@ -68,35 +77,74 @@ def plan_time() -> list[dict[str, Any]]:
         command = ["-m", "qsync.commands.main", "plan", folder, "--out", f"{folder}/plan.json"]
         times = []
         for _ in range(PLANS):
-            start = time.perf_counter()
-            subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
-            times.append(time.perf_counter() - start)
+            run = partial(subprocess.run, [sys.executable, *command], stdout=subprocess.DEVNULL, check=True)
+            times.append(_seconds(run))
         lowered = sum(len(entry.lowered) for entry in Plan.load(f"{folder}/plan.json").classes.values())
     size = f"{len(basis.graph.adjustable)} operators, {lowered} lowered"
     how = f"wall time of the command, median of {PLANS}; {size}; SYNTHETIC profiles"
-    return [_row("qsync plan, BERT-base", statistics.median(times), 2.0, "s", how)]
+    return [bar("qsync plan, BERT-base, s", statistics.median(times), 2.0, how=how)]
 
 
-def large_capture() -> list[dict[str, Any]]:
+def large_capture() -> list[Bar]:
     """Measure how long capturing a Llama-3-70B-sized model takes, and how much memory."""
     found = in_fresh_process(capture_llama)
     size = f"{found['num_ops']} operators, {found['num_parameters'] / 1e9:.1f} G parameters"
     how = f"meta device, one fresh process; {size}"
     return [
-        _row("capture, Llama-3-70B", found["seconds"], 30.0, "s", how),
-        _row("its peak memory", found["peak_bytes"] / 2**30, 2.0, "GiB", "resident, the whole process"),
+        bar("capture, Llama-3-70B, s", found["seconds"], 30.0, how=how),
+        bar("its peak memory, GiB", found["peak_bytes"] / 2**30, 2.0, how="resident, the whole process"),
     ]
 
 
-def wrapped_step() -> list[dict[str, Any]]:
+def replay_time(num_layers: int = 80) -> list[Bar]:
+    """Measure how long replay of a new plan takes for Llama-3-70B's sizes, and one operator's change.
+
+    Tables of the graph and of profiles are made in the first replay, which is not counted.
+    """
+    graph, draw = large_graph(num_layers), random.Random(SEED)
+    names = ("first", "second", "third", "fourth")
+    cluster = Cluster(tuple(DeviceClass(n, "cpu", RANKS, 1 << 50, PRECISIONS) for n in names), LINK)
+    profiles = {
+        name: replace(synthetic_profile(graph, name, 1.0 + 0.3 * k), error=0.02, drift=0.01)
+        for k, name in enumerate(names)
+    }
+
+    def drawn() -> dict[str, Precision]:
+        return {op.name: draw.choice(able(op)) for op in graph.adjustable}
+
+    plans = [{name: drawn() for name in names} for _ in range(REPLAYS + 1)]
+    whole = [_seconds(partial(replay, graph, plan, profiles, cluster)) for plan in plans][1:]
+    lowering = Lowering(graph, plans[0][names[0]])
+    costs = ClassCosts(lowering, profiles[names[0]])
+
+    def change() -> None:
+        op = draw.choice(graph.adjustable)
+        costs.update(lowering.assign(op.name, draw.choice(able(op))).touched)
+
+    changes = [_seconds(change) for _ in range(CHANGES)]
+    size = f"{len(graph.ops)} operators, {len(names)} classes of {RANKS} ranks; SYNTHETIC profiles"
+    replay_ms, change_ms = (1e3 * statistics.median(seconds) for seconds in (whole, changes))
+    return [
+        bar("replay, Llama-3-70B, ms", replay_ms, 50.0, how=f"median of {REPLAYS} new plans; {size}"),
+        bar("lower and price one change, ms", change_ms, 0.2, how=f"median of {CHANGES}"),
+    ]
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def wrapped_step() -> list[Bar]:
     """Measure what a step costs under a plan that lowers nothing."""
     found = in_fresh_process(compare_steps)
     plain = f"plain step {found['plain_s'] * 1e3:.0f} ms"
     how = f"median of pairs; BERT 4x512, {PAIRED_STEPS} training steps in turn, one thread; {plain}"
     when = "every step, dropout on; parameters at the end"
     return [
-        _row("step, all-FP32 plan / unwrapped", found["ratio"], 1.02, "x", how),
-        _row("loss, gradients bitwise equal", found["bitwise"], True, "", when),
+        bar("step, all-FP32 plan / unwrapped", found["ratio"], 1.02, how=how),
+        bar("loss, gradients bitwise equal", found["bitwise"], True, how=when),
     ]
 
 
@@ -152,14 +200,6 @@ def compare_steps() -> dict[str, Any]:
 
 def _equal(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     return ours is theirs is None or (ours is not None and theirs is not None and torch.equal(ours, theirs))
-
-
-def _shown(value: Any, unit: str) -> str:
-    return f"{value:.3g} {unit}" if unit else str(value)
-
-
-def _row(name: str, measured: Any, limit: Any, unit: str, how: str) -> dict[str, Any]:
-    return {**bar(name, measured, limit), "unit": unit, "how": how}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +26,13 @@ from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
 from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, bar, run_command, table_of, yes
+from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
 from qsync.experiments.prediction.validation_ranks import run_validation
 from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.records.json_files import read_json
-from qsync.records.profiles import Cost
 from qsync.replayer import replay
 from qsync.replayer.comparison import Comparison, Validation, percentile
 
@@ -105,12 +104,6 @@ def predictions(
         "no overlap": max(exact[c].compute_s for c in plan) + exchange_s,
         "uniform": max(scaled(graph, profiles[c], plan[c]) for c in plan) + exchange_s,
     }
-
-
-def without_casts(profile: Profile) -> Profile:
-    """Return the same profile with every cast free."""
-    fit = dict.fromkeys(profile.cast_fit, (Cost(0.0), Cost(0.0)))
-    return replace(profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=fit)
 
 
 def scaled(graph: OpGraph, profile: Profile, assignment: Mapping[str, Precision]) -> float:

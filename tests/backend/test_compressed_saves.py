@@ -18,7 +18,7 @@ from qsync.backend.compressed_saves.activation_slopes import (
 from qsync.backend.compressed_saves.bitmask import pack_bits, unpack_bits
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.errors import UnsupportedError
-from qsync.experiments.memory.saved_bytes import saved_bytes
+from qsync.experiments.harness.measured_memory import saved_bytes
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 

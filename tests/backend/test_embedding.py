@@ -10,7 +10,7 @@ from torch import nn
 
 import qsync
 from qsync.backend import decode, encode, select
-from qsync.experiments.memory.saved_bytes import saved_bytes
+from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Role

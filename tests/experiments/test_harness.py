@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from qsync.errors import MismatchError, QSyncError
 from qsync.experiments.harness.experiment import Experiment, bar
+from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
 from qsync.records.json_files import read_json
@@ -89,3 +91,11 @@ def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
 
 def test_a_function_runs_in_an_interpreter_of_its_own():
     assert in_fresh_process(peak_resident_bytes) > 0
+
+
+def test_a_storage_saved_for_backward_counts_once_and_what_is_there_anyway_not_at_all():
+    x, y = (torch.randn(10, 4, requires_grad=True) for _ in range(2))
+    assert saved_bytes(lambda: x.exp() + x.exp()) == 2 * 160
+    assert saved_bytes(lambda: x * y) == 320
+    assert saved_bytes(lambda: x * y, [y]) == 160
+    assert saved_bytes(lambda: x[:5] * x[5:]) == 160

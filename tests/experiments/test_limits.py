@@ -17,10 +17,11 @@ def test_a_synthetic_basis_is_complete_and_says_so():
     assert all(profile.machine["synthetic"] for profile in basis.profiles.values())
 
 
-def test_a_limit_holds_or_is_said_not_to():
-    assert limits._row("time", 1.0, 2.0, "s", "")["holds"]
-    assert not limits._row("time", 3.0, 2.0, "s", "")["holds"]
-    assert not limits._row("equal", False, True, "", "")["holds"]
+def test_replay_is_timed_on_new_plans_and_on_changes(monkeypatch):
+    monkeypatch.setattr(limits, "REPLAYS", 2)
+    monkeypatch.setattr(limits, "CHANGES", 3)
+    whole, change = limits.replay_time(num_layers=1)
+    assert 0 < change["measured"] < whole["measured"] and "4 classes of 10 ranks" in whole["how"]
 
 
 def test_peak_memory_is_this_process_s_own():

@@ -125,7 +125,7 @@ def small(tmp_path, monkeypatch):
 def test_the_experiment_writes_what_it_measured(small):
     memory_error.main(small, None, plans=2, seed=[7, 8], rank_plans=1, state=True)
     content = json.loads((small / "figures.json").read_text())
-    assert content["measured"] is True and {"machine", "versions", "commits"} <= content.keys()
+    assert content["measured"] is True and {"machine", "versions", "commits_of_pieces"} <= content.keys()
     parts = content["parts"]
     assert parts["margin"]["models"]["small"]["plans"] == 2 and parts["margin"]["seeds"] == [0]
     assert parts["unseen"]["models"]["all"]["plans"] == 4 and parts["unseen"]["seeds"] == [7, 8]

@@ -423,7 +423,7 @@ def test_a_wider_batch_needs_more():
 
 def saved_by_torch(model, batch) -> int:
     """Bytes that autograd keeps for backward; parameters, buffers and the batch left out."""
-    from qsync.experiments.memory.saved_bytes import saved_bytes
+    from qsync.experiments.harness.measured_memory import saved_bytes
 
     return saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
 
@@ -544,7 +544,7 @@ def casts_of_weights(lowered):
 def test_an_int8_linear_keeps_a_quarter_of_fp32_and_its_scales(precision):
     torch = pytest.importorskip("torch")
     import qsync
-    from qsync.experiments.memory.saved_bytes import saved_bytes
+    from qsync.experiments.harness.measured_memory import saved_bytes
 
     rows, inner, outer = 96, 40, 24
     x = torch.randn(rows, inner)
@@ -619,7 +619,7 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
     from models import build
 
     import qsync
-    from qsync.experiments.memory.saved_bytes import saved_bytes
+    from qsync.experiments.harness.measured_memory import saved_bytes
 
     model, batch = build("bert", dropout=0.0)
     for module in model.modules():

@@ -18,7 +18,7 @@ from traced_models import Checkpointed, X
 import qsync
 from qsync.allocator import allocate, check_plan
 from qsync.errors import FormatError, MismatchError
-from qsync.experiments.harness.measured_peak import step_peak_bytes
+from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.memory.memory_error import _alone
 from qsync.experiments.memory.memory_runs import TINY, Trained, parts_of
 from qsync.lowering.incremental import Lowering, lower

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qsync import Cluster, DeviceClass, Link, OpGraph, Precision, Profile, Sensitivity
+from qsync.allocator.problem import Constraints, make_problem
+from qsync.allocator.search_state import State
 from qsync.experiments.workloads.large_models import made_up_sensitivity
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Input, Op, Role, num_elements
@@ -37,15 +39,17 @@ class Drawn:
     cluster: Cluster
     options: dict[str, Any]
 
+    def state(self) -> State:
+        """Return the problem with nothing lowered."""
+        names = ("budgets", "pins", "bucket_cap_bytes")
+        kept = Constraints(**{name: self.options[name] for name in names if name in self.options})
+        return State(make_problem(self.graph, self.profiles, self.sensitivity, self.cluster, kept))
 
-def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
-    """Make the problem of this number; one in ten has one of the given graphs, if there are any."""
+
+def problem(seed: int, number: int) -> Drawn:
+    """Make the problem of this number."""
     draw = random.Random(f"{seed} {number}")
-    kind = draw.random()
-    if graphs and kind < 0.1:
-        graph = draw.choice(graphs)
-    else:
-        graph = _graph(draw, draw.randint(2, 6) if kind < 0.7 else draw.randint(7, 24))
+    graph = _graph(draw, draw.randint(2, 6) if draw.random() < 0.7 else draw.randint(7, 24))
     count = draw.choice((1, 2, 2, 2, 3, 3, 4))
     classes, profiles = [], {}
     for name in NAMES[:count]:
@@ -67,7 +71,26 @@ def problem(seed: int, number: int, graphs: Sequence[OpGraph] = ()) -> Drawn:
     if draw.random() < 0.15 and graph.adjustable:
         options["pins"] = {draw.choice(graph.adjustable).name: "fp32"}
     sensitivity = made_up_sensitivity(draw, graph, 0.5)
-    return Drawn(graph, profiles, sensitivity, Cluster(tuple(classes), link), options)
+    drawn = Drawn(graph, profiles, sensitivity, Cluster(tuple(classes), link), options)
+    return _bounded(drawn, random.Random(f"budgets {seed} {number}"))
+
+
+def _bounded(drawn: Drawn, draw: random.Random) -> Drawn:
+    """Add budgets, or a target, to the problem in half of all cases: some that cannot be kept."""
+    state, options = drawn.state(), dict(drawn.options)
+    step_s, peaks = state.step_s(), {name: one.peak_bytes for name, one in state.classes.items()}
+    for name, one in state.classes.items():
+        state.move(name, {op: choices[0] for op, choices in one.part.choices.items()})
+    if draw.random() < 0.5:
+        options["budgets"] = {}
+        for name, one in state.classes.items():
+            low, high = sorted((one.peak_bytes, peaks[name]))
+            if draw.random() < 0.7:
+                options["budgets"][name] = max(1, int(low + draw.uniform(-0.2, 1.2) * (high - low)))
+    if draw.random() < 0.4:
+        options.pop("slack")
+        options["target_s"] = state.step_s() + draw.uniform(-0.2, 1.0) * (step_s - state.step_s())
+    return replace(drawn, options=options)
 
 
 def _graph(draw: random.Random, num_products: int) -> OpGraph:

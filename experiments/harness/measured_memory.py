@@ -1,11 +1,12 @@
-"""Peak memory of one training step, measured."""
+"""Memory of one training step, measured: its peak, and the bytes saved for backward."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -31,6 +32,30 @@ def step_peak_bytes(step: Callable[[], None], device: torch.device) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+def saved_bytes(
+    forward: Callable[[], Any], known: Iterable[torch.Tensor] = (), leave_out: Collection[int] = ()
+) -> int:
+    """Return the bytes of the storages that autograd saves for backward in `forward`, each counted once.
+
+    The storages of `known` (parameters, buffers, the batch) are there anyway and are left out, and so are
+    those at the addresses that `leave_out` holds once `forward` has run.
+    """
+    there = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in there:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()  # held until the count is done, so that no address is used twice
+    num_bytes = sum(size for address, size in kept.items() if address not in leave_out)
+    del result
+    return num_bytes
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
