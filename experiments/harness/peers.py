@@ -3,7 +3,7 @@
 torchao is optional (`pip install 'qsync[peers]'`). Its INT8 training has two forms, and on torch 2.13 and
 torchao 0.18 one of them trains in FP32 without a word: the tensor subclass, which is the default, computes
 F.linear by `aten::addmm` and `aten::mm`. So the other one, `module_swap=True`, is the peer, and
-`what_torchao_runs` says of both what really ran.
+`what_torchao_runs` says what really ran.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness.measured_memory import quiet_stderr
 
-# The operators that multiply matrices, as a profiler names them, and what they multiply.
-PRODUCTS = {
-    "aten::mm": "floating", "aten::addmm": "floating", "aten::bmm": "floating", "aten::_int_mm": "int8",
-    "aten::_scaled_mm": "fp8", "mkldnn::_linear_pointwise": "floating",
-    "torchao::scaled_int8_mm": "int8", "torchao::scaled_int8_mm_cuda": "int8",
-}  # fmt: skip
-FORMS = ("tensor_subclass", "module_swap")
+# The operators that multiply matrices, as a profiler names them.
+PRODUCTS = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::_int_mm", "aten::_scaled_mm", "mkldnn::_linear_pointwise",
+    "torchao::scaled_int8_mm", "torchao::scaled_int8_mm_cuda",
+)  # fmt: skip
 
 
 def under_autocast(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
@@ -87,8 +85,8 @@ def torchao_version() -> str | None:
     return str(torchao.__version__)
 
 
-def torchao(model: torch.nn.Module, form: str = "module_swap") -> torch.nn.Module:
-    """Put linear layers into torchao's training in place: INT8 in one of its FORMS, or `float8`, rowwise.
+def torchao(model: torch.nn.Module, form: str = "int8") -> torch.nn.Module:
+    """Put linear layers into torchao's training in place: `int8`, or `float8`, rowwise.
 
     Raises UnsupportedError if there is no torchao.
     """
@@ -104,8 +102,7 @@ def torchao(model: torch.nn.Module, form: str = "module_swap") -> torch.nn.Modul
             from torchao.prototype import quantized_training
             from torchao.quantization import quantize_  # type: ignore[import-not-found]
 
-            swap = form == "module_swap"
-            quantize_(model, quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=swap))
+            quantize_(model, quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=True))
     return model
 
 
@@ -129,8 +126,8 @@ PEERS = (
     Peer("autocast", autocast=True),
     Peer("inductor fp32", inductor=True),
     Peer("inductor bf16", autocast=True, inductor=True),
-    Peer("torchao int8", torchao="module_swap"),
-    Peer("torchao int8, inductor", inductor=True, torchao="module_swap"),
+    Peer("torchao int8", torchao="int8"),
+    Peer("torchao int8, inductor", inductor=True, torchao="int8"),
     Peer("torchao float8, inductor", inductor=True, torchao="float8", cuda_only=True),
 )
 
@@ -166,30 +163,19 @@ def with_contiguous_gradients(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def what_torchao_runs(device: torch.device, size: int = 64) -> dict[str, Any]:
-    """Return which products each form of torchao's INT8 training runs on one layer, in both directions."""
+def what_torchao_runs(device: torch.device, size: int = 64) -> str:
+    """Say which products torchao's INT8 training runs on one layer, forward and backward."""
     version = torchao_version()
     if version is None:
-        return {"installed": False, "seen": "torchao is not installed"}
-    found: dict[str, Any] = {"installed": True, "version": version}
-    for name in FORMS:
-        # In a Sequential: quantize_ replaces children.
-        model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device), name)
-        x = torch.randn(size, size, device=device, requires_grad=True)
-        try:
-            ran = operators_run(lambda model=model, x=x: model(x).sum().backward(), device)  # type: ignore[misc]
-        except Exception as error:  # another version of torch or torchao
-            found[name] = {"products": {}, "runs_int8": False, "failed": str(error).splitlines()[0]}
-            continue
-        products = {op: count for op, count in ran.items() if op in PRODUCTS}
-        int8 = sum(count for op, count in products.items() if PRODUCTS[op] == "int8")
-        found[name] = {"products": products, "runs_int8": int8 > 0 and int8 == sum(products.values())}
-    found["seen"] = "; ".join(
-        f"{name}: {'INT8' if found[name]['runs_int8'] else 'not INT8'} "
-        f"({', '.join(found[name]['products']) or found[name].get('failed', 'no product seen')})"
-        for name in FORMS
-    )
-    return found
+        return "not installed"
+    # In a Sequential: quantize_ replaces children.
+    model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device))
+    x = torch.randn(size, size, device=device, requires_grad=True)
+    try:
+        ran = operators_run(lambda: model(x).sum().backward(), device)
+    except Exception as error:  # another version of torch or torchao
+        return f"{version}, failed: {str(error).splitlines()[0]}"
+    return f"{version}, runs {', '.join(op for op in ran if op in PRODUCTS) or 'no product'}"
 
 
 def operators_run(run: Callable[[], object], device: torch.device) -> dict[str, int]:

@@ -22,7 +22,18 @@ import typer
 from rich.table import Table
 
 from qsync import QSyncError
-from qsync.experiments.harness import Experiment, Fresh, Out, milliseconds, peers, run_command, show, table_of
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Out,
+    bar,
+    grouped,
+    milliseconds,
+    peers,
+    run_command,
+    show,
+    table_of,
+)
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
@@ -94,8 +105,7 @@ def main(
     }  # fmt: skip
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
     with experiment.progress():
-        content = run(experiment, only or SECTIONS)
-    report(content)
+        run(experiment, only or SECTIONS)
 
 
 def run(
@@ -127,10 +137,12 @@ def run(
         "peaks": peaks, "torchao": torchao, "terms": list(TERMS), "rows": rows, "cases": measured,
     }  # fmt: skip
     bars = [
-        {"name": f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
-         "measured": row["value"], "limit": row["bar"], "holds": row["holds"]} for row in rows
+        bar(f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
+            row["value"], row["bar"], at_least=not row["at_most"]) for row in rows
     ]  # fmt: skip
-    return experiment.finish(figures, bars=bars, picture=draw)
+    content = experiment.finish(figures, bars=bars, picture=draw, tables=tables(rows, measured))
+    show(*remarks(content))
+    return content
 
 
 def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> dict[str, Any]:
@@ -162,7 +174,7 @@ def layer_case(bench: Bench, section: str, shape: tuple[int, ...]) -> Case:
     if section.endswith("training"):
         return kernel_cases.training_case(layer, section, bars)
     if shape == SMALL_LINEAR:
-        bars = tuple(replace(bar, limit=SMALL_LINEAR_LIMIT) for bar in bars)
+        bars = tuple(replace(one, limit=SMALL_LINEAR_LIMIT) for one in bars)
     return kernel_cases.forward_case(layer, section, bars)
 
 
@@ -177,39 +189,25 @@ def _step_case(bench: Bench, section: str) -> Case:
 
 
 def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]:
-    """Return a row for each bar of a case: measured ratio, verdict, bound by the roofline."""
+    """Return a row for each bar of a case: measured ratio, its quartiles, bound by the roofline."""
     rows = []
-    for bar in case.bars:
+    for one in case.bars:
         row: dict[str, Any] = {
-            "section": case.section, "shape": case.shape, "variant": bar.variant, "against": bar.against,
-            "bar": bar.limit, "at_most": bar.at_most, "unit": "x", "roofline": None, "why": None,
+            "section": case.section, "shape": case.shape, "variant": one.variant, "against": one.against,
+            "bar": one.limit, "at_most": one.at_most, "unit": "x", "roofline": None, "why": None,
+            "value": None, "quartiles": None,
         }  # fmt: skip
-        missing = [name for name in (bar.variant, bar.against) if name not in samples]
-        found: list[float] = []
+        missing = [name for name in (one.variant, one.against) if name not in samples]
         if missing:
             row["why"] = f"{missing[0]}: {case.unavailable.get(missing[0], 'not measured')}"
         else:
-            ours, theirs, least = samples[bar.variant], samples[bar.against], case.least_s.get(bar.variant)
-            found = ratios(ours, theirs) if bar.at_most else ratios(theirs, ours)
+            ours, theirs, least = samples[one.variant], samples[one.against], case.least_s.get(one.variant)
+            found = ratios(ours, theirs) if one.at_most else ratios(theirs, ours)
             if least is not None:
-                row["roofline"] = least / theirs.median_s if bar.at_most else theirs.median_s / least
-        rows.append(
-            judged(row, statistics.median(found), quartiles(found)) if found else judged(row, None, None)
-        )
+                row["roofline"] = least / theirs.median_s if one.at_most else theirs.median_s / least
+            row |= {"value": statistics.median(found), "quartiles": quartiles(found)}
+        rows.append(row)
     return rows
-
-
-def judged(row: dict[str, Any], value: float | None, spread: list[float] | None) -> dict[str, Any]:
-    """Return the row with its measured value: whether the bar holds, and by what part it is missed."""
-    bar, missed = row["bar"], None
-    if value is not None:
-        missed = max(0.0, value / bar - 1 if row["at_most"] else 1 - value / bar)
-    return {
-        **row, "value": value, "quartiles": spread, "missed_by": missed,
-        "holds": None if missed is None else missed == 0.0,
-        # Two variants that run the same kernels miss a bar of 1 every other time.
-        "within_spread": spread is not None and spread[0] <= bar <= spread[-1],
-    }  # fmt: skip
 
 
 def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
@@ -228,45 +226,33 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def report(content: Mapping[str, Any]) -> None:
-    """Print the bars, the speed of every variant, and what could not be measured."""
+def tables(rows: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """Return the ratio behind every bar, and the speed of every variant by section."""
+    cells = []
+    for row in rows:
+        low, middle, high = row["quartiles"] or [None] * 3
+        numbers = ("-" if value is None else f"{value:.2f}" for value in (middle, low, high, row["roofline"]))
+        cells.append([row["section"], row["shape"], f"{row['variant']} / {row['against']}", *numbers])
+    headings = ("section", "shape", "variant / against", "measured", "quartiles", "", "roofline")
+    ratios = table_of("Ratios of rounds (measured)", headings, cells, left=3)
+    return [ratios, *(_speeds(section, own) for section, own in grouped(cases, "section").items())]
+
+
+def remarks(content: Mapping[str, Any]) -> list[str]:
+    """Say which peaks were measured, what could not be measured, and what used more than one core."""
     peaks, cases = content["peaks"], content["cases"]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
     copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
     missing = {name: why for case in cases for name, why in case["unavailable"].items()}
-    verdicts = [row["holds"] for row in content["rows"] if row["holds"] is not None]
-    show(
-        _bars(content["rows"]),
-        *(_speeds(name, of) for name in BARS if (of := [case for case in cases if case["section"] == name])),
+    return [
         f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.",
-        f"torchao: {content['torchao']['seen']}.",
+        f"torchao: {content['torchao']}.",
         *(f"Not measured: {name}: {why}" for name, why in missing.items()),
         *(
             f"More than one core: {name}, {case['section']} {case['shape']}"
             for case in cases for name, entry in case["variants"].items() if entry["cpu_share"] > 1.1
         ),
-        f"{sum(verdicts)} of {len(verdicts)} bars hold.",
-    )  # fmt: skip
-
-
-def _bars(rows: Sequence[Mapping[str, Any]]) -> Table:
-    cells = []
-    for row in rows:
-        measured, bound = ("-" if row[key] is None else f"{row[key]:.2f}" for key in ("value", "roofline"))
-        limit = f"{'<=' if row['at_most'] else '>='} {row['bar']:.2f}"
-        pair = f"{row['variant']} / {row['against']}"
-        cells.append([row["section"], row["shape"], pair, verdict(row), limit, measured, bound])
-    headings = ("section", "shape", "variant / against", "verdict", "bar", "measured", "roofline")
-    missed = [number for number, row in enumerate(rows) if not row["holds"]]
-    return table_of("Bars (measured)", headings, cells, left=4, bold=missed)
-
-
-def verdict(row: Mapping[str, Any]) -> str:
-    """Return `holds` or `missed by X %`, with `in spread` if the bar lies between the quartiles."""
-    if row["holds"] is None:
-        return "not measured"
-    near = ", in spread" if row["within_spread"] else ""
-    return f"holds{near}" if row["holds"] else f"missed by {100 * row['missed_by']:.1f} %{near}"
+    ]  # fmt: skip
 
 
 def _speeds(section: str, cases: Sequence[Mapping[str, Any]]) -> Table:

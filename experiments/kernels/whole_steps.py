@@ -100,7 +100,7 @@ def _peer_step(bench: Bench, peer: peers.Peer, model: nn.Module, batch: Batch) -
     mine = copy.deepcopy(model)
     if peer.torchao:
         mine = peers.torchao(mine, peer.torchao)
-    if peer.torchao == "module_swap":
+    if peer.torchao == "int8":
         mine = peers.with_contiguous_gradients(mine)
     return _step(mine, batch, peer.call(mine, bench.device))
 
