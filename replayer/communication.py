@@ -20,8 +20,8 @@ class Bucket:
     """Gradients reduced together.
 
     `ready` is the position of the operator whose backward completes the bucket; backward runs from the last
-    operator to the first. It is -1 if no operator uses some parameter of the bucket, which then waits for the
-    end of backward.
+    operator to the first. `ready` is -1 if no operator uses some parameter of the bucket: the bucket then
+    waits for the end of backward.
     """
 
     parameters: tuple[str, ...]
@@ -38,8 +38,8 @@ _BUCKETS: Remembered[dict[int | None, tuple[Bucket, ...]]] = Remembered()
 def ready_positions(graph: OpGraph) -> dict[str, int]:
     """Return for every trained parameter the position of the operator whose backward completes its gradient.
 
-    Backward reverses forward, so that is the FIRST operator that reads the parameter; -1 if none does. The
-    order is that in which gradients become ready.
+    Backward reverses forward, so this operator is the FIRST that reads the parameter. The position is -1 if
+    no operator reads the parameter. Parameters are in the order in which their gradients become ready.
 
     >>> ready_positions(graph)
     {'head.weight': 12, 'head.bias': 12, 'embedding.weight': 0}
@@ -63,7 +63,7 @@ def _ready_positions(graph: OpGraph) -> dict[str, int]:
 def gradient_bytes(graph: OpGraph) -> dict[int, int]:
     """Return the bytes of the gradients that the backward of each position completes.
 
-    Position -1 has those of parameters that no operator uses.
+    Position -1 has the gradients of parameters that no operator uses.
     """
     return _SIZES.of(graph, lambda: _gradient_bytes(graph))
 

@@ -6,10 +6,10 @@ The step of a class has these parts, and so has the miss (measured less predicte
     cast           the casts between them
     loading        waiting for the next batch
     host           the loss outside the graph, the optimizer, Python
-    wait           the time blocked beyond that of the class blocked least: waiting for others
-    communication  the rest of the step: all-reduces with nothing left to compute, their toll on compute
-                   beside them, and filling the buckets
-    rest           the rest of the step of one rank alone, which should be nothing
+    wait           the time for which the class is blocked longer than the least blocked class
+    communication  the rest of the step: all-reduces with nothing left to compute, the compute lost
+                   beside others, and filling the buckets
+    rest           the same where there is one rank alone: it should be nothing
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ class Comparison:
 
     @property
     def inside(self) -> bool | None:
-        """Return whether the measured step lies in the predicted interval; None without one."""
+        """Return whether the measured step lies in the predicted interval; None if there is no interval."""
         return (
             None if self.interval_s is None else self.interval_s[0] <= self.measured_s <= self.interval_s[1]
         )
 
     @property
     def cause(self) -> tuple[str, str, float]:
-        """The largest part of the miss in the direction of the whole: class, cause, seconds."""
+        """The class, cause and seconds of the largest miss that has the sign of the whole miss."""
         sign = 1.0 if self.measured_s >= self.predicted_s else -1.0
         parts = [(c, cause, miss) for c, misses in self.misses_s.items() for cause, miss in misses.items()]
-        # A wait follows from the miss of another class: it is the cause only if nothing else is.
+        # A wait follows from the miss of another class, so its seconds count half here.
         return max(parts, key=lambda part: (sign * part[2] * (0.5 if part[1] == "wait" else 1.0), part[:2]))
 
 
@@ -137,7 +137,7 @@ def compare(
 ) -> Comparison:
     """Compare replay's prediction of a plan with its run, by class and cause.
 
-    `measured` is by class. The measured step is the mean of the classes' periods: they are the same steps.
+    `measured` is by class. All classes take the same steps: the measured step is the mean of their periods.
 
     >>> compare("random 1", graph, profiles, timeline, assignments, measured).cause
     """

@@ -28,8 +28,9 @@ FloatArray = npt.NDArray[np.float64]
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
     """Return the cost of one cast: measured for this value, else on the line fitted to its types.
 
-    A measurement in the other order of elements counts too. The line t = base + slope * num_elements is for
-    casts that no measured step contained. Raises MismatchError if the profile has nothing for these types.
+    A cast measured in the other memory order (channels_last or not) also counts as measured. The fitted line
+    t = base + slope * num_elements prices casts that no measured step contained. Raises MismatchError if the
+    profile has nothing for these types.
 
     >>> cast_cost(profile, Cast("x", "fp32", "bf16", 1024, False)).forward_s
     """
@@ -51,20 +52,20 @@ def cast_cost(profile: Profile, cast: Cast) -> Cost:
 
 
 def measured_as(source: str, channels_last: bool) -> tuple[str, str]:
-    """Return the names a measured cast from this type may have, preferred first: one order, the other."""
+    """Return the names that a profile may give a cast from this type: in its memory order, in the other."""
     return (source + CHANNELS_LAST, source) if channels_last else (source, source + CHANNELS_LAST)
 
 
 def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     """Return the cost of one operator in its mode.
 
-    An adjustable operator must have been measured in its mode, perhaps with images in the other order or with
-    results in the other type. A following or fixed operator may take its nearest measured mode, scaled by the
-    bytes of the types: these operators are bound by memory, not by arithmetic. An operator that saves less
-    must have been measured so, in whichever form and type is nearest. A product with an activation in its
-    epilogue was measured so, or is priced as the two apart. Operators that move no data (views, the graph's
-    output) are free where they were not measured. Raises MismatchError naming the operator if the profile
-    cannot price it.
+    An adjustable operator must have been measured in its mode, though images may have been in the other
+    memory order or results of the other type. A following or fixed operator may take its nearest measured
+    mode, scaled by the bytes of the types: these operators are bound by memory, not by arithmetic. An
+    operator that saves less must have been measured saving less; the nearest form and type prices it. A
+    product that computes an activation in its epilogue, if it was not measured so, costs as much as product
+    and activation apart. Operators that move no data (views, the graph's output) are free where they were not
+    measured. Raises MismatchError naming the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -86,7 +87,7 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
         return run.timed_as, 1.0
     candidates = [mode for mode in measured if (_form(mode) == "plain") == (run.form == "plain")]
     if run.form == FUSED or run.form in EPILOGUES:
-        # Both or neither were measured, in one step. Apart they take no less.
+        # A step measures both product and activation in this form, or neither. Apart they take no less.
         candidates = [m for m in measured if _form(m) == run.form] or [
             m for m in measured if _form(m) == "plain"
         ]
@@ -96,7 +97,7 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
         candidates = [mode for mode in candidates if _mode(mode) == run.mode]
     if not candidates:
         known = ", ".join(measured) or "nothing"
-        # Saving less needs its own measurements, and those of a product that then computes no activation.
+        # To save less, an operator needs times of saving less, and its product times without an epilogue.
         computes = any(_mode(mode) == run.mode and _form(mode) in EPILOGUES for mode in measured)
         saves = computes if run.form == "plain" else run.form not in EPILOGUES
         raise MismatchError(
@@ -104,8 +105,8 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
             f"{known}); profile this class again{' with save_less=True' if saves else ''}"
         )
     wanted = _width(run.mode)
-    # Nearest by form and width, then by order and result type; of two equally near the wider, then by name,
-    # so that the answer does not depend on dict order.
+    # Nearest by form, then by width, memory order and result type. Of equally near modes take the wider, then
+    # the first by name, so that the answer does not depend on dict order.
     nearest = min(
         candidates,
         key=lambda m: (
@@ -123,7 +124,8 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
 def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
     """Raise MismatchError unless the profile can price an operator in every form that saves less.
 
-    The product before it, which then does not compute it in its epilogue, must have its price as well.
+    An operator that saves less is not computed in the epilogue of the product before it, so that product must
+    have a price without epilogue as well.
 
     >>> check_timed(profile, graph, "encoder.0.gelu")
     """
@@ -140,10 +142,10 @@ def check_timed(profile: Profile, graph: OpGraph, name: str) -> None:
 class ClassCosts:
     """Forward and backward seconds of every operator of a lowering, with its casts, on one device class.
 
-    `forward_s[i]` and `backward_s[i]` hold the casts of graph inputs that stand before operator i, the
-    operator, and the casts of its result. `update` prices positions again after `Lowering.assign`. Prices
-    depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the arrays
-    exactly.
+    `forward_s[i]` and `backward_s[i]` are sums over the casts of graph inputs that stand before operator i,
+    operator i itself, and the casts of its result. `update` prices positions again after `Lowering.assign`.
+    Prices depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the
+    arrays exactly.
 
     >>> costs = ClassCosts(lowering, profile)
     >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)

@@ -26,7 +26,8 @@ def class_events(
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
     the seconds of its wait. `copies_s[i]` are the seconds of copying gradients to buckets after operator i.
-    `flights` are the all-reduces as (start, end); backward is slower beside each, at its rate of `rates`.
+    `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at `rates[k]` of its
+    speed.
     """
     start, finished, reduced, wait = times
     ops = {op.name: op for op in lowered.graph.ops}
@@ -62,7 +63,7 @@ class _Line:
 
 
 class _Clock:
-    """A map from backward work to the time at which it is done, slower beside an all-reduce."""
+    """A map from seconds of backward work to the time when this work is done, all-reduces included."""
 
     def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rates: Sequence[float]) -> None:
         times, work = [begin], [0.0]

@@ -23,7 +23,7 @@ class OnAccess(Sequence[T]):
     def _all(self) -> tuple[T, ...]:
         if self._make is not None:
             self._made = tuple(self._make())
-            self._make = None  # frees what it refers to
+            self._make = None  # frees all that `make` refers to
         return self._made
 
     @overload

@@ -1,4 +1,4 @@
-"""Calibration of links by measured steps, in which compute runs beside them. Pure."""
+"""Calibration of links by measured steps, in which compute runs beside all-reduces. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def with_links_in_use(
 ) -> Cluster:
     """Return the cluster with its links scaled so that replay is right for the mean run.
 
-    `runs` are plans, each with a class and the seconds by which a step of that class exceeded its own work.
-    The mean counts, since a rank paused now and then makes some runs longer. If steps do not depend on the
-    links because compute hides them, the links stay as measured.
+    A run is (plan, class, seconds): the seconds by which a step of the class was longer than the class's own
+    work. The mean counts, since a rank paused now and then makes some runs longer. If steps do not depend on
+    the links because compute hides them, the links stay as measured.
 
     >>> with_links_in_use(graph, profiles, cluster, [({"train": {}, "infer": {}}, "infer", 0.021)])
     """

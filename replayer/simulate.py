@@ -58,8 +58,8 @@ LEAST_RATE = 0.1
 class Work:
     """One class's step at full speed.
 
-    Seconds before backward, of backward until each bucket is complete, of all backward, and of the optimizer.
-    `tolls_s` are the compute seconds that each all-reduce takes.
+    `lead_s` are the seconds before backward, `ready_s[k]` the seconds of backward until bucket k is complete,
+    `backward_s` the seconds of the whole backward. `tolls_s[k]` are the compute seconds lost to all-reduce k.
     """
 
     lead_s: float
@@ -87,9 +87,9 @@ class Step:
     """One step of all classes; seconds after the end of the last all-reduce of the step before.
 
     Per class: the start of its step (`starts_s`), the end of its backward (`finished_s`), the delay of
-    backward by the all-reduces it overlapped (`slowed_s`), and its wait before the step although it was ready
-    (`idle_s`). `flights` are the all-reduces as (start, end). `reduced_s` is the end of the last one: the
-    period, once the drift is steady.
+    backward by the all-reduces it overlapped (`slowed_s`), and the time for which the class is ready before
+    its step starts (`idle_s`). `flights` are the all-reduces as (start, end). `reduced_s` is the end of the
+    last all-reduce; it equals the period once the drift between classes is steady.
     """
 
     starts_s: tuple[float, ...]
@@ -103,8 +103,8 @@ class Step:
 class Exchange:
     """The gradient exchange of one graph: buckets, seconds of each all-reduce, and bytes copied per operator.
 
-    With one rank there is no bucket and no copy. DDP also broadcasts the buffers of rank 0 (running
-    statistics) before every forward pass, if a model has any: there all ranks meet.
+    With one rank there is no bucket and no copy. If the model has buffers (running statistics), DDP also
+    broadcasts the buffers of rank 0 before every forward pass, and all ranks wait for this broadcast.
     """
 
     def __init__(self, graph: OpGraph, cluster: Cluster, bucket_cap_bytes: int | None = None) -> None:
@@ -156,8 +156,8 @@ def steady_step(
     """Return the steady step of ranks that meet in all-reduces alone.
 
     A class starts its next step as soon as its own optimizer is done. A class with a fast optimizer therefore
-    gets ahead, by the same time in every step. If buffers are broadcast first, which takes `broadcast_s`, all
-    classes start with the last.
+    gets ahead, by the same time in every step. If buffers are broadcast before the step, all classes
+    start together: `broadcast_s` after the last one is ready.
     """
     starts = tuple(work.optimizer_s for work in works)
     rates = [[compute_rate(work, k, d, link) for work in works] for k, d in enumerate(durations_s)]
@@ -175,7 +175,7 @@ def steady_step(
 
 
 def starts_s(works: Sequence[Work], exchange: Exchange) -> tuple[float, ...]:
-    """Return for each class the earliest start of its next step, after the last all-reduce.
+    """Return for each class the earliest start of its next step, in seconds after the last all-reduce.
 
     >>> starts_s([exchange.work(costs) for costs in by_class], exchange)
     """
@@ -195,9 +195,9 @@ def step_time(works: Sequence[Work], exchange: Exchange) -> float:
 
 
 def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
-    """Return the seconds below which no step falls, given one class's work and start alone.
+    """Return a lower bound of the step's seconds, from the work and start of one class alone.
 
-    Once the class has filled bucket k, the all-reduces from k on follow one another.
+    After the class has filled bucket k, at least all-reduces k, k + 1, ... remain, one after the other.
 
     >>> least_time(work, start_s, exchange) <= step_time([work, other], exchange)
     """
@@ -308,7 +308,7 @@ def _events(
 def _interval(
     works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
 ) -> tuple[float, float] | None:
-    """Return the step if every class is as much faster, or slower, as one run in twenty."""
+    """Return the step with all classes faster, and with all slower, by as much as one run in twenty is."""
     if not any(uncertainty):
         return None
     fast, slow = (
@@ -398,9 +398,10 @@ def check_levers(plan: Plan, profiles: Mapping[str, Profile]) -> None:
 
 
 def compute_rate(work: Work, bucket: int, duration_s: float, link: Link) -> float:
-    """Return the part of its speed at which a class computes beside the all-reduce of a bucket.
+    """Return the part of its full speed at which a class computes beside the all-reduce of a bucket.
 
-    The all-reduce alone takes `duration_s`. Over its whole flight the class loses its toll.
+    `duration_s` are the seconds of the all-reduce with no compute beside it. A class that computes during the
+    whole all-reduce loses the seconds of its toll.
     """
     toll_s = work.tolls_s[bucket] if work.tolls_s else 0.0
     if duration_s <= 0.0:

@@ -22,7 +22,7 @@ from qsync.replayer.simulate import Exchange, checked_lowerings, step_time
 
 @dataclass(frozen=True, slots=True)
 class Variation:
-    """Seconds of many simulated steps, in the order drawn, and of the one without noise."""
+    """Seconds of many simulated steps, in the order drawn, and of the step without noise."""
 
     steps_s: tuple[float, ...]
     steady_s: float

@@ -1,7 +1,7 @@
 """The costs of `costs.ClassCosts` for a whole lowered graph at once, in arrays looked up by number.
 
 The prices are those of `qsync.replayer.costs`, which is called once for every distinct neighbourhood and set
-of measured modes. Nothing of an assignment stays here.
+of measured modes. The arrays depend on graph and profile, never on an assignment.
 """
 
 from __future__ import annotations

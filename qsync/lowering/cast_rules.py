@@ -6,20 +6,21 @@ The rule, in full:
 - Every operator takes each of its inputs in one type: an adjustable operator in its precision's operand
   type, a following operator in the widest type among its inputs, a fixed operator in the type that was
   traced (FP32).
-- A value that is not carried in a type that some consumer takes is cast to it once, however many consumers
-  there are.
+- A value is cast to every type that consumers take and that is not the type carrying the value: once per
+  type, however many consumers take the type.
 - A cast of an operator's result stands right after the operator. A cast of a graph input (a weight) stands
-  right before the first adjustable consumer that may take it so: its gradient is then ready as early as the
-  operator's. (An embedding is no such consumer: it takes its table in FP32 and rounds the rows that it looks
-  up.)
+  right before the first adjustable consumer that may take a cast: the input's gradient is then ready as early
+  as the consumer's. (An embedding is no such consumer: it takes its table in FP32 and rounds the rows that it
+  looks up.)
 - An 8-bit operator returns the device's 16-bit float if every consumer would cast the value to 16 bits or
   fewer anyway, else FP32.
 - Images that a lowered convolution made are in channels-last order, and stay so through every operator that
-  computes images from images. Such a node has another cost (`Run.channels_last`) and the same result.
+  computes images from images. A node that reads such images has another cost (`Run.channels_last`) and the
+  same result.
 - An 8-bit linear layer computes a GELU or ReLU in its epilogue if that operator is the only reader of the
   layer's result and is not to save less. The node of the computed operator then runs nothing.
-- A following operator that is to save less saves its result for backward if an adjustable consumer saves that
-  very tensor anyway, else bits or 8-bit codes (`qsync.records.save_less.FORMS`).
+- A following operator that is to save less saves its result for backward if an adjustable consumer saves this
+  same tensor anyway; else it saves bits or 8-bit codes (`qsync.records.save_less.FORMS`).
 
 `incremental` and `vectorized` apply these functions to whole graphs; no other module decides about casts.
 """
@@ -61,7 +62,7 @@ _SAVED_OPERANDS = {
 
 
 def may_be_cast_for(op: Op) -> bool:
-    """Return whether an operator may need its inputs cast: an embedding never does, of a table it shares."""
+    """Return whether inputs may be cast for an operator: never for an embedding, which takes FP32 tables."""
     return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
 
 
@@ -99,12 +100,12 @@ def takes_16bit(taken: str | None) -> bool:
 
 
 def passes_16bit_on(op: Op, num_floats: int) -> bool:
-    """Return whether a following operator needs 16 bits of its only float input if 16 are wanted of it."""
+    """Return whether a following operator needs 16 bits of its float input if 16 of its result are wanted."""
     return op.role is Role.FOLLOWING and num_floats == 1 and op.magnitude <= LARGEST["bf16"]
 
 
 def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool) -> bool:
-    """Return whether an operator's result is images in channels-last order though traced in another."""
+    """Return whether an operator's result is images that lowering brings to channels-last order."""
     if len(op.shape) != 4 or op.kind in _NO_IMAGES:
         return False
     if op.kind == "conv2d" and precision not in (Precision.FP32, Precision.TF32):
@@ -113,25 +114,25 @@ def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool)
 
 
 def needed_casts(taken: Iterable[str | None], carried: str) -> tuple[str, ...]:
-    """Return the types to which a value is cast that is carried in one type and taken in these."""
+    """Return the types to which a value is cast, given the type carrying it and those that readers take."""
     return tuple(sorted({t for t in taken if t is not None and t != carried}))
 
 
 def has_epilogue(op: Op, readers: Sequence[Op]) -> bool:
-    """Return whether an operator can compute its only reader in its epilogue, at a precision that has one."""
+    """Return whether an operator can compute its only reader in its epilogue, at some precision."""
     if op.kind not in _WITH_EPILOGUE or op.role is not Role.ADJUSTABLE or op.exposed or len(readers) != 1:
         return False
     follower = readers[0]
     # The follower reads and returns the type that the product returns, whatever that is.
     same = follower.dtype == op.dtype == "fp32" and follower.magnitude <= LARGEST["bf16"]
-    # Where gradients were switched off between the two only one of them has a backward.
+    # If gradients were switched off between product and follower, only one of them has a backward.
     same &= follower.requires_grad == op.requires_grad and follower.shape == op.shape
     alone = follower.inputs == (op.name,) and not follower.kept
     return follower.role is Role.FOLLOWING and follower.kind in EPILOGUES and same and alone
 
 
 def computes_follower(op: Op, precision: Precision, follower_saves_less: bool) -> bool:
-    """Return whether an operator with an epilogue for its follower computes it there."""
+    """Return whether an operator whose epilogue can compute its follower does compute it."""
     return not follower_saves_less and precision in _WITH_EPILOGUE[op.kind]
 
 
@@ -140,8 +141,9 @@ def run_form_of(
 ) -> str:
     """Return the form in which an operator runs: see `Run.form`.
 
-    `computed` is the kind of the operator that it computes in its epilogue. `is_computed`: another computes
-    it. `is_saved` tells whether an adjustable consumer saves its result.
+    `computed` is the kind of the follower that the operator computes in its epilogue, if any. `is_computed`
+    says whether a product computes this operator. `is_saved` returns whether an adjustable consumer saves the
+    operator's result.
     """
     if computed is not None:
         return computed

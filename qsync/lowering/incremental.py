@@ -87,9 +87,9 @@ class Lowering:
         self._lower_everything()
 
     def copy(self, carried_16bit: str | None) -> Lowering:
-        """Return another lowering in the state of this one, for a device with that 16-bit float.
+        """Return a copy of this lowering, for a device that carries `carried_16bit`.
 
-        The 16-bit float may differ only while no operator returns it.
+        The copy may carry another 16-bit float only while no operator returns this lowering's.
         """
         other = copy(self)
         other.carried_16bit = carried_16bit
@@ -179,7 +179,7 @@ class Lowering:
         return Change(tuple(sorted(touched)), tuple(journal))
 
     def save_less(self, name: str, less: bool = True) -> Change:
-        """Let one operator save less for backward, or again as much as torch does."""
+        """Let one operator save less for backward or, with `less` False, as much as torch does."""
         self.wiring.check_saving(name)
         i = self.position[name]
         journal: list[tuple[list[Any], int, Any]] = []
@@ -191,7 +191,7 @@ class Lowering:
         return Change(touched, tuple(journal))
 
     def undo(self, change: Change) -> None:
-        """Restore the state before `change` (of `assign` or `save_less`): the last one not yet undone."""
+        """Restore the state before `change`, which must be the latest change that is not undone."""
         for target, index, old in reversed(change.journal):
             target[index] = old
 

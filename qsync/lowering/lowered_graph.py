@@ -31,7 +31,7 @@ class Cast:
 
     @property
     def taken_as(self) -> str:
-        """Return the source as a profile names it: its type, and its order if that is channels-last."""
+        """Return the source as a profile names it: its type, and the memory order if it is channels-last."""
         return self.source + CHANNELS_LAST * self.channels_last
 
 
@@ -39,11 +39,11 @@ class Cast:
 class Run:
     """An operator as it runs.
 
-    `mode` is the precision of an adjustable operator, and the type that another runs in. `form` is what it
-    saves for backward: "plain" as torch does, or one of `qsync.records.save_less.FORMS`. A product that
-    computes the following operator as well has that one's kind as its form (`EPILOGUES`), and the computed
-    one has `FUSED`. `channels_last`: it reads images that a lowered convolution has brought to channels-last
-    order.
+    `mode` is the precision of an adjustable operator, or the type in which any other operator runs. `form`
+    says what the operator saves for backward: "plain" as torch does, or one of
+    `qsync.records.save_less.FORMS`. A product that computes its follower in its epilogue has the follower's
+    kind as its form (`EPILOGUES`), and the follower has the form `FUSED`. `channels_last` says whether the
+    operator reads images that a lowered convolution has brought to channels-last order.
     """
 
     op: str

@@ -7,7 +7,7 @@ answers. An assignment is then lowered by indexing arrays. Two properties alone 
 operators and are computed one operator at a time: types, forward through following operators, and the want
 of 16 bits, backward.
 
-Tables hold answers about neighbourhoods and nothing of an assignment. They are freed with their graph.
+Tables depend on neighbourhoods, not on an assignment. They are freed with their graph.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Bools = npt.NDArray[np.bool_]
 
 _PRECISIONS = tuple(Precision)
 _NUMBER = {precision: number for number, precision in enumerate(_PRECISIONS)}
-_TYPE_BITS = 6  # of a key, for one type
-_OPERANDS_PER_KEY = 6  # that fit into 63 bits beside the number of a neighbourhood
+_TYPE_BITS = 6  # bits of a key that hold one type
+_OPERANDS_PER_KEY = 6  # operands' types that fit into 63 bits beside the number of a neighbourhood
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ class Tables:
     def _fill_followers(self) -> None:
         """Tabulate the type of every following operator's result by the types of its float inputs.
 
-        An operator whose inputs' types never change is settled here.
+        If the types of an operator's inputs never change, the type of its result is stored here.
         """
         wiring, tables = self.wiring, [dict[Any, int]() for _ in range(self.num_structures)]
         varies = np.zeros(wiring.num_values, dtype=np.bool_)
@@ -185,7 +185,7 @@ class Tables:
             table = tables[int(self.structure[i])]
             if len(floats) > 2:
                 entry = (result, floats, -1, table)
-            else:  # a value twice counts once; with no input the result stands for itself
+            else:  # a single input fills both places, and without inputs the result does
                 entry = (result, *((*floats, *floats, result, result)[:2]), table)  # type: ignore[assignment]
             if varies[result]:
                 followers.append(entry)
@@ -226,7 +226,7 @@ class Tables:
         return self.type(rule.output_of(op, Precision.FP32, mode, None, False))
 
     def _output(self, carried_16bit: str | None) -> Ints:
-        """Return the type of an adjustable operator's result by cell and whether 16 bits are wanted."""
+        """Return the types of adjustable operators' results, by cell and by whether 16 bits are wanted."""
         found = self._outputs.get(carried_16bit)
         if found is None:
             found = np.zeros((len(self._cells.allowed), 2), dtype=np.int64)
@@ -242,7 +242,7 @@ class Tables:
     def lower(
         self, assignment: Mapping[str, Precision], carried_16bit: str | None, saving_less: Collection[str]
     ) -> tuple[Ints, Ints, Ints, Bools]:
-        """Return the neighbourhood of every operator, and of every value its casts, type and order."""
+        """Return each operator's neighbourhood, and each value's casts, type and channels_last order."""
         precision = self._numbers_of(assignment)
         cell = self.structure * len(_PRECISIONS) + precision
         wanted = self._wanted(cell)
@@ -281,7 +281,7 @@ class Tables:
         return number, casts, carried, channels_last
 
     def _numbers_of(self, assignment: Mapping[str, Precision]) -> Ints:
-        """Return the precision of every operator, as a number; FP32 for those that are left out."""
+        """Return the precision of every operator, as a number; FP32 for operators not in the assignment."""
         precision = np.zeros(len(self.wiring.ops), dtype=np.int64)
         try:
             at = [self._named[name] for name in assignment]
@@ -296,7 +296,7 @@ class Tables:
         return precision
 
     def _wanted(self, cell: Ints) -> Bools:
-        """Return of every value whether all its readers would cast it to 16 bits or fewer anyway."""
+        """Return for every value whether all its readers would cast it to 16 bits or fewer anyway."""
         edges = self._adjustable_edges
         fits = self._cells.takes_16bit[cell[self._edge_op[edges]], self._edge_slot[edges]]
         start = self._may_want.copy()
@@ -319,7 +319,7 @@ class Tables:
         return channels_last
 
     def _flags(self, cell: Ints, saving_less: Collection[str], carried: Ints) -> Ints:
-        """Return bits: computes its follower, is computed itself, saves less, its result is saved."""
+        """Return bits per operator: computes its follower, is computed, saves less, its result is saved."""
         flags = np.zeros(len(cell), dtype=np.int64)
         less = np.zeros(len(cell), dtype=np.bool_)
         for name in saving_less:

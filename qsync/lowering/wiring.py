@@ -38,7 +38,7 @@ class Wiring:
             for value in dict.fromkeys(operands):
                 consumers[value].append(i)
         self.consumers = consumers
-        # The operator before which casts of each graph input stand, and the inputs that stand before each.
+        # anchor[value]: the operator before which casts of a graph input stand. anchored[i]: its inputs.
         self.anchored: list[list[int]] = [[] for _ in graph.ops]
         self.anchor: list[int | None] = []
         for value in range(self.offset):
@@ -47,7 +47,7 @@ class Wiring:
             self.anchor.append(anchor)
             if anchor is not None:
                 self.anchored[anchor].append(value)
-        # The operator that may be computed in each one's epilogue, and the one in whose epilogue each may be.
+        # epilogue[i]: the follower that operator i may compute; product[i]: the product that may compute i.
         self.epilogue: list[int | None] = [None] * len(graph.ops)
         self.product: list[int | None] = [None] * len(graph.ops)
         for i, op in enumerate(graph.ops):
@@ -65,7 +65,7 @@ class Wiring:
         return self.ops[i].kind == "view" and len(set(self.operands[i])) == 1
 
     def producer(self, value: int) -> int:
-        """Return the operator that made the storage of this value, views seen through; below 0: none."""
+        """Return the operator that made this value's storage, through views; below 0 for graph inputs."""
         i = value - self.offset
         while i >= 0 and self.is_view(i):
             i = self.operands[i][0] - self.offset
@@ -81,7 +81,7 @@ class Wiring:
         )
 
     def storage_readers(self, value: int) -> Iterator[tuple[int, int, int]]:
-        """Yield each reader of this value or of a view of it: the operator, the slot, and the value in it."""
+        """Yield each reader of this value or of its views: operator, slot, and the value in that slot."""
         for i in self.consumers[value]:
             if self.is_view(i):
                 yield from self.storage_readers(self.offset + i)

@@ -17,9 +17,10 @@ GRADIENT_BYTES = 4
 
 
 def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
-    """Return the profile of a step of several passes, from that of one. The loader is waited for once.
+    """Return the profile of a step of several passes, from the profile of a step of one pass.
 
-    From the second pass on autograd adds each gradient to the former, which is priced as filling a bucket.
+    A step waits for the loader once. From the second pass on autograd adds each gradient to the sum of
+    earlier passes; an addition costs as much as copying the gradient to a bucket.
 
     >>> in_passes(profile, graph, 4).host_s == 4 * profile.host_s
     """
@@ -58,10 +59,10 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
 
 
 def with_other_passes(graph: OpGraph, passes: int) -> OpGraph:
-    """Return the graph of one pass with the other tensors in use throughout, as inputs.
+    """Return the graph of one pass, with the tensors that other passes keep in use as further inputs.
 
-    These are the rest of the batch and the gradients of earlier passes, which DDP copies to its buckets in
-    the last pass.
+    Such tensors are the rest of the batch, and the gradients of earlier passes: DDP copies these gradients to
+    its buckets in the last pass.
     """
     if passes == 1:
         return graph

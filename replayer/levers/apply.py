@@ -1,7 +1,7 @@
-"""Profiles under the levers of a plan, so that all that prices a plan prices its levers too. Pure.
+"""Profiles under the levers of a plan, so that whatever prices a plan also prices its levers. Pure.
 
-A lever changes the step of one class. Its profile becomes the profile of such a step, with the graph of one
-pass (`Profile.setting`). Replay, memory and allocation read both as they read any other.
+A lever changes the step of one class. The class gets a profile of the changed step, which holds the graph of
+one pass (`Profile.setting`). Replay, memory and allocation read this profile and graph like any others.
 """
 
 from __future__ import annotations

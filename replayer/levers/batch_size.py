@@ -4,8 +4,8 @@ Two captures of one model at different numbers of samples show which dimensions 
 
     size(s) = size(s0) + (size(s1) - size(s0)) (s - s0) / (s1 - s0)
 
-and two profiles give the seconds of every operator in the same way. With one profile alone, operators that
-have samples are assumed to cost in proportion to them; small batches cost more than that.
+and two profiles give the seconds of every operator in the same way. With one profile alone, the cost of
+an operator that has samples is assumed proportional to their number; in fact small batches cost more.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from qsync.records.profiles import MEASURED, Cost, Profile
 
 INTERPOLATED, PROPORTIONAL = "interpolated", "proportional"
 
-# The line through two profiles holds up to this factor beyond their numbers of samples.
+# The line through two profiles holds from their smaller number of samples / REACH to their larger x REACH.
 REACH = 1.5
-# Proportion from one profile holds up to this factor of its number of samples.
+# Proportion from one profile holds from its number of samples / REACH_ALONE to that number x REACH_ALONE.
 REACH_ALONE = 4.0
 
 
@@ -39,10 +39,10 @@ class Sized:
 
 
 def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
-    """Return the graph as captured with so many samples, computed from two captures.
+    """Return the graph that a capture with this many samples would give, computed from two captures.
 
-    Raises MismatchError if the two are not of one model or have as many samples, FormatError if a size would
-    not be whole and positive.
+    Raises MismatchError if the captures are of different models or have equally many samples, FormatError if
+    a size would not be whole and positive.
 
     >>> resized(graph_of_8, graph_of_4, 6)
     """
@@ -84,7 +84,7 @@ def resized(graph: OpGraph, other: OpGraph, samples: int) -> OpGraph:
 
 
 def _check_same_model(graph: OpGraph, other: OpGraph) -> None:
-    """Raise MismatchError unless the two differ in sizes alone."""
+    """Raise MismatchError unless the two graphs differ in sizes alone."""
 
     def frame(of: OpGraph) -> list[object]:
         entering: list[object] = [(value.name, value.kind, len(value.shape)) for value in of.inputs]
@@ -116,10 +116,10 @@ def reach(profile: Profile, graph: OpGraph, other: Sized | None) -> tuple[int, i
 def at_samples(
     profile: Profile, graph: OpGraph, other: Sized, samples: int, at: OpGraph, loaded: int | None = None
 ) -> Profile:
-    """Return a profile at another number of samples, for the graph `at` that number.
+    """Return a profile at another number of samples; `at` is the graph with this number.
 
-    `loaded` is the number of samples that the loader supplies per step, if another. Raises FormatError for a
-    number too far from the profiled ones.
+    `loaded` is the number of samples that the loader supplies per step, if it differs from `samples`. Raises
+    FormatError for a number too far from the profiled ones.
 
     >>> at_samples(profile, graph, Sized(smaller, {"infer": its}), 6, resized(graph, smaller, 6))
     """
@@ -180,7 +180,7 @@ def _in_proportion(
 def _between(one: Profile, other: Profile, part: float, loaded: float) -> Profile:
     """Interpolate two profiles, `part` of the way from one to the other.
 
-    Entries that only one has are dropped. Costs per element are those of the nearer profile.
+    Entries that only one profile has are dropped. Costs per element are those of the nearer profile.
     """
 
     def line(a: float, b: float, at: float = part) -> float:

@@ -1,9 +1,9 @@
 """Activation recomputation: the cost of blocks that compute forward again in backward. Pure.
 
-The backward of every operator in such a block is priced with its forward and the forward of its casts added.
+In such a block the price of an operator's backward includes the operator's forward and its casts' forward.
 The sum over the block is exact. A real block runs its whole forward again before its first backward, so
-gradients in the middle of a block are complete a little later than replay says. Those of the block's first
-operators are complete when replay says. Casts of weights stay in memory and are not repeated.
+gradients in the middle of a block are complete a little later than replay says. The gradients of the block's
+first operators are complete exactly when replay says. Casts of weights stay in memory and are not repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANDOM_STATE = 632
 def blocks(graph: OpGraph) -> tuple[str, ...]:
     """Return the blocks of a model that can be recomputed: numbered modules (`layers.0`), in order.
 
-    Blocks with a batch norm cannot be: its statistics would count every batch twice.
+    A block with a batch norm cannot be recomputed: the norm's statistics would count every batch twice.
 
     >>> blocks(graph)
     ('layers.0', 'layers.1')
@@ -43,7 +43,7 @@ def blocks(graph: OpGraph) -> tuple[str, ...]:
 
 
 def numbered(graph: OpGraph) -> tuple[str, ...]:
-    """Return the numbered modules that hold others, the outermost of each, in order."""
+    """Return the numbered modules that hold other modules, in order; of nested ones the outermost alone."""
     found: dict[str, bool] = {}
     for op in graph.ops:
         parts = op.name.split(".")
@@ -56,7 +56,8 @@ def numbered(graph: OpGraph) -> tuple[str, ...]:
 def span_of(graph: OpGraph, path: str) -> tuple[int, int]:
     """Return the positions of the first and last operator of a module.
 
-    Raises FormatError if it has none, if others run between them, or if it holds a batch norm.
+    Raises FormatError if the module has no operator, if operators of other modules run between its own, or if
+    it holds a batch norm.
     """
     own = [i for i, op in enumerate(graph.ops) if is_in_module(op.name, path)]
     if not own:
@@ -99,7 +100,7 @@ def mark_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
 
 
 def with_recomputation(profile: Profile, graph: OpGraph) -> Profile:
-    """Return the profile of a pass with the graph's recomputed blocks, from one without.
+    """Return the profile of a pass with the graph's recomputed blocks, from a profile without recomputation.
 
     >>> with_recomputation(profile, mark_recomputed(graph, ["layers.0"]))
     """
