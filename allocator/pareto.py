@@ -13,7 +13,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 
-# A faster plan stands beside a slower one if it adds more variance by this part.
+# A slower plan is kept if it adds less variance than every faster plan, by at least this part.
 _MEANINGFUL = 1e-9
 # The step is found to this part of the difference between the least step and FP32's.
 _PRECISION = 1e-3

@@ -37,9 +37,9 @@ class Options(Constraints):
     strongest class in FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least. It
     is lowered only with `lower_all`, or where FP32 does not fit in its memory.
 
-    With `margin` the lowered classes reach the target even if their compute takes that part longer than
-    predicted, as far as the fastest start allows. A step waits for its latest rank, and a class planned to
-    the last millisecond is late at every other step.
+    With `margin` the lowered classes reach the target even if their compute takes longer than predicted by
+    this part of it. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank,
+    and a class planned to the last millisecond is late at every other step.
 
     `solver` is "milp" (HiGHS, until the plan is within `gap` of the least variance, or for `time_limit_s`) or
     "greedy" (QSync's two stages, and local search where the bound leaves a better plan possible).
@@ -137,7 +137,7 @@ def allocate(
 def _without_garbage_collection() -> Iterator[None]:
     """Stop Python's search for reference cycles meanwhile.
 
-    It finds none here and takes an eighth of the time (Llama-3-70B's graph on an AMD EPYC, greedy).
+    The search finds none here and takes an eighth of the time (Llama-3-70B's graph on an AMD EPYC, greedy).
     """
     was = gc.isenabled()
     gc.disable()
@@ -176,8 +176,8 @@ def as_plan(
 ) -> Plan:
     """Return a plan of these assignments with what replay predicts for it.
 
-    Of `given` the bucket cap and the operators that save less count. Without a sensitivity the plan says that
-    it adds no variance.
+    `given` supplies the bucket cap and the operators that save less; its other fields are not read. Without a
+    sensitivity the plan's variance is stated as 0.
     """
     given = given or Constraints()
     chosen = {
@@ -208,7 +208,7 @@ def as_plan(
 
 
 def _lowerable(state: State, lower_all: bool) -> list[str]:
-    """Return the weak classes: all but the one whose FP32 step takes least, if FP32 fits there."""
+    """Return the weak classes: all but the class of the fastest FP32 step, if FP32 fits in its memory."""
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
     return [name for name, one in state.classes.items() if lower_all or name != strongest or not one.fits()]
 

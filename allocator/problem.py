@@ -59,8 +59,8 @@ class ClassProblem:
     """The part of one class: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
 
     `graph` is the graph of one pass under the class's levers. Of operators that run alike the first has the
-    choices and the variance of all, and `partners` names the others. The following operators in `saving_less`
-    save less for backward, whatever is chosen.
+    common choices and the summed variance, and `partners` names the others. The following operators in
+    `saving_less` save less for backward, whatever is chosen.
     """
 
     device_class: DeviceClass
@@ -109,10 +109,10 @@ def make_problem(
 ) -> Problem:
     """Check that all records belong together, and list what may be chosen.
 
-    A precision may be chosen where the operator's kind, the class and its profile all have it, and a kernel
-    of such a device supports the operator's shapes. The profile must have timed every operator that saves
-    less in that form. Raises MismatchError, UnsupportedError, FormatError or CalibrationError naming the
-    class or operator that is wrong.
+    A precision may be chosen for an operator if the operator's kind, the class and the class's profile all
+    have it, and a kernel of the class's device supports the operator's shapes. Every operator that saves less
+    must have been timed saving less. Raises MismatchError, UnsupportedError, FormatError or CalibrationError
+    naming the class or operator that is wrong.
     """
     given = given or Constraints()
     check_profiles(graph, profiles, cluster)
@@ -170,7 +170,7 @@ def _merge_group(
     choices: dict[str, tuple[Precision, ...]],
     variance: dict[str, dict[Precision, float]],
 ) -> None:
-    """Give the choice and the variance of all operators of a group to its first."""
+    """Give the first operator of a group the common choices and the summed variance of the whole group."""
     shared = [p for p in choices[group[0]] if all(p in choices[op] for op in group)]
     if not shared:
         has = "; ".join(f"{op} can run in {', '.join(choices[op])}" for op in group)
@@ -194,8 +194,8 @@ def gradient_weight(device_class: DeviceClass, profiles: Mapping[str, Profile], 
 
     where a rank of the class takes b_c of a step's B samples, and the sensitivities were gathered with s
     samples. Rounding of single samples averages out as 1 / b_c; rounding of weights, which samples share,
-    does not. Whatever the parts of the two, the variance with b_c samples is at most that with s samples
-    times max(1, s / b_c).
+    does not. Whatever part of the variance either has, the variance with b_c samples is at most
+    max(1, s / b_c) times the variance with s samples.
 
     >>> gradient_weight(cluster["infer"], profiles, cluster)
     """

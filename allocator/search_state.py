@@ -26,7 +26,7 @@ _MAX_INCREMENTAL = 100
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Changes of one class that belong together, with what undoes them."""
+    """Changes of one class that belong together, with the records that undo them."""
 
     device_class: str
     assignment: Mapping[str, Precision]
@@ -92,7 +92,7 @@ class ClassState:
         return self._work
 
     def work_was(self, work: Work | None) -> Work | None:
-        """Set the class's step, None for unknown; return the former one."""
+        """Replace the stored step of the class (None: unknown); return the former step."""
         self._work, before = work, self._work
         return before
 
@@ -126,7 +126,7 @@ class ClassState:
         return self._peak_bytes
 
     def bytes_at(self, when: int | None = None) -> tuple[int, int]:
-        """Return a time of the step (the peak if None), and the bytes in use then, with the margin."""
+        """Return a time of the step (the peak's if `when` is None), and the bytes in use, plus margin."""
         self._update_memory()
         return self._memory.bytes_at(when)
 
@@ -190,7 +190,7 @@ class State:
     ) -> float:
         """Return the seconds by which other precisions lengthen the class's own step.
 
-        `structure` are the present structural classes. Each is priced once for all its operators.
+        `structure` holds the structural class of each operator as it stands. One price serves a whole class.
         """
         state = self.classes[device_class]
         everyone = state.part.with_partners(changed)

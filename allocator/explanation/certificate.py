@@ -112,7 +112,7 @@ def _illegal(
 
 
 def not_alike(graph: OpGraph, plan: Plan) -> list[str]:
-    """Return a sentence for each operator that the plan says runs like another and does not."""
+    """Return a sentence for each operator that does not run like another although the plan says so."""
     found = []
     for first, *others in matched_groups(graph, plan.together):
         for name, entry in plan.classes.items():

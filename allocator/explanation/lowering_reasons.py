@@ -1,4 +1,4 @@
-"""Reasons: why each lowered operator is lowered, what that saves and adds, and what raising it would do."""
+"""Reasons: why each lowered operator is lowered, what lowering saves and adds, and what raising would do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class _Trial:
-    """The effects of an operator's precision, and those of the next higher one."""
+    """The effects of an operator's present precision, and of its next higher precision."""
 
     saved_s: float
     raised_to: Precision
@@ -96,8 +96,8 @@ def state_of_plan(
 ) -> tuple[State, float]:
     """Return the state that a plan describes, and its target in seconds (its own step if it has none).
 
-    Budgets are those given, else the plan's own, else the cluster's memory. Operators that the plan says run
-    alike change together, unless the plan was edited so that they no longer do.
+    Budgets are those given, else the plan's own, else the cluster's memory. Operators that the plan groups
+    to run alike change together, unless an edited plan gives members of a group different precisions.
     """
     checked_lowerings(graph, plan, profiles, cluster)
     own = {c.name: plan.budgets[c.name] for c in cluster.classes if c.name in plan.budgets}
@@ -116,7 +116,7 @@ def state_of_plan(
 
 def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | None) -> Reason:
     one = state.classes[name]
-    first = one.part.first_of(op)  # the whole group is raised with it, and counts with it
+    first = one.part.first_of(op)  # a raise of `op` raises its whole group, and all of the group counts
     precision, variance = one.precision(op), one.part.variance[first]
     trial = _trial(state, name, first)
     computed = one.lowering.computed_by(one.lowering.position[op])

@@ -23,8 +23,9 @@ def find_warnings(
 ) -> list[str]:
     """Return a sentence for each reason to doubt a plan. Simulated.
 
-    Operators are lowered for the seconds that this saves. If nine runs in ten differ by more than that, the
-    profiles do not show that it saves any. Plans that memory requires get no such warning.
+    Lowering should save more seconds than the uncertainty of the predicted step (nine runs in ten lie within
+    it). If it saves less, the profiles do not show that the plan saves any time. Plans that memory requires
+    get no such warning.
 
     >>> find_warnings(graph, plan, profiles, cluster)
     []

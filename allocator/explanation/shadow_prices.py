@@ -44,15 +44,15 @@ class Alternative:
 class ShadowPrice:
     """The variance that a class would regain with more time or memory, to first order, and its next moves.
 
-    All are read off single raises and lowerings, of one operator or of those that read one value (q, k, v).
-    None stands where there is no such change:
+    Prices are read off single raises and lowerings, of one operator or of all that read one value (q, k, v).
+    A price is None where there is no such change:
 
         variance_per_s     most variance regained per second of longer compute, of the raises that the target
                            alone forbids
         variance_per_byte  most variance regained per byte of a larger peak, of the raises that the memory
                            budget alone forbids
         next_raise         the raise that regains most per second beyond the target, of those that the target
-                           alone forbids; if there is none, the same for budget and bytes
+                           alone forbids; without one, the raise that regains most per byte beyond the budget
         next_lowering      the lowering that adds least variance per second of shorter compute, whether or not
                            it shortens the step
 
@@ -84,8 +84,8 @@ def shadow_prices(
 ) -> list[ShadowPrice]:
     """Return the shadow prices of a plan, in the order of the cluster's classes. Simulated.
 
-    They hold against the plan's target (its own step if it has none) and each class's memory budget (the
-    cluster's if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles,
+    Prices refer to the plan's target (its own step if it has none) and to each class's memory budget (the
+    cluster's memory if none is given). Raises MismatchError or UnsupportedError if plan, graph, profiles,
     sensitivity and cluster do not belong together.
 
     >>> [price.next_raise.ops for price in shadow_prices(graph, plan, profiles, sensitivity, cluster)]

@@ -18,7 +18,7 @@ from qsync.records.profiles import Profile
 class UnsupportedPrecision:
     """One precision that an operator cannot have on a class, the one it runs in instead, and why.
 
-    An operator that its tensors fix has no class and no precision here: it is fixed on all classes.
+    For an operator that its tensors fix, class and precision are None: it is fixed on all classes.
     """
 
     op: str

@@ -17,7 +17,7 @@ Patterns = tuple[str, ...]
 def save_less_steps(graph: OpGraph, profile: Profile) -> tuple[Patterns, ...]:
     """Return patterns of operators that save less: none, then one block more at a time, then all.
 
-    Only operators that the profile has timed so count; if it has timed none, there is one empty step. A model
+    Only operators that the profile has timed saving less count; without any there is one empty step. A model
     without blocks has two steps, none and all. The first blocks come first: their saved tensors live longest.
 
     >>> save_less_steps(graph, profile)

@@ -1,8 +1,9 @@
 """Search over levers by optuna, with the precisions of each trial by the solver: one plan of both.
 
-The objective is the least variance added at the target step. If no precision reaches the target, it is the
-least step time, and any plan that reaches the target is better. A trial that does not fit in memory is worst.
-With neither a target nor a plan without levers, the objective is the least step time throughout.
+The objective of a trial is the least variance added at the target step. A trial in which no precisions reach
+the target has its least step time as objective, and counts as worse than every trial that reaches the target.
+A trial that does not fit in memory is worst. If there is no target, and no plan without levers to take one
+from, the objective of every trial is its least step time.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 
-# Objectives beyond any variance (which is a part of that without levers): too slow, and infeasible.
+# Objectives beyond any variance (given as a multiple of the plan's without levers): too slow, and infeasible.
 _TOO_SLOW, _INFEASIBLE = 1e6, 1e12
 _NOT_TIMED = "no profile has times of operators that save less; profile with save_less=True"
 
@@ -76,7 +77,7 @@ class Search:
         return digest([*parts, sorted(self.levers), {k: repr(v) for k, v in sorted(self.options.items())}])
 
     def solve(self, setting: Setting, **changes: Any) -> Plan:
-        """Return the best plan at one setting. Raises InfeasibleError, and what `under` raises."""
+        """Return the best plan at one setting. Raises as `profiles_under_levers` and `allocate` do."""
         basis = self.basis
         profiles = profiles_under_levers(
             basis.graph, basis.profiles, basis.cluster, setting.levers, self.other, known=self._profiles
@@ -129,8 +130,8 @@ def search(
 ) -> Plan:
     """Return the plan of least variance at the target step over levers and precisions.
 
-    The plan's levers state the plan without each of them (`Levers.without`): that lever off, the others as
-    they are, precisions chosen anew.
+    For each lever that the plan uses, `Levers.without` states the figures without this lever: the other
+    levers as they are, precisions chosen anew.
 
     Args:
         graph: The operators of one step of the model.
@@ -140,7 +141,8 @@ def search(
         levers: Levers to use, of "share", "accumulate", "buckets", "recompute" and "save_less"; others stay
             off. None means all. "save_less" needs profiles measured with `save_less=True`; without them it is
             left out if `levers` is None, and the plan says so (`Levers.untried`).
-        other: The model captured with another number of samples (see `under`), for "share" and "accumulate".
+        other: The model captured with another number of samples (see `profiles_under_levers`), for
+            "share" and "accumulate".
         trials: Number of trials in all.
         storage: A file of trials. The same search continues from it, and several processes may share it.
         seed: Seed of the sampler.
@@ -193,9 +195,9 @@ def search(
 
 
 def _fewest_saving(problem: Search, setting: Setting, value: float, plan: Plan) -> tuple[Setting, Plan]:
-    """Reduce the operators that save less on each class as far as the variance stays, by bisection.
+    """Find by bisection, on each class, the fewest operators that save less at the same variance.
 
-    Operators beyond that would cost time for nothing.
+    If more operators saved less, they would cost time for nothing.
     """
     for name, chosen in setting.saving_less.items():
         steps = problem.space.save_less_steps(name)

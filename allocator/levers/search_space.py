@@ -114,8 +114,8 @@ class Space:
     def _shared(self, part: Callable[[str, int, int], float]) -> dict[str, int]:
         """Return samples by class that keep the batch, classes of many ranks first.
 
-        Each class takes its part of the range that earlier and later classes leave it. The last class takes
-        the rest.
+        `part` of a class is its place in the range of samples that earlier classes have left over and later
+        classes can complete. The last class takes the rest.
         """
         order = sorted(self.cluster.classes, key=lambda c: -c.count)
         most_passes = max(PASSES) if ACCUMULATE in self.levers else 1
@@ -141,8 +141,8 @@ class Space:
     def starts(self) -> Iterator[dict[str, Any]]:
         """Yield the settings tried first, as parameters.
 
-        No levers; every operator that can saves less, then half of them; shares half way to equal FP32
-        compute times (precisions do the rest), then equal ones.
+        First no levers. Then every operator that is able to saves less, then half of these. Then shares half
+        way to equal FP32 compute times (precisions do the rest), and shares of equal FP32 compute times.
         """
         captured = samples_of(self.graph)
         equal = dict.fromkeys(self.profiles, float(captured))
@@ -159,7 +159,7 @@ class Space:
                 yield self._start({n: captured + part * (each * r - captured) for n, r in rate.items()})
 
     def _start(self, samples: Mapping[str, float], saving: float = 0.0) -> dict[str, Any]:
-        """Return the parameters of these shares, this part of all saving less, and no other lever."""
+        """Return parameters for these shares, this part of the steps of saving less, and no other lever."""
         found: dict[str, Any] = {"bucket cap": None} if BUCKETS in self.levers else {}
         for c in self.cluster.classes:
             if ACCUMULATE in self.levers:

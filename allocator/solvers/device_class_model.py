@@ -3,9 +3,9 @@
     seconds = sum over alternatives of running a node of (its price) x (its binary variable)
 
 The sums are exact: at every whole choice they equal replay's result for that assignment. Lowering's functions
-say, case by case, how a node runs and which casts exist; no part of the rule is repeated here. The other
-binary variables are conjunctions of the choices: the type that carries a value, the demand for 16 bits, the
-channels_last order.
+say, case by case, how a node runs and which casts exist; no part of the rule is repeated here. The
+other binary variables are conjunctions of choices: that a value is carried in some type, that its readers
+want 16 bits, that it is in channels_last order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer.costs import cast_cost, run_cost
 
-Binaries = dict[str, Sum]  # by type: the binary variable that it is this type; they add up to 1
+Binaries = dict[str, Sum]  # type -> binary variable that a value or mode is of this type; they add up to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class ClassModel:
         return total(open_), -float("inf"), len(open_) - 1.0
 
     def _wanted_in_16_bit(self) -> dict[int, Sum]:
-        """Return for values whose maker asks the variable that all readers would cast them to 16 bits."""
+        """Return, for values whose type depends on it, the variable that all readers want 16 bits."""
         wiring, ops = self._wiring, self._graph.ops
         asked = [False] * wiring.num_values
         for i, op in enumerate(ops):
@@ -279,7 +279,7 @@ class ClassModel:
         )
 
     def _split(self, binary: Sum, by: Sum) -> list[tuple[bool, Sum]]:
-        """Split a binary variable in two: where another is 0, and where it is 1."""
+        """Split a binary variable in two: where another variable is 0, and where that variable is 1."""
         if by.settled:
             return [(by.constant == 1.0, binary)]
         both = self.program.all_of([binary, by])
@@ -345,7 +345,7 @@ class ClassModel:
         return self._split(binary, self._channels_last[value])
 
     def takers(self, value: int) -> dict[str, list[Sum]]:
-        """Return by type the variables that an operator takes this value so; numbered as in `Wiring`."""
+        """Return by type the variables that a reader takes this value in it; `value` is a `Wiring` number."""
         found: dict[str, list[Sum]] = {}
         traced = self._wiring.traced[value]
         for i in self._wiring.consumers[value]:

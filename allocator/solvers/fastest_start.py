@@ -64,7 +64,7 @@ def _descend(state: State, device_class: str) -> None:
 
 
 def _cheapest(state: State, device_class: str, equal: Sequence[tuple[str, ...]]) -> bool:
-    """Give groups of one structure the precision of the fastest class; return whether any changed."""
+    """Give groups of equal structure the precision that costs the class least; return whether any changed."""
     one, group = state.classes[device_class], equal[0]
     now = best = one.costs.total_s
     chosen: Precision | None = None
@@ -110,7 +110,7 @@ def _fastest_that_fits(state: State, device_class: str) -> bool:
 
 
 def _fit(state: State, device_class: str, starts: list[dict[str, Precision]]) -> None:
-    """Trade as little time as possible for memory, from here or, failing that, from each start."""
+    """Trade as little time as possible for memory: from the present assignment, else from each start."""
     one = state.classes[device_class]
     least: Memory | None = None
     for start in [one.lowering.assignment(), *starts]:

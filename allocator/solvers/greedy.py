@@ -20,8 +20,8 @@ def greedy(state: State, lowerable: list[str], target_s: float) -> None:
 
     Recover from every start that reaches the target, in every order, and keep the result of least variance,
     the first of equals. Beside the fastest start every uniform assignment is a start, so the plan never adds
-    more variance than the best uniform choice that is fast enough. With too many operators for that, use one
-    start and one order.
+    more variance than the best uniform choice that is fast enough. With too many operators for all starts,
+    use one start and one order.
     """
     best, least = state.assignments(), state.variance
     few = sum(len(state.problem.classes[name].choices) for name in lowerable) <= _MAX_OPS_FOR_ALL_STARTS

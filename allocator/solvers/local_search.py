@@ -2,11 +2,12 @@
 
 A cast depends on both of its ends. The cost of changing several neighbours is therefore not the sum of the
 costs of changing each: a change of q and k together may save a cast that neither saves alone. A window is an
-operator with its nearest neighbours, as many as have few enough assignments to price all of them.
+operator with as many of its nearest neighbours as leave few enough assignments to price them all.
 
 One move has one change of a window that lessens the variance, and the compensating changes of other
-windows. An exchange adds compensating changes one by one and replays each. Where no exchange holds, those
-changes are combined that cover the deficit in seconds and bytes at least variance, by the price of each.
+windows. An exchange adds compensating changes one by one and replays each. Where no exchange holds,
+changes are combined by their prices alone, so that they cover the deficit of seconds and bytes at least
+variance.
 Replay decides whether a move stays.
 """
 
@@ -33,13 +34,13 @@ IntArray = npt.NDArray[np.int64]
 _MAX_PRICED_PER_WINDOW, _MAX_PRICED_PER_CLASS = 500, 12_000
 # Where memory binds, pricing an assignment takes about this many times as long.
 _MEMORY_PRICING_FACTOR = 2
-# Windows of these sizes are searched in turn; no operator is more values away from the first than this.
+# Sizes of the windows, searched in turn, and how many values away a window's operators are from its first.
 _WINDOW_SIZES, _MAX_DISTANCE = (1, 3, 8), 6
 # A value read by more operators than this (a mask that every block reads) does not make them neighbours.
 _MAX_READERS = 8
 # A window is left out if other windows hold its first operator beside this many of its nearest neighbours.
 _NUM_NEAREST = 3
-# Changes that lessen the variance for which compensation is sought, and compensating changes of each.
+# Gains (changes that lessen the variance) that are compensated for, and compensating changes per gain.
 _MAX_GAINS, _MAX_COMPENSATING = 2000, 12
 _MAX_REPLAYED_PER_ROUND, _MAX_ROUNDS = 64, 20
 # Exchanges: gains tried in a round, compensating changes of each, and the factor by which these may save more
@@ -92,7 +93,7 @@ def _improve_class(
         if search.exchange() or search.move():
             improved = True
         elif search.missed_memory and not counts_bytes:
-            counts_bytes = True  # FP32 fits, but casts that are saved need more than it does
+            counts_bytes = True  # FP32 fits in memory, but an assignment whose casts are saved needs more
         else:
             break
     return improved
@@ -120,7 +121,7 @@ def _compensated(
     """Return the moves around one gain.
 
     Compensating changes are added one by one, each the cheapest per part of the deficit that it covers. After
-    each of them, also find the single change that covers the remaining deficit at least variance.
+    each addition, also find the single change that covers the remaining deficit at least variance.
     """
     found, rows = set(), [gain]
     variance, used, of = float(changes.variance[gain]), changes.uses[gain], changes.of[gain]
@@ -149,7 +150,7 @@ def _compensated(
 
 
 def _neighbours(one: ClassState) -> Iterator[list[str]]:
-    """Yield every operator that has a choice with its neighbours that have one, nearest first."""
+    """Yield each operator that has a choice, followed by neighbours that have a choice, nearest first."""
     ops, wired = one.part.graph.ops, wiring(one.part.graph)
     free = {i for i, op in enumerate(ops) if len(one.part.choices.get(op.name, ())) > 1}
     for i in sorted(free):
@@ -215,7 +216,7 @@ class Round:
         self._least_gain = _MIN_GAIN * self._one.variance
 
     def exchange(self) -> bool:
-        """Make the largest gains, each with compensating changes until it holds; return whether any was.
+        """Make the largest gains, each with compensating changes until it holds; return whether any was made.
 
         Unlike `moves`, replay every change of an exchange: changes may save together what none saves alone.
         """
@@ -256,7 +257,7 @@ class Round:
         return set()
 
     def _measures(self) -> Iterator[tuple[Callable[[], float], Callable[[Change], float]]]:
-        """Yield what may be missing, bytes before seconds: by how much it is, and how much a change saves."""
+        """Yield, for bytes and then for seconds, how much is missing now and how much a change saves."""
         if self._counts_bytes:
             when, budget = int(self._one.in_use().argmax()), self._one.part.budget_bytes
             yield lambda: float(self._one.peak_bytes - budget), lambda change: -float(change.in_use[when])
@@ -358,7 +359,7 @@ class Round:
         return useful
 
     def seconds(self) -> float:
-        """Return the seconds below which no step falls with the class as it stands."""
+        """Return a lower bound of the step's seconds with the class as it stands."""
         work = self._one.work.slower(self._state.late_factor(self._name))
         return least_time(work, self._start_s, self._state.problem.exchange)
 

@@ -2,8 +2,8 @@
 
 The functions of the memory model say what each operator saves and in which type, for every alternative of
 running it. A storage that several operators save counts once. Workspaces and gradients are left out, so the
-sum is a lower bound of what an assignment needs. The exact solver can therefore use it as a row that cuts off
-no assignment that fits.
+sum is a lower bound of what an assignment needs. A row of the exact solver that holds the sum within the
+budget therefore cuts off no assignment that fits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
     if graph.recomputed:
         return found
     known = layout(graph)
-    # By storage (its value and type): its bytes, and by operator the binary variable that it saves it.
+    # By storage (value and type): its bytes, and for each operator the variable that the operator saves it.
     size: dict[tuple[str, str], int] = {}
     savers: dict[tuple[str, str], dict[int, Sum]] = {}
 

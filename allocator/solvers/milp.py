@@ -10,16 +10,16 @@ shorter than
     r_k  seconds of its backward until bucket k is complete
     d_k  seconds of bucket k's all-reduce alone
     e_k  its toll: compute seconds that the class loses to bucket k's all-reduce beside it
-    v    seconds by which a second of backward beside them delays the all-reduces from k's on
+    v    seconds by which the all-reduces from k's on are delayed by each second of backward beside them
 
 Before bucket k starts, every earlier all-reduce has either taken its toll or been waited for. While the rest
 of backward runs, the all-reduces that follow are slower. These rows are linear in the choices
 (`device_class_model`), so the programs give a bound that no plan falls below.
 
-Their solutions are replayed. Where replay is longer than the rows say (a class waits for another), the
-programs are solved again for a target shorter by the difference. An assignment that needs too much memory is
-cut off. Every solution returned was replayed. One row counts the bytes certainly saved for backward
-(`memory_bound`); other memory is in no row, so the bound is loose where memory binds.
+The solutions of the programs are replayed. If a replayed step is longer than the rows say (a class waits for
+another), the programs are solved again for a target shorter by the difference. An assignment that needs too
+much memory is cut off. Every solution returned was replayed. One row counts the bytes certainly saved for
+backward (`memory_lower_bound`); other memory is in no row, so the bound is loose where memory binds.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ from qsync.replayer.simulate import LEAST_RATE, starts_s
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
 
-# Rows are scaled so that the target is this: HiGHS holds them to a millionth, so to 1e-9 of the target.
+# Rows are scaled so that the target is this number: HiGHS's millionth is then 1e-9 of the target.
 _TARGET_SCALED = 1e3
-# The variance of the known plan is scaled to this: HiGHS stops at differences of a millionth.
+# The known plan's variance is scaled to this number: HiGHS stops at differences of a millionth.
 _KNOWN_SCALED = 1e4
 # How often a class is solved again because replay or memory exceeds its rows.
 _MAX_ROUNDS = 30
@@ -71,7 +71,7 @@ def solve(
 ) -> Solution:
     """Minimise the variance from the assignment of `state`, which must hold; leave `state` at the solution.
 
-    The rows count memory only in part. Where they leave a better plan possible, local search follows.
+    The rows count memory only in part. If their bound leaves a better plan possible, local search follows.
 
     >>> solve(state, ["infer"], target_s=0.1).gap
     """
@@ -145,14 +145,14 @@ class _Class:
         self._variance = self._one.variance
         self._weight = _KNOWN_SCALED / self._variance if self._variance > 0.0 else 1.0
         self._beside = [one.work for other, one in state.classes.items() if other not in lowerable]
-        # Where buffers are broadcast first, all classes start with the last. No choice changes that time.
+        # If buffers are broadcast first, all classes start together, at a time that no choice changes.
         works = state.late_works()
         start_s = starts_s(list(works.values()), state.problem.exchange)
         self._start_s = dict(zip(works, start_s, strict=True))[name]
         self._model = ClassModel(self._one.part.graph, self._one.part, self._weight, _KNOWN_SCALED)
         self._cuts: list[Row] = [self._memory_row()] if self._one.is_tight else []
         self._forward = total(self._model.forward_s)
-        # The operator until whose backward each row counts: the whole step first, then every bucket.
+        # Row 0 counts all of backward; row k in full until this operator's backward completes a bucket.
         self._ready = [0, *(bucket.ready for bucket in state.problem.exchange.buckets)]
         self._rows: dict[int, Sum] = {}
         self._add_row(0)
@@ -242,7 +242,7 @@ class _Class:
         return worst
 
     def _shares(self, k: int) -> FloatArray:
-        """Return the part of each operator's backward that row k counts: all until its bucket is complete."""
+        """Return the part of each operator's backward that row k counts: 1 until its bucket is complete."""
         shares = np.ones(len(self._model.backward_s))
         if k > 0:
             shares[: max(self._ready[k], 0)] = self._toll_share(k)
@@ -283,9 +283,9 @@ class _Class:
         return seconds + lost + sum(alone[k - 1 :])
 
     def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
-        """Return by which part this class misses the target, and a row for missed memory; None if it holds.
+        """Return the part by which an assignment misses the target, and a row if it misses memory; else None.
 
-        The class is replayed beside those that are not lowered.
+        The class is replayed beside the classes that are not lowered.
         """
         state, move = self._state, self._state.move(self.name, assignment)
         work = self._one.work.slower(state.late_factor(self.name))
@@ -305,9 +305,9 @@ class _Class:
         return row, -np.inf, 0.0
 
     def _less_memory_row(self, assignment: Mapping[str, Precision]) -> Row:
-        """Return the row that assignments near this one fit in memory at the time of its peak.
+        """Return the row that memory suffices at the time when `assignment` has its peak.
 
-        Their bytes are estimated from single changes.
+        Bytes are estimated as sums over single changes, so the row is right for assignments near this one.
         """
         state, one = self._state, self._one
         (when, peak), budget = one.bytes_at(), one.part.budget_bytes

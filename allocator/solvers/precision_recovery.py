@@ -43,8 +43,8 @@ def recover(state: State, classes: Sequence[str], target_s: float, priority: Pri
     """Raise operators of these classes, best first, while the step is within `target_s` and memory holds.
 
     Every raise of an operator is tried, so an operator that cannot afford FP32 may still be raised half way.
-    A raise that does not hold is undone exactly. Operators that read one value are also raised together:
-    alone the first of them would pay for a cast that the others still need. The worth of a raise is computed
+    A raise that does not hold is undone exactly. Operators that read one value are also raised together: the
+    first one raised alone would pay for a cast that the others still need. The worth of a raise is computed
     again when its turn comes, since earlier raises have changed it. Raising a neighbour can remove a cast and
     make a rejected raise affordable, so passes are repeated until one changes nothing.
     """
@@ -68,7 +68,7 @@ def holds(state: State, target_s: float) -> bool:
 
 
 def _least_times(state: State) -> dict[str, float]:
-    """Return by class the seconds below which no step falls, margins included."""
+    """Return by class a lower bound of the step's seconds, margins included."""
     exchange = state.problem.exchange
     works = state.late_works()
     starts = starts_s(list(works.values()), exchange)
@@ -149,13 +149,13 @@ def _memory_used(state: State, name: str, raised: Raise) -> float:
 
 
 class _Trial:
-    """Moves that wait for replay: it judges many at once while they hold, and single ones after a failure."""
+    """Moves that wait for replay: more and more at once while all hold, one at a time after a failure."""
 
     def __init__(self, state: State, target_s: float) -> None:
         self._state, self._target_s = state, target_s
         self._pending: list[Move] = []
         self._at_once, self._any_held = 1, False
-        # By class: the seconds that a step takes at least beyond the class's own, when last measured.
+        # By class: lower bound of the step's seconds beyond the class's own step, when last measured.
         self._beyond_own_s: dict[str, float] = {}
         self._measure()
 

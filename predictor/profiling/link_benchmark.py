@@ -1,8 +1,8 @@
 """The link between the real ranks: the time of an all-reduce, and the time it takes from compute.
 
 On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
-conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU the loss is measured: the
-compute that was not done meanwhile.
+conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU the loss is measured as the
+compute that is not done during an all-reduce.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_CHUNKS = 1000
 
 @dataclass(frozen=True, slots=True)
 class LinkMeasurement:
-    """A rank's measurement: the link, the same on every rank, and its toll: seconds of own compute."""
+    """One rank's measurement: the link (equal on all ranks), and the compute seconds it costs the rank."""
 
     link: Link
     toll_s_per_call: float
@@ -39,8 +39,8 @@ def measure_link(
 ) -> LinkMeasurement:
     """Measure the link of the default process group and its toll on this rank. Every rank must call this.
 
-    The seconds of an all-reduce are fitted as latency + bytes / bandwidth. They are means over rounds: a
-    paused rank makes them vary, and a step pays the mean.
+    The seconds of an all-reduce are fitted as latency + bytes / bandwidth. Means over rounds are fitted:
+    a rank that is paused now and then makes the seconds vary, and training pays their mean.
     """
     buffers = {size: torch.ones(size, device=device) for size in _NUM_ELEMENTS}
     for buffer in buffers.values():
@@ -98,7 +98,7 @@ def _measure_overlap(
 ) -> tuple[float, float]:
     """Measure the speed of an all-reduce beside compute, and the seconds of compute lost to it.
 
-    The speed is a share of the speed alone.
+    The speed is a share of the all-reduce's speed without compute beside it.
     """
     operand = torch.ones(256, 256, device=device)
     buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)

@@ -13,9 +13,9 @@ from qsync.predictor.profiling.clocks import Clock
 class TimedLoader:
     """A loader whose every batch is timed.
 
-    A step waits for all of a batch's preparation without workers, and only for their delay with workers. So
-    `fetch` belongs between real steps, during which workers go on. A wait for workers takes no CPU time: an
-    emulated device (`ShareClock`) sees none of it.
+    Without workers a step waits for the whole preparation of a batch; with workers only for what they have
+    not prepared yet. Call `fetch` between real steps, so that workers prepare batches meanwhile. Waiting for
+    workers takes no CPU time, so the clock of an emulated device (`ShareClock`) does not count it.
 
     >>> timed = TimedLoader(loader, clock)
     >>> for _ in range(8): step(timed.fetch())

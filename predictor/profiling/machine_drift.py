@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Variance that the walk gains from a sample to the next, in variances of the noise: the grid.
+# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance.
 _GAINS = (0.0, *np.geomspace(1e-4, 1e4, 25))
 # Residuals are clipped to so many standard deviations.
 _CLIP_DEVIATIONS = 3.0

@@ -44,7 +44,7 @@ def round_steps(
     save_less: bool,
     unsupported: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[RoundStep]:
-    """List the steps of a round; with `save_less` each a second time, saving less for backward.
+    """List the steps of a round; with `save_less` list every step again, saving less for backward.
 
     An operator runs in FP32 where its kind lacks the precision or the device does not support it
     (`unsupported`).
@@ -83,8 +83,8 @@ def round_steps(
 def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: int = 0) -> list[Assignment]:
     """Choose `num` mixed assignments that together show the most (operator, mode) pairs and casts.
 
-    Greedy cover: of random assignments take, `num` times, the one that shows most of what the uniform ones
-    and those taken before do not show.
+    Greedy cover: draw random assignments, then `num` times take the assignment with most pairs and casts that
+    neither a uniform assignment nor an assignment taken before shows.
 
     >>> mixtures(graph, [Precision.FP32, Precision.BF16, Precision.INT8], num=3)
     """

@@ -2,8 +2,8 @@
 
 Forward, a node's time runs from the previous node's end to its own. Only the time for taking the marks is
 left out. Backward, autograd runs the recorded functions in reverse order of creation, on one thread. A node's
-time there runs from the moment its result's gradient is complete to the same moment of the next node. The
-cost of a timing hook, measured beforehand, is subtracted.
+backward time runs from the moment when the gradient of its result is complete to the moment when the gradient
+of the next node's result is. The cost of a timing hook, measured beforehand, is subtracted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
-        """All of it."""
+        """Seconds of the whole step."""
         return self.host_s + self.outside.total_s + sum(cost.total_s for _, cost in self.nodes)
 
 
@@ -86,7 +86,8 @@ class NodeTimer:
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """Mark the end of a node.
 
-        A checkpointed graph runs again in backward: that counts as backward of the node that needs it.
+        A checkpointed graph runs again in backward. The second run counts as backward of the node that needs
+        it.
         """
         if self._in_backward:
             return
@@ -125,7 +126,7 @@ class NodeTimer:
         return StepTimes(nodes, host, outside)
 
     def _forward(self) -> tuple[list[float], float]:
-        """Return the forward seconds of each node, and those before and between the traced graphs."""
+        """Return the forward seconds of each node, and the seconds before and between the traced graphs."""
         between = self.clock.seconds
         begun = dict(self._begun)
         forward, host, previous = [], 0.0, self._start

@@ -28,7 +28,7 @@ def median(values: Iterable[float]) -> float:
 def robust_deviation(values: Sequence[float]) -> float:
     """Return the median distance from the median, times 1.4826.
 
-    That is the standard deviation of a normal distribution.
+    For a normal distribution the result equals the standard deviation.
     """
     middle = statistics.median(values)
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
@@ -48,9 +48,9 @@ def node_costs(
 ) -> tuple[dict[str, dict[str, Cost]], dict[CastKey, Cost]]:
     """Return the median cost of each (operator, mode) and of each cast, over all steps that contained it.
 
-    Noise only adds time. So the medians of the parts sum to less than the median of the whole. All of them
-    are scaled by that ratio, and by `plain_over_timed`: the time of a step without timing hooks over that of
-    a step with them.
+    Noise only adds time, so the medians of the nodes sum to less than the median of a whole step. All costs
+    are scaled up by the ratio of the two, and by `plain_over_timed`: the time of a step without timing hooks
+    over the time of a step with hooks.
     """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[CastKey, list[Cost]] = defaultdict(list)
@@ -69,11 +69,11 @@ def node_costs(
 
 
 def noise(samples: Samples, drift: Sequence[float]) -> float:
-    """Return the relative deviation of a step from others of its assignment, without the drift."""
+    """Return the relative deviation of steps from the median step of their assignment, without the drift."""
     seconds: dict[str, list[float]] = defaultdict(list)
     for (label, step), factor in zip(samples, drift, strict=True):
         seconds[label].append(step.total_s / factor)
-    # Each median comes from the same steps, so they lie closer to it than to the true one.
+    # A median is taken from the same steps, so the steps lie closer to it than to the true median.
     deviations = []
     for times in seconds.values():
         correction = math.sqrt(len(times) / (len(times) - 1)) if len(times) > 1 else 0.0
@@ -85,7 +85,7 @@ def noise(samples: Samples, drift: Sequence[float]) -> float:
 def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
     """Return the relative error of mixed steps predicted from all other steps: root mean square.
 
-    For each mixture the costs are taken from the steps of all other assignments.
+    A mixture is predicted from the costs that the steps of all other assignments give.
     """
     errors = []
     for label in dict.fromkeys(label for label, _ in samples if label.startswith("mixture")):
@@ -109,7 +109,7 @@ def leave_one_out_error(samples: Samples, drift: Sequence[float]) -> float:
 
 
 def _whole_over_parts(samples: Samples) -> float:
-    """Return the median time of all nodes of a step, over the sum of their medians; over all labels."""
+    """Return the median time of all nodes of a step, over the sum of the nodes' medians; over all labels."""
     whole = parts = 0.0
     by_label: dict[str, list[StepTimes]] = defaultdict(list)
     for label, step in samples:

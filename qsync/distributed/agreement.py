@@ -22,10 +22,10 @@ _MAX_SHOWN_CHARACTERS = 100  # of a value that a message repeats
 def agree(step_name: str, fn: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
     """Run `fn` on every rank and return the results of all ranks, in rank order; or raise on every rank.
 
-    If `fn` raised on any rank, all ranks raise the error of the first such rank (its subclass of QSyncError,
-    else QSyncError), with that rank and `step_name` in the message. Errors that are no QSyncError come last:
-    such a rank may have waited in vain for the one with the cause. A single process without a process group
-    just runs `fn`. Results must be JSON-able.
+    If `fn` raised on any rank, all ranks raise the error of the first rank that raised a subclass of
+    QSyncError, with the rank and `step_name` in the message. If no rank did, all raise a QSyncError for the
+    first other error: a rank with such an error may only have waited in vain for the rank with the cause. A
+    single process without a process group just runs `fn`. Results must be JSON-able.
 
     >>> plans = agree("planning", lambda: qsync.plan(graph, profiles, sensitivity, cluster).to_json())
     """

@@ -1,11 +1,11 @@
 """Profiles taken in steps of the job: all ranks step together, through DDP, as they will in training.
 
-Alone a rank finds its caches warm. Beside peers that compute, and all-reduces that run on its cores, the same
-operators take a few per cent longer, those that wait for memory up to a quarter (CPU, gloo, two ranks). So
-the steps that are timed are whole steps of the job, and the time that communication adds to them tells how
-fast the links are in use. That needs clocks that tell a rank's work from waiting. Where some rank has none
-(GPUs, several threads a rank), the ranks step together without DDP, copies to buckets are timed by
-themselves, and links stay as they were measured between barriers.
+A rank that runs alone finds its caches warm. Beside peers that compute, and all-reduces that run on its
+cores, its operators take a few per cent longer; operators bound by memory take up to a quarter longer (CPU,
+gloo, two ranks). Therefore whole steps of the job are timed. The time that communication adds to a step tells
+how fast the links are in use, if every rank has a clock that tells its work from waiting. Where some rank has
+no such clock (GPUs, several threads a rank), the ranks step together without DDP, copies to buckets are timed
+by themselves, and links stay as they were measured between barriers.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from qsync.runtime.program import Program
 
 # Profiling a class takes at most this long, apart from the rounds that are needed in any case.
 PROFILE_S = 30.0
-# How long ranks wait for the gradients of one that failed in the midst of a step: the longer of some seconds
-# and some steps.
+# How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
+# seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
 
 
@@ -47,9 +47,10 @@ MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
 class ProfileOptions:
     """How the classes of a job are profiled.
 
-    `precisions` are those to profile, None for all that are worth choosing from. `loader` is what this rank's
-    loop takes its batches from: one is taken before every step, and only timed. With `save_less` following
-    operators are also timed as they save less for backward, which takes twice as many steps.
+    `precisions` are the precisions to profile; None means all that are worth choosing from. `loader` is the
+    loader of this rank's training loop: before every step a batch is fetched from it, timed and not used.
+    With `save_less` following operators are also timed in their forms that save less for backward, which
+    takes twice as many steps.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -80,9 +81,9 @@ def form_basis(
 ) -> Basis:
     """Profile every class on its own ranks, in steps of the job, and gather the sensitivity of the model.
 
-    `formed` is what `job.form_cluster` returned. The link of the basis's cluster is the one measured, as fast
-    as the steps say. The ranks of a class measure alike; the first one's profile stands for the class. Each
-    rank takes the sensitivity on its own batch, and the mean over ranks counts.
+    `formed` is what `job.form_cluster` returned. The basis's cluster has the measured link, scaled to
+    its speed in steps of the job. All ranks of a class take the same measurements; the profile of the first
+    rank stands for the class. Each rank gathers the sensitivity on its own batch; the basis has the mean.
     """
     cluster, link = formed
     if job.world_size() > 1:
@@ -107,7 +108,7 @@ def _profile_together(
     link: LinkMeasurement,
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
-    """Return the cluster with its link as fast as it is in use, and the profiles of all classes."""
+    """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
     with api.running(step.model) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(PROFILE_S)
@@ -123,8 +124,8 @@ class DdpProfiler:
     """The profiler of one rank of a job (or of a single process), a step at a time with all others.
 
     The first steps run the model without DDP: a rank whose data or kernels are unusable finds out while
-    nobody waits for its gradients. Where classes have different numbers of precisions, those with fewer begin
-    their round again. Raises on every rank the error that any of them met.
+    nobody waits for its gradients. A class with fewer precisions than another repeats the first steps
+    of its round. An error that any rank meets is raised on every rank.
 
     >>> profiler = DdpProfiler(program, step, rank, ProfileOptions(save_less=True))
     >>> profiler.fill(seconds=30.0)
@@ -141,7 +142,7 @@ class DdpProfiler:
         clock = job_clock(rank.device, rank.device_class.emulated_share)
         tells_waiting = agree("profiling", lambda: isinstance(clock, ShareClock))
         self.in_ddp = all(tells_waiting) and job.world_size() > 1  # whether steps go through DDP
-        self.model = step.model  # what steps run: DDP around the model where they go through it
+        self.model = step.model  # what steps call: the model, or DDP around it
         self._loss = _checked_loss(program, step.loss(), parameters)
         most = max(agree("profiling", lambda: len(self.precisions)))
         self.profiler = agree_locally("profiling", lambda: Profiler(
@@ -151,7 +152,7 @@ class DdpProfiler:
             self._step_together(step, options)
 
     def _step_together(self, step: job.TrainingStep, options: ProfileOptions) -> None:
-        """Time steps on all ranks in the same way, that of the slowest, and from now on through DDP."""
+        """Time steps on all ranks as the slowest rank would; if `in_ddp`, step through DDP from now on."""
         everyone = agree("profiling", self.profiler.typical_s)
         typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
         self.profiler.set_typical_s(typical_s)
@@ -170,7 +171,7 @@ class DdpProfiler:
         agree("profiling", partial(self.profiler.measure, k))
 
     def fill(self, seconds: float) -> None:
-        """Take steps until every rank knows them to half a per cent, for at most `seconds`."""
+        """Take steps until every rank knows a step's time to half a per cent, or `seconds` have passed."""
         k = 0
         while any(agree("profiling", lambda: self.profiler.wants_more(seconds))):
             self.measure(k)
@@ -179,7 +180,7 @@ class DdpProfiler:
     def profile(self, machine: Mapping[str, object], drift: Sequence[float] | None = None) -> Profile:
         """Return this rank's profile. Through DDP, copies to buckets are in the operators' backward times.
 
-        `drift` has for each of the samples the factor by which the machine was slow, if it is known.
+        `drift` is the factor by which the machine was slow at each sample, if the caller knows it.
         """
         own = self._rank.device_class
         found = self.profiler.profile(own.name, machine, own.emulated_share, drift)
@@ -196,14 +197,14 @@ class DdpProfiler:
         runs = []
         for (k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
             if not plain[k]:
-                continue  # links are the same there, and these plans do not say what saves less
-            # Of the rank that works longest: the others wait for it.
+                continue  # it shows nothing new of the links, and `plans` do not state what saves less
+            # Use the wait of the rank that works longest: all other ranks wait for it.
             longest = max(range(len(ranks)), key=lambda rank: ranks[rank][0])
             runs.append((plans[k], classes[longest], ranks[longest][1]))
         return with_links_in_use(graph, profiles, cluster, runs, self._bucket_cap_bytes)
 
     def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
-        """Return what a round is: each rank's class; per step the assignments; whether nothing saves less."""
+        """Return each rank's class and, by step of a round, assignments and whether nothing saves less."""
         steps = range(self.num_choices)
         everyone: list[Any] = agree("gathering steps", lambda: [
             self._rank.device_class.name,
@@ -219,7 +220,7 @@ class DdpProfiler:
 
 
 def job_clock(device: torch.device, emulated_share: float | None = None) -> Clock:
-    """Return the clock for a rank: on a CPU, with one thread, it leaves out what others do on its core."""
+    """Return the clock for a rank: on a CPU with one thread it counts only the rank's own CPU time."""
     if job.world_size() == 1 or device.type == "cuda" or torch.get_num_threads() > 1:
         return clock_for(device, emulated_share)
     return ShareClock(emulated_share or 1.0)
@@ -246,7 +247,7 @@ def with_toll(profile: Profile, link: LinkMeasurement) -> Profile:
 
 
 def first_of_each_class(found: Sequence[Mapping[str, Any]]) -> dict[str, Profile]:
-    """Return profiles by class, from what each rank measured (JSON), in rank order."""
+    """Return by class the profile of its first rank, from the profiles of all ranks (JSON) in rank order."""
     profiles: dict[str, Profile] = {}
     for entry in found:
         profile = Profile.from_json(entry)
@@ -255,7 +256,7 @@ def first_of_each_class(found: Sequence[Mapping[str, Any]]) -> dict[str, Profile
 
 
 def mean_sensitivity(entries: Sequence[Mapping[str, Any]]) -> Sensitivity:
-    """Return the mean of what each rank found on its own batch (JSON)."""
+    """Return the mean of the sensitivities that ranks gathered, each on its own batch (JSON)."""
     found = [Sensitivity.from_json(entry) for entry in entries]
     first = found[0]
     omega = {

@@ -70,10 +70,10 @@ def expected(timeline: Timeline) -> dict[str, Phases]:
 
 
 def as_measurable(predicted: Phases, measured: Phases) -> Phases:
-    """Return the prediction in the phases that the rank could tell apart.
+    """Return the predicted phases, split as the rank could measure them.
 
-    Where the rank's loader was not seen, its predicted time moves to the host's. Where no loader was
-    profiled, all of a measured loading time is new.
+    If the rank measured no loading, the predicted loading time is added to the host's. If no loader was
+    profiled, the predicted loading time is 0 and any measured loading counts as drift.
     """
     if measured.loading_s > 0.0:
         return predicted
@@ -102,7 +102,7 @@ def find_drift(
     ]
     largest = max(excess)
     if largest[0] < 0.5 * (step_s - planned_s):
-        # No rank's own work: what is left is the wait of the rank that is blocked least.
+        # No rank's own work is to blame: report the rank whose blocked time exceeds its prediction least.
         largest = min(
             (phases.blocked_s - predicted[name].blocked_s, rank, name, "blocked")
             for rank, (name, phases) in enumerate(measured)

@@ -44,7 +44,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """What a rank trains: a model, one batch of its data, and the loss of the one on the other.
+    """What a rank trains: a model, one batch of its data, and the loss of the model on a batch.
 
     Without `loss_fn` the loss is the model's own `.loss`.
     """
@@ -74,7 +74,7 @@ def join_job(device: torch.device, timeout_s: float = 600.0) -> None:
 def _leave_job() -> None:
     """End the process group's threads while there still is an interpreter.
 
-    A thread that gives back a Python object later takes the process down with SIGABRT ("terminate called
+    A thread that frees a Python object afterwards takes the process down with SIGABRT ("terminate called
     without an active exception", once in some hundred runs on a busy machine). After an error nothing is
     ended: a peer may be gone, and ending would wait for it.
     """
@@ -112,7 +112,7 @@ def check_models(model: torch.nn.Module, extra: Mapping[str, object] | None = No
 
 
 def check_options(emulated_share: object, device_class: object, bucket_cap_mb: object) -> None:
-    """Raise FormatError on every rank for a share, a name or a bucket size that cannot be used on any."""
+    """Raise FormatError on every rank if any rank has an unusable share, class name or bucket size."""
 
     def check() -> None:
         if emulated_share is not None and not (_is_number(emulated_share) and 0 < emulated_share <= 1):
@@ -135,7 +135,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, name: str | None = None) -> Rank:
-    """Return this rank, its class under its detected name or the given one.
+    """Return this rank, with its class under the given name or, without one, the detected name.
 
     An error on one rank is raised on all.
     """
@@ -180,7 +180,7 @@ def form_cluster(rank: Rank, progress: Progress = silent, rounds: int = 6) -> tu
 
 
 def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:
-    """Raise MismatchError unless a rank can share the profile of the ranks of its class before it."""
+    """Raise MismatchError unless a rank can share the profile of earlier ranks of its class."""
     for what in ("device", "hardware", "precisions", "emulated_share"):
         own, theirs = (getattr(one, what) for one in (found, known))
         if own != theirs:

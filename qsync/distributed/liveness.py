@@ -37,11 +37,11 @@ _watched_groups: list[dist.ProcessGroup] = []
 def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
     """Watch over the other ranks of the default process group, from a daemon thread, until `finish`.
 
-    This process prints one sentence and exits with code 3 if a rank shows no sign of life for `timeout_s`,
-    if a rank leaves with an error, or if the store is gone. Call it on every rank, after
-    `init_process_group`. Time in which a rank holds the interpreter counts as silence, so choose a timeout
-    beyond it. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout
-    under 1 s.
+    This process prints one sentence and exits with code 3 if a rank shows no sign of life for `timeout_s`, if
+    a rank leaves with an error, or if the store is gone. Call it on every rank, after `init_process_group`. A
+    rank is silent while one of its calls holds the interpreter, so choose a timeout longer than any such
+    call. Without a process group, or alone in it, nothing is watched. Raises QSyncError for a timeout under 1
+    s.
 
     >>> with liveness.start(timeout_s=30):
     ...     train()  # an exception in here tells the others why this rank leaves
@@ -74,7 +74,8 @@ def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 class Pulses:
     """The last beat of each rank, and when it was heard. Pure: the clock is an argument.
 
-    `patience_s` is the longest that a round may take. After a longer one this process itself stood still.
+    `patience_s` is the longest that a round may take. A longer round shows that this process itself stood
+    still.
     """
 
     def __init__(self, ranks: Iterable[int], now_s: float, patience_s: float) -> None:
@@ -168,7 +169,7 @@ class Watch:
         """Return the sentence that names a dead rank, if `error` may come from a collective with it."""
         if self._store is None or self._ended.is_set() or not isinstance(error, RuntimeError):
             return None
-        # A living rank beats once an interval. If a peer said why it left, the other thread repeats it now.
+        # A living rank beats once an interval. If a peer said why it left, the watch stops this process now.
         time.sleep(4 * self._interval_s)
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
         return self._stopped(silent[0], 3 * self._interval_s) if silent else None
@@ -184,7 +185,7 @@ class Watch:
             thread.join(max(2 * self._interval_s, 10.0))
             if thread.is_alive():
                 return  # the store does not answer, so no rank would read a farewell
-        with contextlib.suppress(RuntimeError):  # the store is gone: likewise
+        with contextlib.suppress(RuntimeError):  # the store is gone, so again no rank would read a farewell
             self._store.set(f"beat/{self.rank}", farewell)
             if self.rank == 0:
                 self._wait_until_read()
@@ -245,11 +246,11 @@ class Watch:
             self._stop(self._stopped(silent[0], self.timeout_s))
 
     def _watch_store(self) -> None:
-        """Stop when the other thread waits too long for the store: one whose host vanished never answers."""
+        """Stop if the other thread waits too long: a store whose host has vanished never answers."""
         awake_s = time.monotonic()
         while not self._ended.wait(self._interval_s):
             now_s = time.monotonic()
-            # As in Pulses: if this thread stood still, so did the other.
+            # As in Pulses: if this thread stood still, the other thread did too.
             previous_s, awake_s = awake_s, now_s
             if now_s - previous_s > 3 * self._interval_s + 1:
                 self._round_s = max(self._round_s, now_s)
@@ -276,7 +277,7 @@ class Watch:
         if self._ended.is_set():
             return
         _print(sentence)
-        # What the main thread printed should not be lost; but it may hold the lock of its stream.
+        # Flush what the main thread printed, but do not wait for long: it may hold the lock of the stream.
         flush = threading.Thread(target=sys.stdout.flush, daemon=True)
         flush.start()
         flush.join(1.0)

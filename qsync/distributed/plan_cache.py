@@ -1,6 +1,6 @@
 """Find and read a cached plan, so that a restarted job does not profile again.
 
-`records/plan_folder.py` writes it.
+`records/plan_folder.py` writes plans.
 """
 
 from __future__ import annotations

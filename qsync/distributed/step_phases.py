@@ -5,11 +5,12 @@ A step, as a rank sees it, from one optimizer step to the next:
     host        from the end of the optimizer's step to the start of forward, less loading (zero_grad, logs)
     loading     the wait for the next batch in that time, if a torch DataLoader serves it
     compute     forward, loss and backward, to this rank's own last gradient
-    blocked     from there to the start of the optimizer's step: communication, and the wait for other ranks;
-                and, before forward, the time in which DDP hands out buffers (running statistics)
+    blocked     from this rank's own last gradient to the start of the optimizer's step (communication, and
+                waiting for other ranks), plus, before forward, the time in which DDP hands out buffers
+                (running statistics)
     optimizer   the optimizer's step
 
-and `period` is all of it. A timing hook costs about a microsecond; there is one per parameter and step.
+and `period_s` is their sum. A timing hook costs about a microsecond and runs once per parameter and step.
 """
 
 from __future__ import annotations
@@ -59,18 +60,18 @@ def median(steps: Iterable[Phases]) -> Phases:
 
 
 def mean(steps: Iterable[Phases]) -> Phases:
-    """Return the mean of each phase over steps, which a rank pays that is paused now and then."""
+    """Return the mean of each phase over steps: unlike the median, it counts rare pauses of a rank."""
     taken = list(steps)
     return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 class PhaseTimer:
-    """A timer of the steps of `model` from now on, in whatever loop; `steps` holds the last ones.
+    """A timer of all further steps of `model`, in any training loop; `steps` holds the last of them.
 
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
     gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
-    first forward on. Evaluation between two steps counts as host. The first step is not counted. The wait for
-    batches that are of no DataLoader counts as host, unless the loop takes them in `with timer.fetching()`.
+    first forward on. Evaluation between two steps counts as host. The first step is not counted. Waiting
+    for a batch of no DataLoader counts as host, unless the loop fetches the batch in `with timer.fetching()`.
     `when_full`, if set, is called whenever there are `num_kept` steps.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
@@ -141,7 +142,7 @@ class PhaseTimer:
         self._marks.clear()
 
     def restart(self) -> None:
-        """Forget the step under way: the time since is not this loop's."""
+        """Forget the step under way: the time since its start is not the loop's."""
         self._ended = self._begun = self._inside = None
         self._fetches = []
 
@@ -149,8 +150,8 @@ class PhaseTimer:
     def fetching(self) -> Iterator[None]:
         """Count the time inside as the wait for the next batch.
 
-        It counts in the loop's own thread alone, since threads that load ahead keep nobody waiting; and once
-        where a loader reads from another.
+        The time counts in the loop's own thread alone, since threads that load ahead keep nobody waiting. If
+        one loader reads from another, the time counts once.
         """
         waits = self._ended is not None and self._begun is None and not self._fetching
         if not waits or threading.get_ident() != self._thread:
@@ -204,9 +205,9 @@ class PhaseTimer:
 class _Marks:
     """The instants of one step, of a clock."""
 
-    ended: Any  # the optimizer's step before
-    begun: Any  # the model called
-    inside: Any  # what DDP is around called: later where buffers are handed out
+    ended: Any  # end of the previous optimizer step
+    begun: Any  # call of the model, or of DDP around it
+    inside: Any  # call of the model inside DDP: later if buffers are handed out
     gradient: Any
     stepping: Any
     end: Any
@@ -216,7 +217,7 @@ class _Marks:
 class _LoaderHook:
     """A hook that notifies a timer of every batch that any DataLoader of this process is asked for.
 
-    All loaders' iterators share one `__next__`; it is put back with the last hook.
+    The iterators of all loaders share one `__next__`; removing the last hook restores it.
     """
 
     _timers: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
@@ -250,7 +251,7 @@ class CallHook:
     """A hook that calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
-        # Not kept alive: what is timed may go, and its timer with it (a DDP whose model was grown).
+        # A weak reference: the module may be freed, and its timer with it (a DDP whose model was grown).
         self._model = weakref.ref(model)
         self._compiled: Callable[..., Any] | None = model._compiled_call_impl
         self._hook = None

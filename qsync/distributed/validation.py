@@ -1,9 +1,9 @@
 """`validate`: random plans on the real ranks, predicted against measured.
 
-Everything takes turns, so that a drift of the machine falls on all alike: in every turn the link, and then,
-in a new order each time, every step of the profile's round and a few steps of every plan. How slow each rank
-was at every moment is estimated from all of them together (qsync.predictor.profiling.machine_drift) and
-taken out of all.
+Measurements take turns, so that a drift of the machine falls on all of them alike. A turn measures the link
+and then, in a new random order, every step of the profile's round and a few steps of every plan. The drift of
+each rank is estimated from all its times together (qsync.predictor.profiling.machine_drift) and divided out
+of every time.
 """
 
 from __future__ import annotations

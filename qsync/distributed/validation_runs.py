@@ -91,7 +91,7 @@ class PlanRunner:
     ) -> None:
         """Measure the link; then, in random order, take a run of every plan and every step of the profile.
 
-        All ranks begin each of them together.
+        All ranks begin each run and each step together.
         """
         self._links.append(job.form_cluster(self._rank, self._progress, rounds=2)[1])
         pieces = [(True, k) for k in range(self._profiler.num_choices)]
