@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from qsync import Cluster, DeviceClass, OpGraph, Precision, Profile, Sensitivity, api
-from qsync.backend.device_detection import default_precisions, detect_class
-from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, NETWORK, SHARE, slowed
+from qsync.backend.device_detection import detect_class
+from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
 from qsync.records.datasheets import datasheet
@@ -73,10 +73,7 @@ def problems(name: str, folder: Path) -> list[ModelOnCluster]:
     graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
     profile = Profile.load(folder / f"profile-{HERE}.json")
     sensitivity = Sensitivity.load(folder / "sensitivity.json")
-    own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=default_precisions(own), hardware=None)
-    cluster = Cluster((own, replace(own, name=HALF, emulated_share=SHARE)), GLOO)
-    profiles = {HERE: profile, HALF: slowed(profile, HALF, SHARE)}
+    cluster, profiles = here_and_half(profile)
     here = Basis(graph, cluster, profiles, sensitivity)
     found = [ModelOnCluster(name, "this machine + half of it", MEASURED, here)]
     larger = fill(profile, large, measured_on=graph)

@@ -13,7 +13,7 @@ and variances are predictions (simulated).
     casts left out            the exact solver on profiles in which casts are free, replayed with their times
     dynamic batching          LB-BSP: all FP32, samples shared so that all finish together
 
-Profiles stay in the folder, so that `--again` compares without measuring.
+Profiles are pieces of their own: without the others, a folder's profiles are compared anew.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from qsync import QSyncError
 from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
 from qsync.experiments.allocation.methods_report import bars, draw, summary, tables
-from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, run_command
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
 from qsync.experiments.workloads.subjects import NAMES
 
@@ -51,23 +50,18 @@ def main(
     model: Models = None,
     seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
     seed: int = 0,
-    again: Again = False,
     fresh: Fresh = False,
 ) -> None:
     """Profile, compare, print tables, write figures and a picture."""
     if not seconds > 0:
         raise typer.BadParameter("--seconds must be positive")
     torch.set_num_threads(1)
-    # `--again` repeats the comparison alone: the profiles in the folder stay.
-    experiment = Experiment("allocation", out, seed=seed, fresh=fresh or again)
+    experiment = Experiment("allocation", out, seed=seed, fresh=fresh)
     rows = []
     with experiment.progress() as say:
         for name in model or NAMES:
-            if again and not (out / name / "graph-large.json").is_file():
-                raise QSyncError(f"{out / name} holds no profile; leave out --again")
-            if not again:
-                profiled = partial(measure, name, out / name, seconds=seconds, seed=seed)
-                experiment.piece(f"profile {name}", profiled)
+            profiled = partial(measure, name, out / name, seconds=seconds, seed=seed)
+            experiment.piece(f"profile {name}", profiled)
             for one in problems(name, out / name):
                 say(f"{name} on {one.cluster_name}")
                 piece = f"{name} on {one.cluster_name}".replace(" + ", "-")

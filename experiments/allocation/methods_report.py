@@ -25,7 +25,7 @@ RELATIVE = 1e-3
 _STYLES = {
     MILP: ("#0072b2", "o", "-"),
     GREEDY: (INK, "+", ""),
-    NO_CASTS: ("#cc79a7", "D", "-."),
+    NO_CASTS: ("#cc79a7", "D", ""),
     "uniform": (FAINT, "*", ""),
 }
 

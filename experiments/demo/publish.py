@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 
 from qsync import QSyncError
-from qsync.experiments.demo.picture import RUN_TITLES
+from qsync.experiments.demo.report import HEADINGS, cells
 from qsync.experiments.harness import markdown_table, run_command, write_between
 from qsync.records.json_files import read_json, write_json
 
@@ -25,10 +25,6 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/results/demo.md")
 FIGURES = Path("docs/results/demo.json")
 PICTURES = ("steps.png", "allocation.png", "timeline.png")
-HEADINGS = (
-    "", "step", "x limit", "predicted", "planned", "waiting", "FLOPs lowered", "added variance",
-    "held-out loss",
-)  # fmt: skip
 
 
 def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wrote.")]) -> None:
@@ -54,7 +50,7 @@ def main(folder: Annotated[Path, typer.Argument(help="What `qsync demo --out` wr
 
 def markdown(content: Mapping[str, Any]) -> str:
     """Return where the demo was measured, and its table, in Markdown."""
-    machine, limit = content["machine"], content["runs"]["fast_alone"]["measured_step_s"]
+    machine, (*others, (plan, *figures)) = content["machine"], cells(content)
     shares = [f"{share:g}" for share in content["emulated_share"].values()]
     weak = f" The weak rank is *emulated*: it gets {' / '.join(shares)} of a core." if shares else ""
     same = "identical" if content["parameters_identical_across_ranks"] else "DIFFERENT"
@@ -66,25 +62,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         "Steps are measured: medians of steps taken in turns within one run.",
         f"Parameters are bitwise {same} on both ranks at the end of every run. Commit {content['commit']}.",
         "",
-        *markdown_table(HEADINGS, [_row(name, run, limit) for name, run in content["runs"].items()]),
+        *markdown_table(HEADINGS, [*others, [f"**{plan}**", *figures]]),
     ]
     return "\n".join(lines)
-
-
-def _row(name: str, run: Mapping[str, Any], limit: float) -> list[str]:
-    step = run["measured_step_s"]
-    title = f"**{RUN_TITLES[name]}**" if name == "qsync" else RUN_TITLES[name]
-    return [
-        title,
-        f"{step * 1e3:.0f} ms",
-        f"{step / limit:.2f}",
-        f"{run['predicted_step_s'] / step - 1:+.1%}",
-        f"{run['planned_step_s'] / step - 1:+.1%}",
-        " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values()),
-        f"{run['low_precision_flop_fraction']:.0%}",
-        f"{run['added_variance']:.1e}",
-        f"{run['heldout_loss']:.3f}",
-    ]
 
 
 if __name__ == "__main__":

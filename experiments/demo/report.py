@@ -19,6 +19,11 @@ from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, peaks
 from qsync.replayer.chrome_trace import write_trace
 
+HEADINGS = (
+    "", "step", "x limit", "predicted", "planned", "waiting", "FLOPs lowered", "added variance",
+    "held-out loss",
+)  # fmt: skip
+
 
 def assemble(
     basis: Basis,
@@ -90,27 +95,27 @@ def table(content: Mapping[str, Any]) -> Table:
     """Return the one table that the demo prints."""
     note = "; the weak rank is emulated" if content["emulated"] else ""
     size = f"{content['num_parameters'] / 1e6:.1f} M parameters, {content['steps']} steps"
+    rows = cells(content)
+    return table_of(f"{content['workload']}, {size}{note}", HEADINGS, rows, bold=[len(rows) - 1])
+
+
+def cells(content: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of the table: steps as measured, predicted ones by their error."""
     limit = content["runs"]["fast_alone"]["measured_step_s"]
-    rows = [_row(name, run, limit) for name, run in content["runs"].items()]
-    headings = (
-        "run", "step", "x limit", "predicted", "error", "waiting", "low FLOPs", "added variance", "held-out",
-    )  # fmt: skip
-    return table_of(f"{content['workload']}, {size}{note}", headings, rows, bold=[len(rows) - 1])
+    return [_row(name, run, limit) for name, run in content["runs"].items()]
 
 
 def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
-    step, predicted = run["measured_step_s"], run["predicted_step_s"]
-    waits = " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values())
+    step = run["measured_step_s"]
     return [
         picture.RUN_TITLES[name],
         f"{step * 1e3:.0f} ms" if step else "-",
         f"{step / limit:.2f}" if step and limit else "-",
-        f"{predicted * 1e3:.0f} ms",
-        f"{predicted / step - 1:+.1%}" if step else "-",
-        waits,
+        *(f"{run[key] / step - 1:+.1%}" if step else "-" for key in ("predicted_step_s", "planned_step_s")),
+        " / ".join(f"{fraction:.0%}" for fraction in run["wait_fraction"].values()),
         f"{run['low_precision_flop_fraction']:.0%}",
-        f"{run['added_variance']:.2e}",
-        f"{run['heldout_loss']:.4f}",
+        f"{run['added_variance']:.1e}",
+        f"{run['heldout_loss']:.3f}",
     ]
 
 

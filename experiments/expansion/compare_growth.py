@@ -20,11 +20,10 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
 from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
-from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, Sizes, setting
+from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setting
 from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command
 
@@ -43,11 +42,7 @@ def main(
     ratios: Annotated[
         list[float], typer.Option("--ratio", help="Shares of the from-scratch steps.")
     ] = list(RATIOS),  # noqa: B006
-    small: Annotated[str | None, typer.Option(help="WIDTH,LAYERS,HEADS of the source.")] = None,
-    large: Annotated[str | None, typer.Option(help="WIDTH,LAYERS,HEADS of the large model.")] = None,
-    steps: Annotated[int | None, typer.Option(help="From scratch.")] = None,
-    source_steps: Annotated[int | None, typer.Option(help="Of the source.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences or images a step.")] = None,
+    steps: Annotated[int | None, typer.Option(help="From scratch, and of the source.")] = None,
     processes: Annotated[int, typer.Option(help="Runs at a time, one thread each.")] = 2,
     with_plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Also under a hybrid plan.")] = True,
     fresh: Fresh = False,
@@ -55,10 +50,7 @@ def main(
     """Run what is not there yet, then write figures.json, .md and .png and print the table."""
     if seeds < 1 or processes < 1:
         raise QSyncError("--seeds and --processes must be at least 1")
-    if len(workloads) > 1 and (small or large):
-        raise QSyncError("--small and --large are sizes of one model; name its --workload")
-    changed = {"small": sizes_of(small), "large": sizes_of(large), "steps": steps, "batch": batch}
-    settings = [setting(name, source_steps=source_steps, **changed) for name in dict.fromkeys(workloads)]
+    settings = [setting(name, steps) for name in dict.fromkeys(workloads)]
     torch.set_num_threads(1)
     experiment = Experiment("expansion", out, fresh=fresh)
 
@@ -84,18 +76,6 @@ def main(
     )  # fmt: skip
 
 
-def sizes_of(text: str | None) -> Sizes | None:
-    """Parse sizes as they are given on the command line. Raises QSyncError for what are none."""
-    if text is None:
-        return None
-    parts = text.split(",")
-    if len(parts) != 3 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
-        raise QSyncError(
-            f"sizes are WIDTH,LAYERS,HEADS, found {text!r}; give three whole numbers, 192,4,6 for one"
-        )
-    return Sizes(*map(int, parts))
-
-
 def methods(ratios: Sequence[float], with_plan: bool) -> list[Method]:
     """Return what is run beside the source and from scratch: expanded at every ratio, others at the first."""
     others = [Method(start, ratios[0]) for start in ("even", "stacked", *(["plan"] if with_plan else []))]
@@ -108,12 +88,7 @@ def train_all(experiment: Experiment, tasks: Sequence[Task], processes: int = 1)
     for name, ((of, method, seed), out) in named.items():
         if method.start == "source" and not source_path(out, of, seed).exists():
             experiment.forget(name)
-    kept = {name for name, (task, _) in named.items() if experiment.kept(name, **asdict(task[0]))}
-    rows = {}
-    for name, row in experiment.pieces(named, _trained, processes, lambda task: asdict(task[0][0])):
-        loss = "kept" if name in kept else f"held-out {row['curve'][-1]['heldout']:.4f}"
-        Console(stderr=True).print(f"{name}: {loss}")
-        rows[name] = row
+    rows = dict(experiment.pieces(named, _trained, processes, lambda task: asdict(task[0][0])))
     return [rows[name] for name in named]
 
 

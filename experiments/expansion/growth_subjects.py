@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +28,6 @@ class Sizes:
     width: int
     layers: int
     heads: int
-
-    def __str__(self) -> str:
-        return f"{self.width} wide, {self.layers} layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +61,20 @@ SETTINGS = {
 }
 
 
-def setting(name: str, **changed: Any) -> Setting:
-    """Return the setting called `name`, with other sizes where given; QSyncError for an unknown one."""
+def setting(name: str, steps: int | None = None) -> Setting:
+    """Return the setting called `name`, with other steps where given; QSyncError for an unknown one."""
     if name not in SETTINGS:
         raise QSyncError(f"there is no workload {name!r} to grow; choose from {', '.join(SETTINGS)}")
-    return replace(SETTINGS[name], **{key: value for key, value in changed.items() if value is not None})
+    found = SETTINGS[name]
+    return replace(found, steps=steps, source_steps=steps) if steps else found
 
 
 def make(of: Setting, sizes: Sizes, seed: int) -> nn.Module:
     """Build a model of these sizes from this seed."""
-    return seeded(_maker(of.workload, sizes), seed)
-
-
-def _maker(workload: str, sizes: Sizes) -> Callable[[], nn.Module]:
-    if workload == "gpt":
-        return lambda: Gpt(sizes.layers, sizes.width, sizes.heads, context=CONTEXT)
-    return lambda: Vit(sizes.layers, sizes.width, sizes.heads, patch=PATCH)
+    parts = (sizes.layers, sizes.width, sizes.heads)
+    if of.workload == "gpt":
+        return seeded(lambda: Gpt(*parts, context=CONTEXT), seed)
+    return seeded(lambda: Vit(*parts, patch=PATCH), seed)
 
 
 def workload_of(of: Setting) -> Workload:

@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 import qsync
-from qsync import Cluster, Plan, api
-from qsync.backend.device_detection import default_precisions, detect_class
+from qsync import Plan, api
+from qsync.backend.device_detection import detect_class
 from qsync.experiments.expansion.growth_subjects import LARGE, SOURCE, Setting, make, workload_of
-from qsync.experiments.harness.emulated_profiles import GLOO, HALF, HERE, SHARE, slowed
+from qsync.experiments.harness.emulated_profiles import HALF, HERE, here_and_half
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate
 
 WARM_UP, FLOOR = 0.05, 0.02  # of the from-scratch steps, and of the maximum learning rate
@@ -128,15 +128,10 @@ def make_plan(of: Setting, folder: Path, seed: int = 0, rounds: int | None = Non
     batch = tuple(part.chunk(len(CLASSES))[0] for part in (inputs, targets))
     graph = api.trace_step(model, batch, workload.loss)
     own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=default_precisions(own))
     profile = qsync.profile(model, batch, workload.loss, device_class=own, seconds=PROFILE_S, rounds=rounds)
-    weak = replace(own, name=HALF, emulated_share=SHARE)
-    plan: Plan = qsync.plan(
-        graph,
-        {HERE: profile, HALF: slowed(profile, HALF, SHARE)},
-        qsync.sensitivity(model, [batch], workload.loss),
-        Cluster((own, weak), GLOO),
-    )
+    cluster, profiles = here_and_half(profile)
+    sensitivity = qsync.sensitivity(model, [batch], workload.loss)
+    plan: Plan = qsync.plan(graph, profiles, sensitivity, cluster)
     plan.save(plan_path(folder, of))
     return plan
 

@@ -18,7 +18,6 @@ What nearly every experiment needs stands here; what imports more than that is i
 """
 
 from qsync.experiments.harness.experiment import (
-    Again,
     Bar,
     Experiment,
     Fresh,
@@ -39,6 +38,6 @@ from qsync.experiments.harness.tables import (
 )
 
 __all__ = [
-    "Again", "Bar", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
+    "Bar", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
     "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
 ]  # fmt: skip

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from qsync.records.cluster import Link
+import torch
+
+from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile
 
 # This machine, and the same machine with every time twice as long: emulated.
@@ -22,6 +25,14 @@ def slowed(profile: Profile, name: str, share: float) -> Profile:
         bucket_s_per_byte=profile.bucket_s_per_byte / share,
         step_s={mode: seconds / share for mode, seconds in profile.step_s.items()},
     )  # fmt: skip
+
+
+def here_and_half(profile: Profile) -> tuple[Cluster, dict[str, Profile]]:
+    """Return this machine beside half of it, and the profiles of both, from that of this machine."""
+    own = replace(detect_class(torch.device("cpu")), name=HERE)
+    own = replace(own, precisions=default_precisions(own), hardware=None)
+    cluster = Cluster((own, replace(own, name=HALF, emulated_share=SHARE)), GLOO)
+    return cluster, {HERE: profile, HALF: slowed(profile, HALF, SHARE)}
 
 
 def with_batch_share(profile: Profile, share: float) -> Profile:

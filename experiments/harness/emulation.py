@@ -11,7 +11,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 from qsync import QSyncError
 from qsync.errors import UnsupportedError
@@ -35,19 +34,8 @@ def pin_to_core(local_rank: int) -> int:
     return core
 
 
-@contextlib.contextmanager
-def throttled(share: float) -> Iterator[Throttle]:
-    """Run the body with `share` of the core, 0 < share <= 1; at 1 nothing is paused."""
-    throttle = Throttle(share)
-    throttle.start()
-    try:
-        yield throttle
-    finally:
-        throttle.stop()
-
-
 class Throttle:
-    """Gives this process `share` of its core between `start` and `stop`.
+    """Gives this process `share` of its core, 0 < share <= 1, while its body runs; at 1 nothing is paused.
 
     The helper dies with this process, however that dies, and this process runs on, however the helper dies.
     Raises QSyncError for a share out of (0, 1].
@@ -66,10 +54,10 @@ class Throttle:
         """Process id of the helper while it runs."""
         return self._helper.pid if self._helper else None
 
-    def start(self) -> None:
+    def __enter__(self) -> Throttle:
         """Start pausing; return when the first cycle has begun. UnsupportedError if the helper cannot run."""
-        if self.share == 1 or self._helper:
-            return
+        if self.share == 1:
+            return self
         if not sys.platform.startswith("linux"):
             raise UnsupportedError("an emulated device needs Linux; use --weak-share 1 on this system")
         # -I -S: nothing of the user's environment, so that the helper is there within 20 ms. It inherits our
@@ -82,13 +70,14 @@ class Throttle:
         assert self._helper.stdout and self._helper.stderr
         if self._helper.stdout.readline() != b"ready\n":
             reason = self._helper.stderr.read().decode(errors="replace").strip().splitlines()
-            self.stop()
+            self.__exit__()
             raise UnsupportedError(
                 f"the emulated device's helper did not start ({reason[-1] if reason else 'no message'}); "
                 "use --weak-share 1, or a system that allows prctl and signals"
             )
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop pausing; this process runs on at full speed."""
         helper, self._helper = self._helper, None
         if helper is None:
@@ -102,21 +91,6 @@ class Throttle:
         for stream in (helper.stdout, helper.stderr):
             if stream:
                 stream.close()
-
-    @contextlib.contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Run the body at full speed: for work that is not part of the emulated device, such as planning."""
-        was_running = self._helper is not None
-        self.stop()
-        try:
-            yield
-        finally:
-            if was_running:
-                self.start()
-
-    def measured_share(self, duration_s: float = 0.5) -> float:
-        """Return the CPU time over wall time of a busy loop of `duration_s`, other load included."""
-        return busy_share(duration_s)
 
 
 def busy_share(duration_s: float) -> float:

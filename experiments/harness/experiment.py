@@ -1,8 +1,8 @@
 """The run of an experiment: a folder of finished pieces, progress, and `figures.json` with its origin.
 
 Each piece of an experiment (a model, a seed, a part) is written to `FOLDER/pieces/` when it is done. A run
-that was interrupted continues with the pieces that are missing; `--fresh` measures all of them anew, and
-`--again` measures none: it judges and draws what lies in the folder.
+that was interrupted continues with the pieces that are missing, so one that was finished is only judged and
+drawn again; `--fresh` measures all pieces anew.
 """
 
 from __future__ import annotations
@@ -33,9 +33,6 @@ Out = Annotated[
     Path, typer.Option("--out", help="Folder of the results; an interrupted run continues there.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder already holds.")]
-Again = Annotated[
-    bool, typer.Option("--again", help="Judge and draw what lies in the folder; measure nothing.")
-]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
 
 Bar = dict[str, Any]
@@ -82,9 +79,8 @@ class Experiment:
         seed: int | None = None,
         settings: Mapping[str, Any] | None = None,
         fresh: bool = False,
-        again: bool = False,
     ) -> None:
-        self.name, self.out, self.seed, self.fresh, self.again = name, folder_of(out), seed, fresh, again
+        self.name, self.out, self.seed, self.fresh = name, folder_of(out), seed, fresh
         self.settings: dict[str, Any] = json.loads(json.dumps(settings or {}))
         self.say: Callable[[str], None] = lambda text: None
         self._commits: set[str] = set()  # of the pieces, which may be older than this run
@@ -98,21 +94,18 @@ class Experiment:
     def piece(self, name: str, make: Callable[[], Any], **settings: Any) -> Any:
         """Return a piece's result: from the folder if it was finished before, else from `make`, and keep it.
 
-        Raises MismatchError if the piece in the folder was made with other settings, and QSyncError if it is
-        missing and nothing shall be measured.
+        Raises MismatchError if the piece in the folder was made with other settings.
         """
         kept = self.kept(name, **settings)
         if kept is not None:
             return kept["result"]
-        if self.again:
-            raise QSyncError(f"{self._path(name)} is missing; leave out --again, or choose what is there")
         self.say(name)
         return self.keep(name, make(), **settings)
 
     def kept(self, name: str, **settings: Any) -> dict[str, Any] | None:
         """Return the finished piece, with its settings and commit; None if it is to be measured."""
         path = self._path(name)
-        if (self.fresh and not self.again) or not path.is_file():
+        if self.fresh or not path.is_file():
             return None
         found, wanted = read_json(path), self._settings(settings)
         for key, value in wanted.items():
@@ -149,7 +142,7 @@ class Experiment:
                 missing.append(name)
             else:
                 yield name, kept["result"]
-        if processes == 1 or self.again or not missing:
+        if processes == 1 or not missing:
             for name in missing:
                 task = tasks[name]
                 yield name, self.piece(name, partial(make, task), **settings(task))

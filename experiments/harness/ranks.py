@@ -19,7 +19,7 @@ import torch
 
 from qsync import QSyncError
 from qsync.distributed import job
-from qsync.experiments.harness.emulation import Throttle, pin_to_core, throttled
+from qsync.experiments.harness.emulation import Throttle, busy_share, pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.processes import module_of
 from qsync.experiments.harness.provenance import folder_of
@@ -45,7 +45,7 @@ class Place:
 
     def measured_share(self) -> float | None:
         """Return the share of its core that this rank really gets; None if its speed is its own."""
-        return self.throttle.measured_share(2.0) if self.throttle else None
+        return busy_share(2.0) if self.throttle else None
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ def placed(weak_share: float | None) -> Iterator[Place]:
         pin_to_core(rank)
         keep_freed_memory()  # in every run alike: page faults would cost each a few per cent, and unevenly
     share = weak_share if weak_share and rank == WEAK_RANK else 1.0
-    with throttled(share) as throttle:
+    with Throttle(share) as throttle:
         yield Place(torch.device("cpu"), throttle if share < 1 else None)
 
 

@@ -3,13 +3,11 @@
     python -m qsync.experiments.prediction.learned_costs --out FOLDER
 
 Measures a few hundred single operators and five models on this machine, on one thread. Predicts shapes
-without any sample of the shape, and models without any sample of the model. Profiles stay in the folder;
-`--again` evaluates them anew.
+without any sample of the shape, and models without any sample of the model. Profiles stay in the folder.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,8 +18,8 @@ import torch
 import typer
 from rich.table import Table
 
-from qsync import OpGraph, Precision, Profile, QSyncError, api, cost_learning
-from qsync.experiments.harness import Again, Experiment, Fresh, Out, bar, run_command, show, table_of
+from qsync import OpGraph, Precision, Profile, api, cost_learning
+from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
@@ -42,37 +40,31 @@ Measured = tuple[OpGraph, Profile]
 
 def main(
     out: Out = OUT,
-    num: Annotated[int, typer.Option("--samples", help="How many single operators to measure.")] = 240,
-    rounds: Annotated[int, typer.Option(help="Rounds of every profile.")] = 3,
-    again: Again = False,
+    num: Annotated[int, typer.Option("--samples", min=1, help="How many single operators to measure.")] = 240,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every profile.")] = 3,
     fresh: Fresh = False,
 ) -> None:
     """Measure, hold out, predict, compare."""
-    if num < 1 or rounds < 1:
-        raise QSyncError(f"--samples and --rounds must be at least 1, found {num} and {rounds}")
     torch.set_num_threads(1)
     keep_freed_memory()
     settings = {"samples": num, "rounds": rounds}
-    experiment = Experiment("learned costs", out, seed=0, settings=settings, fresh=fresh, again=again)
+    experiment = Experiment("learned costs", out, seed=0, settings=settings, fresh=fresh)
     with experiment.progress():
-        sheet = measure(experiment, num, rounds)
-    content = evaluate({"sheet": sheet.to_json()}, read(out))
-    bars = [bar(name, beats, True) for name, beats in verdicts(content).items()]
+        sheet, measured = measure(experiment, num, rounds)
+    content = evaluate({"sheet": sheet}, measured)
+    bars = [bar(f"beats both baselines: {name}", beats, True) for name, beats in verdicts(content).items()]
     experiment.finish(content, bars=bars, tables=[_table(content)])
-    show(*(f"{'beats both baselines' if of['holds'] else 'DOES NOT beat both'}: {of['name']}" for of in bars))
 
 
-def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
-    """Profile single operators (cells) and every model; return the device's peaks.
+def measure(experiment: Experiment, num: int, rounds: int) -> tuple[dict[str, Any], dict[str, Measured]]:
+    """Profile single operators (cells) and every model; return the device's peaks beside.
 
-    Every profile is a piece, saved as it is made.
+    Every profile is a piece.
     """
     device = torch.device("cpu")
-    sheet = DataSheet.from_json(
-        experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
-    )
+    sheet = experiment.piece("sheet", lambda: cost_learning.measure_sheet(device).to_json())
+    chosen = cost_learning.choose_calls(num, DataSheet.from_json(sheet))
     size = cost_learning.NUM_PER_PROFILE
-    chosen = [] if experiment.again else cost_learning.choose_calls(num, sheet)
     jobs: dict[str, Callable[[], Measured]] = {
         f"cells-{i // size}": partial(
             cost_learning.profile_calls, chosen[i : i + size], device, PRECISIONS, rounds
@@ -80,9 +72,11 @@ def measure(experiment: Experiment, num: int, rounds: int) -> DataSheet:
         for i in range(0, len(chosen), size)
     }
     jobs |= {name: partial(_profiled, name, rounds) for name in NAMES}
-    for name, job in jobs.items():
-        experiment.piece(name, partial(_saved, experiment.out, name, job))
-    return sheet
+    found = {name: experiment.piece(name, partial(_as_json, job)) for name, job in jobs.items()}
+    return sheet, {
+        name: (OpGraph.from_json(graph), Profile.from_json(profile))
+        for name, (graph, profile) in found.items()
+    }
 
 
 def _profiled(name: str, rounds: int) -> Measured:
@@ -92,22 +86,8 @@ def _profiled(name: str, rounds: int) -> Measured:
     return graph, api.profile(model, batch, work.loss, precisions=PRECISIONS, rounds=rounds)
 
 
-def _saved(out: Path, name: str, job: Callable[[], Measured]) -> dict[str, float]:
-    """Save a graph and its profile; return the seconds of measuring."""
-    start = time.perf_counter()
-    graph, profile = job()
-    graph.save(out / f"graph-{name}.json")
-    profile.save(out / f"profile-{name}.json")
-    return {"measuring_s": time.perf_counter() - start}
-
-
-def read(out: Path) -> dict[str, Measured]:
-    """Return the graphs and profiles that `measure` saved."""
-    names = sorted(path.stem.removeprefix("graph-") for path in out.glob("graph-*.json"))
-    return {
-        name: (OpGraph.load(out / f"graph-{name}.json"), Profile.load(out / f"profile-{name}.json"))
-        for name in names
-    }
+def _as_json(job: Callable[[], Measured]) -> list[dict[str, Any]]:
+    return [part.to_json() for part in job()]
 
 
 def evaluate(about: dict[str, Any], measured: Mapping[str, Measured]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
-from qsync.experiments.harness import Again, Experiment, Fresh, Models, Out, bar, run_command, table_of, yes
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, bar, run_command, table_of
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
@@ -49,12 +49,11 @@ def main(
     plans: int = 30,
     turns: int = 3,
     seed: int = 0,
-    again: Again = False,
     fresh: Fresh = False,
 ) -> None:
     """Run, print the table and write figures.json, .md and .png to the folder."""
     experiment = Experiment(
-        "replay error", out, seed=seed, settings={"plans": plans, "turns": turns}, fresh=fresh, again=again
+        "replay error", out, seed=seed, settings={"plans": plans, "turns": turns}, fresh=fresh
     )
 
     def measure(name: str, num_ranks: int) -> dict[str, Any]:
@@ -135,9 +134,8 @@ def table(results: list[dict[str, Any]]) -> Table:
     for entry in results:
         found = (median_and_95th(entry["errors"][method]) for method in METHODS)
         errors = [f"{median:.1%} / {high:.1%}" for median, high in found]
-        holds = yes(all(one["holds"] for one in bars(entry)))
-        rows.append([entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}", holds])
-    headings = ("model", "ranks", *METHODS, "inside interval", "holds")
+        rows.append([entry["model"], str(entry["ranks"]), *errors, f"{entry['inside_interval']:.0%}"])
+    headings = ("model", "ranks", *METHODS, "inside interval")
     return table_of("|error| of the step, median / 95th percentile (measured)", headings, rows)
 
 

@@ -8,8 +8,8 @@ single effects?
 
 Gradient errors and losses are measured; step times are simulated: FLOPs over the rates of `RATES`.
 
-The truth takes hours, plans take minutes: `--sensitivities FOLDER` takes the sensitivities of an earlier run
-there and measures only the gradient errors of the plans anew.
+The truth takes hours, plans take minutes, so each is a piece of its own: without the pieces called
+`... plans` a folder's sensitivities are judged anew.
 """
 
 from __future__ import annotations
@@ -21,26 +21,22 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import typer
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.stats import spearmanr
 
 import qsync
 from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
-from qsync.errors import MismatchError
 from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
-from qsync.experiments.harness.provenance import commit
 from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.sensitivity.registry import INDICATORS
-from qsync.records.json_files import read_json
 from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
@@ -70,11 +66,13 @@ class Scale:
     little.
     """
 
-    seeds: int = 5
     warm_up: int = 40
     steps: int = 10
     unseen: int = 32
     random_plans: int = 3
+
+
+SCALE = Scale()
 
 
 def main(
@@ -82,29 +80,25 @@ def main(
     models: Models = None,
     seeds: int = 5,
     processes: int = 1,
-    sensitivities: Annotated[
-        Path | None,
-        typer.Option("--sensitivities", "--again", help="Folder of an earlier run: its sensitivities."),
-    ] = None,
     fresh: Fresh = False,
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and a table."""
-    scale = Scale(seeds=seeds)
-    earlier = {} if sensitivities is None else read_json(sensitivities / "figures.json")
-    tasks = {
-        f"{name} {seed}": (name, seed, scale, _row_of(earlier, name, seed, sensitivities))
-        for seed in range(scale.seeds)
-        for name in models or NAMES
-    }
-    settings = {"scale": {key: value for key, value in asdict(scale).items() if key != "seeds"}}
-    experiment = Experiment("indicators", out, settings=settings, fresh=fresh)
+    subjects = [(name, seed) for seed in range(seeds) for name in models or NAMES]
+    experiment = Experiment("indicators", out, settings={"scale": asdict(SCALE)}, fresh=fresh)
     with experiment.progress():
-        found = dict(experiment.pieces(tasks, _task, processes))
-    rows = [found[name] for name in tasks]
+        truths = {f"{name} {seed} sensitivities": (name, seed) for name, seed in subjects}
+        found = dict(experiment.pieces(truths, _sensitivities, processes))
+        plans = {
+            f"{name} {seed} plans": (name, seed, found[f"{name} {seed} sensitivities"]["omega"])
+            for name, seed in subjects
+        }
+        found |= experiment.pieces(plans, _plans, processes)
+    rows: list[Row] = [{"model": name, "seed": seed} for name, seed in subjects]
+    for row in rows:
+        for part in ("sensitivities", "plans"):
+            row |= found[f"{row['model']} {row['seed']} {part}"]
     content = {
-        "threads": 1, "seeds": list(range(scale.seeds)), "rates": RATES, "summary": summary(rows),
-        "sensitivities": earlier.get("commit", commit()),  # the commit that measured them
-        "rows": rows,
+        "threads": 1, "seeds": list(range(seeds)), "rates": RATES, "summary": summary(rows), "rows": rows,
     }  # fmt: skip
     experiment.finish(
         content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
@@ -113,90 +107,64 @@ def main(
     )  # fmt: skip
 
 
-def _row_of(earlier: Mapping[str, Any], name: str, seed: int, folder: Path | None) -> Row | None:
-    """Return an earlier run's row; None if there is no earlier run."""
-    for row in earlier.get("rows", ()):
-        if (row["model"], row["seed"]) == (name, seed):
-            return dict(row)
-    if folder is None:
-        return None
-    raise MismatchError(
-        f"{folder} has no sensitivities of {name}, seed {seed}; choose among its models and seeds, or "
-        "measure them by leaving out --sensitivities"
-    )
-
-
-def _task(task: tuple[str, int, Scale, Row | None]) -> Row:
-    name, seed, scale, earlier = task
+def _workload(name: str) -> Workload:
+    """Return the model of one piece, in whatever process this is."""
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    size, num = BATCHES[name]
-    workload = subject(name, size)
-    return judge_again(workload, scale, earlier) if earlier else judge(workload, seed, scale, num)
+    return subject(name, BATCHES[name][0])
 
 
-def judge(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
-    """Return all figures of one model and seed."""
+def _sensitivities(task: tuple[str, int]) -> Row:
+    name, seed = task
+    return sensitivities(_workload(name), seed, SCALE, BATCHES[name][1])
+
+
+def _plans(task: tuple[str, int, dict[str, Omega]]) -> Row:
+    name, seed, omega = task
+    return judge_plans(_workload(name), seed, SCALE, omega)
+
+
+def warmed_up(workload: Workload, seed: int, scale: Scale) -> torch.nn.Module:
+    """Return the model after its FP32 steps."""
     model = workload.make_model(seed)
     train(model, workload, seed, range(scale.warm_up))
+    return model
+
+
+def sensitivities(workload: Workload, seed: int, scale: Scale, num_batches: int) -> Row:
+    """Return every indicator's sensitivities, their correlation with the truth, and joint effects."""
+    model = warmed_up(workload, seed, scale)
     seen = [workload.batch(seed, step, 1) for step in range(num_batches)]
-    loss_fn = workload.loss
     found: dict[str, Sensitivity] = {
-        name: qsync.sensitivity(model, seen, loss_fn, indicator=name, precisions=PRECISIONS, seed=seed)
+        name: qsync.sensitivity(model, seen, workload.loss, indicator=name, precisions=PRECISIONS, seed=seed)
         for name in INDICATORS
     }
     truth = found["empirical"]
-    omega = {name: sensitivity.omega for name, sensitivity in found.items()}
-    judged, plans = judge_plans(model, workload, seed, scale, omega)
-    with calibrating(model, seen, loss_fn, precisions=PRECISIONS, seed=seed) as calibration:
+    with calibrating(model, seen, workload.loss, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.forward(0)
         graph = calibration.runner.graph
         drawn = [_drawn_plan(graph, f"{seed}.{number}") for number in range(scale.random_plans)]
         joint = gradient_errors(calibration, drawn)
     return {
-        "model": workload.name,
-        "seed": seed,
-        "omega": omega,
+        "omega": {name: sensitivity.omega for name, sensitivity in found.items()},
         "spearman": {
             name: {str(p): correlation(sensitivity, truth, p) for p in PRECISIONS}
             for name, sensitivity in found.items() if name != "empirical"
         },
-        **judged,
         "joint": [
             {"joint": error, "sum": sum(truth[op, p] for op, p in plan.items())}
             for error, plan in zip(joint, drawn, strict=True)
         ],
-        "heldout": heldout(model, workload, seed, scale, {name: plans[name, TRAINED_AT] for name in found}),
     }  # fmt: skip
 
 
-def judge_again(workload: Workload, scale: Scale, earlier: Row) -> Row:
-    """Measure the gradient errors of an earlier run's plans anew, on `scale.unseen` batches; return its row.
+def judge_plans(workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]) -> Row:
+    """Return the gradient error of each indicator's plans, and the losses of training on under them.
 
-    The plans, and with them the losses of training under them, are those of its sensitivities. Raises
-    MismatchError where these are of other weights: where |g|^2 of the first unseen batch is another.
+    Errors are measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them,
+    its standard error, and every batch.
     """
-    model = workload.make_model(earlier["seed"])
-    train(model, workload, earlier["seed"], range(scale.warm_up))
-    judged, _ = judge_plans(model, workload, earlier["seed"], scale, earlier["omega"])
-    before, now = (row["squared_gradient"][0] for row in (earlier, judged))
-    if not math.isclose(before, now, rel_tol=1e-6):
-        raise MismatchError(
-            f"the earlier sensitivities of {workload.name}, seed {earlier['seed']}, are of other weights: "
-            f"|g|^2 of one batch was {before:.6g} and is {now:.6g}; measure them anew by leaving out "
-            "--sensitivities"
-        )
-    return {**earlier, **judged}
-
-
-def judge_plans(
-    model: torch.nn.Module, workload: Workload, seed: int, scale: Scale, omega: Mapping[str, Omega]
-) -> tuple[Row, dict[tuple[str, float], Assignment]]:
-    """Return the gradient error of each indicator's plan, and these plans by (indicator, saving).
-
-    Measured on batches that no indicator saw. Relative to their mean |g|^2: the mean over them, its standard
-    error, and every batch.
-    """
+    model = warmed_up(workload, seed, scale)
     unseen = [workload.batch(seed, step, 2) for step in range(scale.unseen)]
     with calibrating(model, unseen, workload.loss, precisions=PRECISIONS, seed=seed) as calibration:
         calibration.assign({})
@@ -216,7 +184,11 @@ def judge_plans(
     norm = statistics.fmean(squares)
     relative = {key: [error / norm for error in errors[plan]] for key, plan in keys.items()}
     by_plan = {name: {str(part): spread(relative[name, part]) for part in BUDGETS} for name in omega}
-    return {"squared_gradient": squares, "plan_error": by_plan}, plans
+    trained = {name: plans[name, TRAINED_AT] for name in omega}
+    return {
+        "squared_gradient": squares, "plan_error": by_plan,
+        "heldout": heldout(model, workload, seed, scale, trained),
+    }  # fmt: skip
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:

@@ -87,17 +87,8 @@ def made_up_sensitivity(draw: random.Random, graph: OpGraph, decades: float) -> 
 def synthetic_basis(graph: OpGraph) -> Basis:
     """Make a complete basis with made-up costs: two ranks, one of them at half speed."""
     classes = tuple(DeviceClass(name, "cpu", 1, 64 * 2**30, PRECISIONS) for name in ("train", "infer"))
-    profiles = {
-        "train": synthetic_profile(graph, "train", 1.0),
-        "infer": synthetic_profile(graph, "infer", 2.0),
-    }
-    omega = {
-        op.name: {
-            str(p): {"bf16": 1.0, "int8": 20.0}[p] * (1 + place) for p in able(op) if p is not Precision.FP32
-        }
-        for place, op in enumerate(graph.adjustable)
-    }
-    sensitivity = Sensitivity(graph.hash, "synthetic", omega)
+    profiles = {name: synthetic_profile(graph, name, slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    sensitivity = made_up_sensitivity(random.Random(0), graph, 0.3)
     return Basis(graph, Cluster(classes, Link(1e-4, 1e9, 0.6)), profiles, sensitivity)
 
 
@@ -111,10 +102,7 @@ def synthetic_profile(graph: OpGraph, name: str, slow: float) -> Profile:
         ops[op.name] = {str(mode): _synthetic_cost(op, mode, slow) for mode in modes}
     sources = ("fp64", "fp32", "bf16", "fp16")
     targets = (*sources, *(f"int8_{layout}" for layout in ("row", "col", "image", "channel")))
-    latency, per_element = (
-        Cost(slow * 1e-6, slow * 1e-6),
-        Cost(slow * 4 / _BYTES_PER_S, slow * 4 / _BYTES_PER_S),
-    )
+    latency, per_element = (Cost(seconds, seconds) for seconds in (slow * 1e-6, slow * 4 / _BYTES_PER_S))
     fit = {(s, t): (latency, per_element) for s in sources for t in targets if s != t}
     return Profile(
         name, graph.hash, graph.shapes_hash, ops, {}, fit, outside=Cost(0.0), host_s=slow * 1e-3,

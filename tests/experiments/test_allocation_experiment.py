@@ -78,6 +78,7 @@ from qsync.experiments.allocation.methods import (  # noqa: E402
     targets,
 )
 from qsync.experiments.allocation.methods_report import BEST_UNIFORM, draw, summary, tables  # noqa: E402
+from qsync.experiments.harness.emulated_profiles import HALF, HERE  # noqa: E402
 from qsync.experiments.harness.tables import as_markdown  # noqa: E402
 from qsync.experiments.workloads.workload import Workload, seeded  # noqa: E402
 
@@ -160,7 +161,7 @@ def test_a_tiny_model_is_measured_posed_and_judged(tmp_path, monkeypatch):
     problems = bases.problems("tiny", tmp_path / "tiny")
     assert [one.kind for one in problems].count("simulated devices") == len(bases.SIMULATED)
     here, *simulated = problems
-    infer, train = (here.basis.profiles[name] for name in (bases.HALF, bases.HERE))
+    infer, train = (here.basis.profiles[name] for name in (HALF, HERE))
     assert (
         infer.emulated_share == 0.5 and infer.ops["4"]["fp32"].total_s == 2 * train.ops["4"]["fp32"].total_s
     )

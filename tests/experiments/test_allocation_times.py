@@ -14,6 +14,10 @@ from qsync.predictor.cost_model.samples import samples_of
 GRAPH = encoder(1, width=256, rows=128)
 
 
+def holds(row):
+    return all(one["holds"] for one in planning_times.bars(row))
+
+
 def test_a_large_model_is_made_up_on_four_simulated_devices_and_solved(tmp_path):
     costs = CostModel(samples_of(GRAPH, profile_of(GRAPH)))
     basis = planning_times.made_up(GRAPH, costs, 5, seed=0)
@@ -22,14 +26,14 @@ def test_a_large_model_is_made_up_on_four_simulated_devices_and_solved(tmp_path)
     basis.save(tmp_path / "large")
     rows = []
     for solver in ("milp", "greedy"):
-        found = planning_times.solve(str(tmp_path / "large"), solver, 0.1)
+        found = planning_times.solve(str(tmp_path / "large"), solver)
         assert found["violations"] == [] and found["ranks"] == 20 and found["step_s"] <= found["target_s"]
         rows.append({"model": "large", "solver": solver, "bar_s": 60.0, **found})
     assert rows[0]["added_variance"] <= rows[1]["added_variance"] * (1 + 1e-9)
-    assert planning_times.holds(rows[0]) and planning_times.table(rows).row_count == 2
+    assert holds(rows[0]) and planning_times.table(rows).row_count == 2
     for worse in ({"gap": 0.02}, {"seconds": 61.0}, {"peak_bytes": 5 * 2**30}, {"violations": ["late"]}):
-        assert not planning_times.holds({**rows[0], **worse})
-    assert planning_times.holds({**rows[1], "gap": 0.2})  # greedy's gap is no bar here
+        assert not holds({**rows[0], **worse})
+    assert holds({**rows[1], "gap": 0.2})  # greedy's gap is no bar here
 
 
 def test_times_need_profiles_and_a_known_model(tmp_path):
@@ -38,4 +42,4 @@ def test_times_need_profiles_and_a_known_model(tmp_path):
     ):
         planning_times.learned(tmp_path)
     with pytest.raises(typer.BadParameter, match="choose from BERT-large"):
-        planning_times.main(tmp_path, model=["BERT-huge"], times=1, slack=0.1, seed=0)
+        planning_times.main(tmp_path, model=["BERT-huge"], times=1)

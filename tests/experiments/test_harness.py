@@ -38,16 +38,13 @@ def test_pieces_run_in_processes_of_their_own_and_are_kept(tmp_path):
     found = dict(Experiment("squares", tmp_path).pieces(tasks, eval, processes=2))
     assert [found[name][0] for name in tasks] == [0, 1, 4]
     assert os.getpid() not in {process for _, process in found.values()}
-    assert dict(Experiment("squares", tmp_path, again=True).pieces(tasks, eval)) == found
+    assert dict(Experiment("squares", tmp_path).pieces(tasks, eval)) == found
 
 
-def test_fresh_measures_anew_and_again_measures_nothing(tmp_path):
+def test_what_is_there_is_measured_again_only_if_asked_for(tmp_path):
     assert Experiment("one", tmp_path).piece("a", lambda: 1) == 1
     assert Experiment("one", tmp_path).piece("a", lambda: 2) == 1
     assert Experiment("one", tmp_path, fresh=True).piece("a", lambda: 2) == 2
-    assert Experiment("one", tmp_path, again=True).piece("a", lambda: 3) == 2
-    with pytest.raises(QSyncError, match="pieces/b.json is missing; leave out --again"):
-        Experiment("one", tmp_path, again=True).piece("b", lambda: 3)
     Experiment("one", tmp_path).forget("a")
     assert Experiment("one", tmp_path).piece("a", lambda: 4) == 4
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from statistics import fmean
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -11,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsync
-from qsync.errors import MismatchError
+from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.tables import as_markdown
+from qsync.experiments.sensitivity import indicators
 from qsync.experiments.sensitivity.indicator_report import (
     NEAREST,
     geometric,
@@ -26,20 +26,19 @@ from qsync.experiments.sensitivity.indicators import (
     BUDGETS,
     PRECISIONS,
     Scale,
-    judge,
-    judge_again,
-    main,
+    judge_plans,
     plan_at,
     rate,
+    sensitivities,
     spread,
 )
 from qsync.experiments.workloads.workload import Workload
 from qsync.predictor.sensitivity.registry import INDICATORS
-from qsync.records.json_files import write_json
+from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 
-SCALE = Scale(seeds=2, warm_up=2, steps=2, unseen=3, random_plans=2)
+SCALE = Scale(warm_up=2, steps=2, unseen=3, random_plans=2)
 
 
 def tiny() -> Workload:
@@ -59,7 +58,11 @@ def tiny() -> Workload:
 
 @pytest.fixture(scope="module")
 def rows():
-    return [judge(tiny(), seed, SCALE, 1) for seed in (0, 1)]
+    found = []
+    for seed in (0, 1):
+        row = sensitivities(tiny(), seed, SCALE, 1)
+        found.append({"model": "tiny", "seed": seed, **row, **judge_plans(tiny(), seed, SCALE, row["omega"])})
+    return found
 
 
 def test_every_indicator_is_judged_by_every_figure(rows):
@@ -95,30 +98,18 @@ def test_plans_are_compared_batch_by_batch():
     assert spread([1.0, 3.0]) == {"mean": 2.0, "standard_error": 1.0, "by_batch": [1.0, 3.0]}
 
 
-def test_plans_are_measured_anew_from_the_sensitivities_of_an_earlier_run(rows):
-    again = judge_again(tiny(), replace(SCALE, unseen=4), rows[1])
-    for name, found in rows[1]["plan_error"].items():
-        for saving, before in found.items():
-            now = again["plan_error"][name][saving]["by_batch"]
-            before_of_norm, now_of_norm = (
-                [error * fmean(row["squared_gradient"]) for error in errors]
-                for row, errors in ((rows[1], before["by_batch"]), (again, now))
-            )
-            assert now_of_norm[:3] == pytest.approx(before_of_norm) and len(now) == 4
-    assert {key for key in again if again[key] != rows[1][key]} == {"squared_gradient", "plan_error"}
-
-
-def test_sensitivities_of_other_weights_are_not_taken(rows):
-    with pytest.raises(
-        MismatchError, match="tiny, seed 1, are of other weights: .* by leaving out --sensitivities"
-    ):
-        judge_again(tiny(), replace(SCALE, warm_up=3), rows[1])
-
-
-def test_a_model_that_the_earlier_run_lacks_is_named(tmp_path):
-    write_json(tmp_path / "earlier" / "figures.json", {"rows": [], "commit": "abc"})
-    with pytest.raises(MismatchError, match="no sensitivities of vgg, seed 0; choose among its"):
-        main(tmp_path / "out", ["vgg"], sensitivities=tmp_path / "earlier")
+def test_sensitivities_that_are_there_are_not_measured_again(rows, tmp_path, monkeypatch):
+    """An interrupted run continues with its plans."""
+    experiment = Experiment("indicators", tmp_path, settings={"scale": asdict(SCALE)})
+    experiment.keep("tiny 0 sensitivities", {key: rows[0][key] for key in ("omega", "spearman", "joint")})
+    monkeypatch.setattr(indicators, "SCALE", SCALE)
+    monkeypatch.setattr(indicators, "BATCHES", {"tiny": (1, 1)})
+    monkeypatch.setattr(indicators, "subject", lambda name, size: tiny())
+    monkeypatch.setattr(indicators, "sensitivities", lambda *args: pytest.fail("measured again"))
+    indicators.main(tmp_path, ["tiny"], seeds=1)
+    (row,) = read_json(tmp_path / "figures.json")["rows"]
+    assert row["plan_error"] == rows[0]["plan_error"] and row["heldout"] == rows[0]["heldout"]
+    assert (tmp_path / "figures.png").exists()
 
 
 def test_means_and_intervals_by_hand():
