@@ -97,7 +97,7 @@ def main(
     for row in rows:
         for part in ("sensitivities", "plans"):
             row |= found[f"{row['model']} {row['seed']} {part}"]
-    content = {
+    content: dict[str, Any] = {
         "threads": 1, "seeds": list(range(seeds)), "rates": RATES, "summary": summary(rows), "rows": rows,
     }  # fmt: skip
     experiment.finish(
