@@ -8,9 +8,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from qsync.hybrid_training import save_with_warnings
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
+from qsync.records.profiles import Cost
 from qsync.replayer import Sized, profiles_under_levers
 
 GRAPH, SMALLER = encoder(2, rows=32), encoder(2, rows=16)
@@ -100,12 +102,17 @@ def test_a_search_goes_on_where_it_stopped_and_solves_nothing_twice(tmp_path, mo
     kept = tmp_path / "trials.log"
     judged, evaluate = [], Search.evaluate
     monkeypatch.setattr(Search, "evaluate", lambda self, point: judged.append(point) or evaluate(self, point))
-    first = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
+    lines = []
+    options = {"other": OTHER, "storage": kept, "progress": lines.append, **FAST}
+    first = search(*PARTS, trials=5, **options)
     begun = len(judged)
-    again = search(*PARTS, other=OTHER, trials=5, storage=kept, **FAST)
+    again = search(*PARTS, trials=5, **options)
     assert again == first and len(judged) - begun == 1 + len(first.levers.without)
-    more = search(*PARTS, other=OTHER, trials=9, storage=kept, **FAST)
-    assert more.added_variance <= first.added_variance
+    assert lines == [f"trial {k} of 5" for k in (1, 2, 3, 4, 5)]
+    more = search(*PARTS, trials=9, **options)
+    assert more.added_variance <= first.added_variance and lines[5:] == [
+        f"trial {k} of 9" for k in (6, 7, 8, 9)
+    ]
     # Another problem in the same file is another search.
     other = search(*PARTS, other=OTHER, trials=2, storage=kept, solver="greedy", slack=0.1)
     assert other.target_s < first.target_s
@@ -165,6 +172,24 @@ def test_shares_keep_the_batch_and_stay_within_what_was_profiled(counts, parts):
     shares = space._shared(lambda name, low, high: next(drawn))
     assert sum(c.count * shares[c.name] for c in cluster.classes) == 32 * cluster.num_ranks
     assert all(8 <= share <= 128 for share in shares.values())
+
+
+def test_the_first_shares_are_equal_then_half_way_to_equal_times_then_there():
+    """infer is three times slower; what does not scale with it is left out."""
+    profiles = {name: replace(profile, outside=Cost(0.0)) for name, profile in PROFILES.items()}
+    space = Space(GRAPH, profiles, CLUSTER, ["share"], OTHER)
+    found = []
+    for start in space.starts():
+        setting = space.suggest(SimpleNamespace(suggest_float=lambda name, *_, start=start: start[name]))
+        found.append((setting.levers["train"].samples, setting.levers["infer"].samples))
+    assert found == [(32, 32), (40, 24), (48, 16)]
+
+
+def test_bucket_caps_double_from_1_mib_up_to_one_bucket_for_all():
+    offered = []
+    trial = SimpleNamespace(suggest_categorical=lambda name, choices: offered.append((name, choices)))
+    Space(mlp(3, width=512), {}, CLUSTER, ["buckets"]).suggest(trial)  # gradients of 3 MiB and some KiB
+    assert offered == [("bucket cap", [None, 2**20, 2**21, 2**22])]
 
 
 def test_a_plan_with_levers_is_doubted_and_kept_as_any_other(tmp_path):

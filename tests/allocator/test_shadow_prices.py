@@ -8,9 +8,11 @@ import pytest
 from graphs import Builder, cluster_of, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, shadow_prices
+from qsync.records.cluster import Link
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.profiles import Cost
 from qsync.replayer import replay
 
 FP32, BF16, INT8 = Precision.FP32, Precision.BF16, Precision.INT8
@@ -142,6 +144,20 @@ def test_what_both_forbid_has_no_price():
     by_time = max(-one["variance"] / one["seconds"] for one in raises if one["late"] and not one["large"])
     assert price.variance_per_s == pytest.approx(by_time)
     assert price.variance_per_s < prices_of(PLAN)["infer"].variance_per_s and price.variance_per_byte is None
+
+
+def test_on_machines_a_million_times_faster_a_second_is_worth_a_million_times_more():
+    """Which changes of time are rounding depends on the class's compute, not on its seconds."""
+    profiles = {
+        name: profile_of(
+            GRAPH, name, slow=1e-6 * slow, latency_s=1e-8, cast_s=1e-11, outside=Cost(1e-12, 2e-12)
+        )
+        for name, slow in (("train", 1.0), ("infer", 1.8))
+    }
+    cluster = cluster_of({"train": 1, "infer": 3}, link=Link(1e-11, 1e16))
+    plan = replace(PLAN, target_s=1e-6 * PLAN.target_s)
+    _, found = shadow_prices(GRAPH, plan, profiles, SENSITIVITY, cluster)
+    assert found.variance_per_s == pytest.approx(1e6 * prices_of(PLAN)["infer"].variance_per_s)
 
 
 def test_what_is_pinned_stays_as_it_is():

@@ -79,7 +79,11 @@ def attempt(what, *arguments, **options):
         say(f"{what}: {type(error).__name__}: {error}")
 
 attempt("none", DDP(net()), (0, 8)[rank])
-attempt("total", DDP(net()), (3, 5)[rank], total=9)
+before = [p.grad.clone() for p in plain.parameters()]
+attempt("total", plain, (3, 5)[rank], total=9)
+plain.zero_grad()
+loss_fn(plain, own((3, 5))).backward()
+say(f"refused: {all(torch.allclose(p.grad, g) for p, g in zip(plain.parameters(), before))}")
 attempt("disagree", DDP(net()), 4, total=(8, 9)[rank])
 attempt("uneven", DDP(net()), 4, passes=(1, 3)[rank])
 wrapped = DDP(net())
@@ -94,7 +98,7 @@ dist.destroy_process_group()
 @pytest.mark.dist
 def test_the_gradient_is_that_of_the_mean_over_all_samples(tmp_path):
     output = launch(tmp_path, BODY)
-    for what in ("shares", "passes", "without", "hybrid"):
+    for what in ("shares", "passes", "without", "hybrid", "refused"):
         assert said(output, what) == ["True", "True"]
     sentences = {
         "none": "FormatError: weighing gradients failed on rank 0: samples must be a whole number",

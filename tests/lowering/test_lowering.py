@@ -332,6 +332,13 @@ def test_a_result_is_kept_through_views_and_not_through_copies():
     assert (form("view"), form("add")) == ("output", "codes")
 
 
+def test_a_result_is_kept_by_a_product_that_reads_it_after_a_view_of_it():
+    builder = Builder()
+    x = builder.follow("gelu", "gelu", builder.linear("a", builder.enter("x", (4, 4)), 4))
+    builder.output(builder.follow("between", "view", x), builder.linear("b", x, 4))
+    assert forms(lower(builder.build(), {}, saving_less=["gelu"])) == {"gelu": "output"}
+
+
 def test_what_torch_saves_anyway_is_left_to_torch():
     """relu and softmax keep their results, which cost nothing where the next product keeps them too."""
     builder = Builder()

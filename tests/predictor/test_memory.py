@@ -12,7 +12,7 @@ from qsync.lowering.incremental import Lowering, lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
-from qsync.predictor.memory.workspaces import Mask, OpContext, backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces import OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Op, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
 from qsync.records.save_less import ops_that_save_less
@@ -377,20 +377,31 @@ def test_a_product_of_a_frozen_bf16_weight_makes_nothing_but_its_input_s_gradien
     assert backward_workspace(op, Run("b", "bf16", ("bf16", "bf16"), "bf16"), context) == workspace
 
 
-@pytest.mark.parametrize("width", [1, 4])
-def test_int8_attention_spreads_a_mask_that_differs_by_sample_over_all_scores(width):
-    shape = (2, 3, 8, 16)  # samples, heads, tokens, width
-    op = Op("a", "attention", Role.ADJUSTABLE, ("q", "k", "v"), (), "fp32", shape)
-    run = Run("a", "int8", ("int8_row",) * 3, "fp32")
+@pytest.mark.parametrize(("dtype", "width"), [("bool", 1), ("fp32", 4)])
+def test_int8_attention_spreads_a_mask_that_differs_by_sample_over_all_scores(dtype, width):
+    def workspace(*mask_shape: int) -> int:
+        builder = Builder()
+        inputs = [builder.enter(name, (2, 3, 8, 16), grad=True) for name in "qkv"]
+        if mask_shape:
+            inputs.append(builder.enter("mask", mask_shape, dtype=dtype))
+        builder.output(builder.op("a", "attention", Role.ADJUSTABLE, inputs))
+        memory = StepMemory(lower(builder.build(), {"a": INT8}))
+        return sum(span.num_bytes for span in memory._spans[0] if span.birth == span.death == 0)
 
-    def workspace(*masks: Mask) -> int:
-        context = OpContext(
-            (shape,) * 3, ("fp32",) * 3, (True,) * 3, (False,) * 3, "fp32", False, "cpu", masks
-        )
-        return forward_workspace(op, run, context)
+    assert workspace(2, 1, 8, 8) - workspace() == 2 * 3 * 8 * 8 * width
+    assert workspace(8, 8) == workspace()
 
-    assert workspace(Mask((2, 1, 8, 8), width)) - workspace() == 2 * 3 * 8 * 8 * width
-    assert workspace(Mask((8, 8), width)) == workspace()
+
+def test_bf16_attention_on_one_key_takes_a_block_of_queries_at_a_time():
+    queries, key = (1, 1, 2**17, 1), (1, 1, 1, 1)
+    op = Op("a", "attention", Role.ADJUSTABLE, ("q", "k", "v"), (), "fp32", queries)
+    context = OpContext((queries, key, key), ("fp32",) * 3, (True,) * 3, (False,) * 3, "bf16", False, "cpu")
+    operands_and_result = 2 * (2**17 + 1 + 1 + 2**17)
+    scores = 4 * 2 * 2**17 - 2 * 2**17  # in two numbers, weights, and those before; less what is passed on
+    assert (
+        forward_workspace(op, Run("a", "bf16", ("bf16",) * 3, "bf16"), context)
+        == operands_and_result + scores
+    )
 
 
 def test_a_gpu_s_margin_has_two_nearly_empty_segments():
@@ -639,6 +650,31 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
     counted = saved_bytes(lambda: model(**batch)["loss"], known)
     # Four bytes more: the weight of all targets together, which cross_entropy keeps.
     assert sum(peak_memory(lowered).saved_by.values()) + copies + 4 == counted
+
+
+@pytest.mark.parametrize(
+    ("precision", "side", "channels_last", "workspace"),
+    [
+        # Small images are multiplied as windows: these, and oneDNN's scratch.
+        (BF16, 4, False, 2 * 1536 * 2304 + 197_632),
+        (BF16, 4, True, 2 * 1536 * 2304 + 197_632),
+        # Larger ones go through oneDNN: the images in its order, and the weight twice.
+        (BF16, 16, False, 2 * 96 * 256 * 256 + 2 * 2 * 2304 * 256),
+        (BF16, 16, True, 2 * 2 * 2304 * 256),
+        # In INT8 sums in FP32 beside codes of windows.
+        (INT8, 4, False, 1536 * 2304 + 4 * 1536 * 256),
+        (INT8, 16, False, 4 * 96 * 256 * 256),
+        # torch in FP32 reorders images and weight, or the weight alone, twice.
+        (Precision.FP32, 16, False, 4 * (96 * 256 * 256 + 2304 * 256)),
+        (Precision.FP32, 16, True, 2 * 4 * 2304 * 256),
+    ],
+)
+def test_what_forward_of_a_convolution_needs_for_a_while(precision, side, channels_last, workspace):
+    images, weight = (96, 256, side, side), (256, 256, 3, 3)
+    op = Op("conv", "conv2d", Role.ADJUSTABLE, ("x", "w"), (), "fp32", images)
+    context = OpContext((images, weight), ("fp32",) * 2, (True,) * 2, (False, True), "fp32", False, "cpu")
+    run = Run("conv", str(precision), (str(precision),) * 2, "bf16", channels_last=channels_last)
+    assert forward_workspace(op, run, context) == workspace
 
 
 def test_windows_of_convolutions_are_counted_where_they_are_made():

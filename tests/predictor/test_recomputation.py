@@ -115,6 +115,10 @@ def test_the_blocks_of_a_model_are_what_is_numbered():
         mark_recomputed(GRAPH, ["layer.7"])
     with pytest.raises(FormatError, match="layer.0 lies within layer, and both"):
         mark_recomputed(GRAPH, ["layer", "layer.0"])
+    builder = Builder("sequence")
+    x = builder.linear("stem.0", builder.enter("x", (4, 4)), 4)
+    builder.linear("body.1.fc", builder.linear("body.0.fc", x, 4), 4)
+    assert blocks(builder.build()) == ("body.0", "body.1")  # stem.0 is an operator, and holds no other
     builder = Builder("torn")
     x = builder.linear("a.0.fc1", builder.enter("x", (4, 4)), 4)
     x = builder.linear("a.0.fc2", builder.linear("b", x, 4), 4)

@@ -78,7 +78,13 @@ def test_a_wait_is_the_cause_only_if_no_other_class_missed_more_than_half_of_it(
     assert fast.cause == ("train", "cast", -1.0)
 
 
+def test_the_ends_of_the_interval_lie_inside():
+    run = replace(compared({}), interval_s=(1.0, 2.0))
+    assert [replace(run, measured_s=s).inside for s in (0.9, 1.0, 2.0, 2.1)] == [False, True, True, False]
+
+
 def test_percentiles_are_of_the_values():
     assert percentile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert percentile(list(range(1, 101)), 0.95) == 95
     assert percentile([7.0], 0.95) == 7.0
+    assert percentile(list(range(1, 2003)), 0.5) == 1001

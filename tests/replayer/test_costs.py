@@ -213,11 +213,12 @@ def test_a_bucket_is_closed_once_it_reaches_the_cap():
     assert sum(bucket.num_bytes for bucket in found) == 4 * sum(p.num_elements for p in graph.parameters)
 
 
-def test_the_first_default_bucket_is_small():
-    graph = mlp(40, width=512)  # 1 MiB weights
-    sizes = [bucket.num_bytes / 2**20 for bucket in buckets(graph)]
-    assert 1 <= sizes[0] < 2.01
-    assert all(25 <= size < 26.1 for size in sizes[1:-1])
+def test_the_first_default_bucket_has_1_mib_and_the_others_25():
+    builder = Builder()
+    for number, num_bytes in enumerate((2**20 - 4, 4, 25 * 2**20 - 4, 4, 25 * 2**20, 4)):
+        builder.enter(f"p{number}", (num_bytes // 4,), "parameter")
+    found = [bucket.num_bytes for bucket in buckets(builder.build())]
+    assert found == [2**20, 25 * 2**20, 25 * 2**20, 4]
 
 
 @pytest.mark.parametrize("cap", [None, 100_000, 700_000])
