@@ -134,25 +134,22 @@ def total_s(graph: OpGraph, profile: Profile, precision: Precision) -> float:
 
 def verdicts(content: Mapping[str, Any]) -> dict[str, bool]:
     """Return whether the learned model beats both baselines: at shapes, of models, of whole steps."""
-    shapes, models, steps = content["held_out_shapes"], content["held_out_models"], whole_steps(content)
-
-    def of_models(method: str, which: str, number: int) -> float:
-        return float(np.mean([entry[method][which][number] for entry in models.values()]))
-
-    errors: dict[str, Callable[[str], float]] = {
-        "shapes, median": lambda one: shapes[one]["all"][0],
-        "shapes, 95th percentile": lambda one: shapes[one]["all"][1],
-        "shapes, 95th percentile, 20 us or more": lambda one: shapes[one][LONG][1],
-        "models, median": lambda one: of_models(one, "all", 0),
-        "models, 95th percentile": lambda one: of_models(one, "all", 1),
-        "models, 95th percentile, 20 us or more": lambda one: of_models(one, LONG, 1),
-        "whole steps, median": lambda one: spread(steps[one])[0],
-        "whole steps, 95th percentile": lambda one: spread(steps[one])[1],
-    }
+    found = {method: errors(content, method) for method in METHODS}
     return {
-        name: all(bool(error("learned") < error(other)) for other in ("roofline", "linear"))
-        for name, error in errors.items()
+        name: all(bool(error < found[other][name]) for other in ("roofline", "linear"))
+        for name, error in found["learned"].items()
     }
+
+
+def errors(content: Mapping[str, Any], method: str) -> dict[str, float]:
+    """Return the errors of a method by which it is judged; those of models are means over models."""
+    shapes, steps = content["held_out_shapes"][method], spread(whole_steps(content)[method])
+    models = [entry[method] for entry in content["held_out_models"].values()]
+    found = {"shapes, median": shapes["all"][0], "models, median": np.mean([of["all"][0] for of in models])}
+    for which, name in (("all", ""), (LONG, f", {LONG}")):
+        found[f"shapes, 95th percentile{name}"] = shapes[which][1]
+        found[f"models, 95th percentile{name}"] = np.mean([of[which][1] for of in models])
+    return {**found, "whole steps, median": steps[0], "whole steps, 95th percentile": steps[1]}
 
 
 def whole_steps(content: Mapping[str, Any]) -> dict[str, list[float]]:

@@ -24,6 +24,7 @@ import torch
 import qsync
 from qsync import Cluster, DeviceClass, Link, Plan, Precision
 from qsync.experiments.harness import Bar, Experiment, Fresh, Out, bar, run_command
+from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.workloads.large_models import (
     PRECISIONS,
@@ -42,7 +43,7 @@ from qsync.replayer import ClassCosts, replay
 
 SEED = 0
 STARTS, PLANS = 10, 5
-PAIRED_STEPS, WARM_UPS = 30, 3
+PAIRED_STEPS = 30
 REPLAYS, CHANGES, RANKS = 20, 400, 10
 LINK = Link(1e-4, 1e9, 0.6, num_ranks=2)
 
@@ -53,8 +54,8 @@ def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
     with experiment.progress():
         bars = [
             one
-            for measure in (import_time, plan_time, large_capture, replay_time, wrapped_step)
-            for one in experiment.piece(measure.__name__, measure)
+            for part in (import_time, plan_time, large_capture, replay_time, wrapped_step)
+            for one in experiment.piece(part.__name__, part)
         ]
     experiment.finish({}, bars=bars, measured="all but the profiles of planning and replay: synthetic")
 
@@ -117,11 +118,11 @@ def replay_time(num_layers: int = 80) -> list[Bar]:
     lowering = Lowering(graph, plans[0][names[0]])
     costs = ClassCosts(lowering, profiles[names[0]])
 
-    def change() -> None:
-        op = draw.choice(graph.adjustable)
-        costs.update(lowering.assign(op.name, draw.choice(able(op))).touched)
+    def change(op: str, precision: Precision) -> None:
+        costs.update(lowering.assign(op, precision).touched)
 
-    changes = [_seconds(change) for _ in range(CHANGES)]
+    ops = draw.choices(graph.adjustable, k=CHANGES)
+    changes = [_seconds(partial(change, op.name, draw.choice(able(op)))) for op in ops]
     size = f"{len(graph.ops)} operators, {len(names)} classes of {RANKS} ranks; SYNTHETIC profiles"
     replay_ms, change_ms = (1e3 * statistics.median(seconds) for seconds in (whole, changes))
     return [
@@ -174,27 +175,28 @@ def compare_steps() -> dict[str, Any]:
     both = list(zip(plain.parameters(), wrapped.parameters(), strict=True))
     models = {"plain": plain, "wrapped": wrapped}
     optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-4) for name, model in models.items()}
-    times: dict[str, list[float]] = {"plain": [], "wrapped": []}
-    same = True
-    for step in range(PAIRED_STEPS + WARM_UPS):  # to warm up: tracing, caches
-        losses = {}
-        # Who goes first alternates, since the second finds the caches of the first.
-        for name in ("plain", "wrapped") if step % 2 else ("wrapped", "plain"):
-            torch.manual_seed(step)
-            start = time.perf_counter()
-            optimizers[name].zero_grad()
-            losses[name] = models[name](**batches[step % len(batches)]).loss
-            losses[name].backward()
-            optimizers[name].step()
-            times[name].append(time.perf_counter() - start)
-        same = same and torch.equal(losses["plain"], losses["wrapped"])
-        same = same and all(_equal(ours.grad, theirs.grad) for ours, theirs in both)
-    same = same and all(torch.equal(ours, theirs) for ours, theirs in both)
-    pairs = list(zip(times["wrapped"][WARM_UPS:], times["plain"][WARM_UPS:], strict=True))
+    losses: dict[str, list[torch.Tensor]] = {name: [] for name in models}
+
+    def step(name: str) -> None:
+        number = len(losses[name])
+        torch.manual_seed(number)
+        optimizers[name].zero_grad()
+        losses[name].append(models[name](**batches[number % len(batches)]).loss)
+        losses[name][-1].backward()  # type: ignore[no-untyped-call]
+        optimizers[name].step()
+
+    same: list[bool] = []
+
+    def compare() -> None:
+        equal_losses = torch.equal(losses["plain"][-1], losses["wrapped"][-1])
+        same.append(equal_losses and all(_equal(ours.grad, theirs.grad) for ours, theirs in both))
+
+    steps = {name: partial(step, name) for name in models}
+    samples = measure(steps, PAIRED_STEPS, torch.device("cpu"), compare, sample_s=0.0)
     return {
-        "ratio": statistics.median(a / b for a, b in pairs),
-        "plain_s": statistics.median(b for _, b in pairs),
-        "bitwise": same,
+        "ratio": statistics.median(ratios(samples["wrapped"], samples["plain"])),
+        "plain_s": samples["plain"].median_s,
+        "bitwise": all(same) and all(torch.equal(ours, theirs) for ours, theirs in both),
     }
 
 
