@@ -6,7 +6,7 @@
 `ranks`              run a function on real ranks, one of them emulated
 `emulation`          give a rank a share of its core
 `pausing`            the process that pauses and resumes a rank
-`emulated_profiles`  profiles as if a device were slower, or a batch smaller
+`emulated_profiles`  profiles as if a device were slower, a batch smaller, casts free
 `pairing`            time variants in turns
 `peers`              torch.autocast, Inductor and torchao, to compare with
 `measured_memory`    peak of one step, bytes saved for backward
