@@ -653,24 +653,27 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
 
 
 @pytest.mark.parametrize(
-    ("precision", "side", "channels_last", "workspace"),
+    ("precision", "side", "channels", "channels_last", "workspace"),
     [
         # Small images are multiplied as windows: these, and oneDNN's scratch.
-        (BF16, 4, False, 2 * 1536 * 2304 + 197_632),
-        (BF16, 4, True, 2 * 1536 * 2304 + 197_632),
+        (BF16, 4, 256, False, 2 * 1536 * 2304 + 197_632),
+        (BF16, 4, 256, True, 2 * 1536 * 2304 + 197_632),
         # Larger ones go through oneDNN: the images in its order, and the weight twice.
-        (BF16, 16, False, 2 * 96 * 256 * 256 + 2 * 2 * 2304 * 256),
-        (BF16, 16, True, 2 * 2 * 2304 * 256),
+        (BF16, 16, 256, False, 2 * 96 * 256 * 256 + 2 * 2 * 2304 * 256),
+        (BF16, 16, 256, True, 2 * 2 * 2304 * 256),
         # In INT8 sums in FP32 beside codes of windows.
-        (INT8, 4, False, 1536 * 2304 + 4 * 1536 * 256),
-        (INT8, 16, False, 4 * 96 * 256 * 256),
+        (INT8, 4, 256, False, 1536 * 2304 + 4 * 1536 * 256),
+        (INT8, 16, 256, False, 4 * 96 * 256 * 256),
         # torch in FP32 reorders images and weight, or the weight alone, twice.
-        (Precision.FP32, 16, False, 4 * (96 * 256 * 256 + 2304 * 256)),
-        (Precision.FP32, 16, True, 2 * 4 * 2304 * 256),
+        (Precision.FP32, 16, 256, False, 4 * (96 * 256 * 256 + 2304 * 256)),
+        (Precision.FP32, 16, 256, True, 2 * 4 * 2304 * 256),
+        # Depthwise: the result is reordered, or in BF16 the weight alone.
+        (Precision.FP32, 16, 1, False, 4 * 96 * 256 * 256),
+        (BF16, 16, 1, False, 2 * 2 * 9 * 256),
     ],
 )
-def test_what_forward_of_a_convolution_needs_for_a_while(precision, side, channels_last, workspace):
-    images, weight = (96, 256, side, side), (256, 256, 3, 3)
+def test_what_forward_of_a_convolution_needs_for_a_while(precision, side, channels, channels_last, workspace):
+    images, weight = (96, 256, side, side), (256, channels, 3, 3)
     op = Op("conv", "conv2d", Role.ADJUSTABLE, ("x", "w"), (), "fp32", images)
     context = OpContext((images, weight), ("fp32",) * 2, (True,) * 2, (False, True), "fp32", False, "cpu")
     run = Run("conv", str(precision), (str(precision),) * 2, "bf16", channels_last=channels_last)
