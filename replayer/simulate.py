@@ -205,10 +205,20 @@ def least_time(work: Work, start_s: float, exchange: Exchange) -> float:
     if not exchange.durations_s:
         return left + work.backward_s
     ready, alone = np.array(work.ready_s), np.array(exchange.durations_s)
-    lost = np.minimum(work.tolls_s, alone) if work.tolls_s else np.zeros(len(alone))
+    lost = least_losses_s(work, exchange)
     before = np.cumsum(lost) - lost
     onwards = np.cumsum(alone[::-1])[::-1]
     return left + max(work.backward_s, float((ready + before + onwards).max()))
+
+
+def least_losses_s(work: Work, exchange: Exchange) -> FloatArray:
+    """Return the seconds that each all-reduce costs a class at least before the class can start the next.
+
+    If the class computes beside it, that is its toll, or what `LEAST_RATE` takes; if not, its duration.
+    """
+    alone = np.array(exchange.durations_s)
+    beside = (1.0 - LEAST_RATE) / exchange.link.overlap_rate
+    return np.minimum(work.tolls_s, min(beside, 1.0) * alone) if work.tolls_s else np.zeros(len(alone))
 
 
 def replay(

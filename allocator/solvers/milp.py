@@ -49,7 +49,7 @@ from qsync.allocator.solvers.solution import Solution
 from qsync.predictor.memory.peak import bytes_throughout, stated_error
 from qsync.records.precision import Precision
 from qsync.replayer import step_time
-from qsync.replayer.simulate import LEAST_RATE, starts_s
+from qsync.replayer.simulate import LEAST_RATE, least_losses_s, starts_s
 
 Assignments = dict[str, dict[str, Precision]]
 Row = tuple[Sum, float, float]
@@ -278,9 +278,8 @@ class _Class:
         seconds = own * self._state.late_factor(self.name) + self._start_s
         if k == 0:
             return seconds
-        tolls, alone = self._one.work.tolls_s, exchange.durations_s
-        lost = sum(min(toll, duration) for toll, duration in zip(tolls[: k - 1], alone, strict=False))
-        return seconds + lost + sum(alone[k - 1 :])
+        lost = float(least_losses_s(self._one.work, exchange)[: k - 1].sum())
+        return seconds + lost + sum(exchange.durations_s[k - 1 :])
 
     def _misses(self, assignment: Mapping[str, Precision]) -> tuple[float, Row | None] | None:
         """Return the part by which an assignment misses the target, and a row if it misses memory; else None.

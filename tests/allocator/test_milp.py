@@ -6,6 +6,7 @@ import itertools
 import os
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from graphs import CPU_PRECISIONS, cluster_of, encoder, graphs, images, mlp, profile_of, sensitivity_of
@@ -25,6 +26,7 @@ from qsync.errors import FormatError
 from qsync.records.cluster import Link
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
+from qsync.records.profiles import Profile
 
 INT8, FP32 = Precision.INT8, Precision.FP32
 
@@ -145,6 +147,37 @@ def test_where_all_reduces_bind_the_bound_still_is_close():
         assert sum(state.problem.exchange.durations_s) > 0.5 * target
         solution = milp.solve(state, ["infer"], target, time_limit_s=20)
         assert holds(state, target) and solution.gap < 1e-3
+
+
+def test_no_program_is_given_more_time_than_is_left(monkeypatch):
+    """Two classes, slow in other halves of the model, miss together the target that each reaches alone."""
+    graph, now, given = mlp(6, width=64), [0.0], []
+    early = {op.name for op in graph.ops[: len(graph.ops) // 2]}
+
+    def slow(name: str, *, first: bool) -> Profile:
+        profile = profile_of(graph, name, slow=1.6, latency_s=1e-8, cast_s=1e-11)
+        other = profile_of(graph, name, slow=6.4)
+        return replace(
+            profile, ops={op: (other if (op in early) is first else profile).ops[op] for op in profile.ops}
+        )
+
+    profiles = {"train": profile_of(graph, "train"), "a": slow("a", first=True), "b": slow("b", first=False)}
+    cluster = cluster_of(dict.fromkeys(profiles, 1), link=Link(1e-6, 3e7, 0.6))
+
+    def tick() -> float:
+        now[0] += 1.0
+        return now[0]
+
+    def solve(self, *args, time_limit_s, **options):
+        given.append(now[0] + time_limit_s)
+        return real(self, *args, **options)
+
+    real = Program.solve
+    monkeypatch.setattr(Program, "solve", solve)
+    monkeypatch.setattr(milp, "time", SimpleNamespace(perf_counter=tick))
+    options = {"slack": 0.05, "bucket_cap_bytes": 5000, "time_limit_s": 30.0}
+    allocate(graph, profiles, sensitivity_of(graph), cluster, **options)
+    assert len(given) > 4 and max(given) <= 30.0 + 4.0  # a look at the clock takes a second
 
 
 def test_memory_that_binds_is_kept_to():

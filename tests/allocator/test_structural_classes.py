@@ -177,7 +177,7 @@ def test_where_buffers_are_handed_out_first_all_start_with_the_last():
     assert holds(state, target)
 
 
-@given(st.data(), st.sampled_from([Link(1e-6, 1e9), Link(1e-5, 1e6), Link(1e-6, 1e8, 0.6)]))
+@given(st.data(), st.sampled_from([Link(1e-6, 1e9), Link(1e-5, 1e6), Link(1e-6, 1e8, 0.6), Link(1e-7, 1e10)]))
 def test_no_step_is_shorter_than_one_class_needs(data, link):
     graph = data.draw(graphs())
     assume(graph.adjustable)

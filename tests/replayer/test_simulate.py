@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from counting import num_calls
@@ -31,7 +32,7 @@ from qsync.records.graph import Input
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Timeline, Work, all_reduce_s, buckets, replay, steady_step, write_trace
+from qsync.replayer import Timeline, Work, all_reduce_s, buckets, least_time, replay, steady_step, write_trace
 
 GRAPH = encoder(2)
 FAST, SLOW = profile_of(GRAPH, "train"), profile_of(GRAPH, "infer", slow=2.0)
@@ -158,6 +159,23 @@ def test_an_all_reduce_is_slower_while_anyone_computes_and_has_full_speed_after(
     # second is free.
     step = steady_step([ONE], [2.5, 1.0], Link(0.0, 1.0, overlap_rate=0.5))
     assert step.flights == ((2.0, 6.0), (6.0, 7.0))
+
+
+@pytest.mark.parametrize(
+    ("tolls_s", "durations_s", "overlap_rate", "reduced_s"),
+    [
+        ((), (0.5, 3.0), 1.0, 8.0),  # 5 s of compute, then the last all-reduce
+        ((1.5, 0.0), (2.0, 1.0), 1.0, 7.5),
+        ((2.0, 0.0), (2.0, 1.0), 1.0, 7.8),  # a tenth of the core is left to compute: 1.8 s are lost
+        ((2.0, 0.0), (2.0, 1.0), 0.5, 8.0),
+    ],
+)
+def test_no_step_is_shorter_than_the_least_time_of_a_class(tolls_s, durations_s, overlap_rate, reduced_s):
+    """Alone, with an all-reduce that ends while it computes, a class takes just that."""
+    work, link = replace(ONE, tolls_s=tolls_s), Link(0.0, 1.0, overlap_rate)
+    assert steady_step([work], durations_s, link).reduced_s == pytest.approx(reduced_s)
+    exchange = SimpleNamespace(durations_s=durations_s, link=link)
+    assert least_time(work, 0.0, exchange) == pytest.approx(reduced_s)
 
 
 def test_a_class_with_a_fast_optimizer_gets_ahead_of_the_others():
