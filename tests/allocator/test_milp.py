@@ -47,17 +47,16 @@ def varied(graph, seed):
     return replace(found, omega=omega)
 
 
-def begun(graph, *, slow=1.8, cast_s=1e-11, link=None, budget=None, seed=0, slack=0.02, cap=None):
+def begun(graph, *, slow=1.8, cast_s=1e-11, link=None, budget=None, seed=0, slack=0.02, cap=None, pins=None):
     """A problem at its fastest start, with a target a little longer."""
     parts = (pair(graph, slow, cast_s), varied(graph, seed), cluster_of(link=link or Link(1e-6, 1e9)))
-    state = State(make_problem(graph, *parts, Constraints(bucket_cap_bytes=cap)))
+    state = State(make_problem(graph, *parts, Constraints(bucket_cap_bytes=cap, pins=pins)))
     most = state.classes["infer"].peak_bytes
     fastest_start(state, "infer")
     if budget is not None:  # between what the fastest start needs and what FP32 does
         least = state.classes["infer"].peak_bytes
-        state = State(
-            make_problem(graph, *parts, Constraints(budgets={"infer": int(least + budget * (most - least))}))
-        )
+        budgets = {"infer": int(least + budget * (most - least))}
+        state = State(make_problem(graph, *parts, Constraints(budgets=budgets, pins=pins)))
         fastest_start(state, "infer")
     return state, state.step_s() * (1 + slack)
 
@@ -188,6 +187,15 @@ def test_memory_that_binds_is_kept_to():
     solution = milp.solve(state, ["infer"], target, time_limit_s=10)
     assert holds(state, target) and solution.variance <= known
     assert state.classes["infer"].fits() and solution.bound <= solution.variance
+
+
+def test_few_free_operators_are_solved_exactly_however_many_are_pinned():
+    graph = mlp(14)
+    pins = {f"fc{layer}": "fp32" for layer in range(14) if layer % 3}
+    state, target = begun(graph, slow=1.5, link=Link(0.0, 1e30), budget=0.4, pins=pins)
+    greedy(state, ["infer"], target)
+    solution = milp.solve(state, ["infer"], target)
+    assert solution.status == "optimal" and solution.gap <= 1e-6 and solution.variance > 0
 
 
 def test_a_plan_says_its_bound_and_forgets_it_when_pinned(tmp_path):

@@ -377,6 +377,26 @@ def test_a_product_of_a_frozen_bf16_weight_makes_nothing_but_its_input_s_gradien
     assert backward_workspace(op, Run("b", "bf16", ("bf16", "bf16"), "bf16"), context) == workspace
 
 
+@pytest.mark.parametrize(
+    ("carried", "has_dx", "in_buckets", "peak"),
+    [
+        ("fp32", False, False, 2 * 8 * 16),  # codes of the gradient, by rows and by columns
+        ("fp32", True, False, 2 * 8 * 16),  # the sums become what is passed on
+        ("bf16", True, False, 8 * 16 + 4 * 8 * 32),  # sums beside the rounded result
+        ("fp32", True, True, 8 * 16 + 4 * 16 * 32),  # the weight's gradient, before it is copied
+    ],
+)
+def test_what_backward_of_a_product_in_int8_all_needs_for_a_while(carried, has_dx, in_buckets, peak):
+    op = Op("b", "linear", Role.ADJUSTABLE, ("x", "w"), (), "fp32", (8, 16))
+    context = OpContext(
+        shapes=((8, 32), (16, 32)), carried=(carried, "fp32"), has_gradient=(has_dx, True),
+        is_parameter=(False, True), gradient="fp32", in_buckets=in_buckets, device="other",
+    )  # fmt: skip
+    scales = 4 * (2 * (8 + 16) + 32)  # of both codes, their seeds, and of the input
+    run = Run("b", "int8_all", ("int8_row", "int8_row"), "fp32")
+    assert backward_workspace(op, run, context) == scales + peak
+
+
 @pytest.mark.parametrize(("dtype", "width"), [("bool", 1), ("fp32", 4)])
 def test_int8_attention_spreads_a_mask_that_differs_by_sample_over_all_scores(dtype, width):
     def workspace(*mask_shape: int) -> int:

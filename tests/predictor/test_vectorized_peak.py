@@ -168,12 +168,29 @@ def test_a_weight_is_cast_where_its_first_product_stands():
         check(graph, drawn(graph, seed))
 
 
-def test_tensors_are_followed_once_for_every_distinct_case(monkeypatch):
-    followed = []
-    real = lifetimes.Lifetimes.spans_of
+@pytest.fixture
+def followed(monkeypatch) -> list[str | int]:
+    """The values and operators whose tensors are followed."""
+    found, real = [], lifetimes.Lifetimes.spans_of
     monkeypatch.setattr(
-        lifetimes.Lifetimes, "spans_of", lambda self, what: (followed.append(what), real(self, what))[1]
+        lifetimes.Lifetimes, "spans_of", lambda self, what: (found.append(what), real(self, what))[1]
     )
+    return found
+
+
+def test_a_value_is_followed_again_only_if_it_is_itself_read_in_another_type(followed):
+    builder = Builder()
+    x = builder.enter("x", (8, 8))
+    a, b = builder.linear("a", x, 8), builder.linear("b", x, 8)
+    builder.loss("loss", builder.matmul("product", a, b))
+    graph = builder.build()
+    vectorized_peak_bytes(Tabulated(graph, {}))
+    followed.clear()
+    vectorized_peak_bytes(Tabulated(graph, {"a": Precision.BF16}))
+    assert "a" in followed and "b" not in followed
+
+
+def test_tensors_are_followed_once_for_every_distinct_case(followed):
     counts = []
     for num_layers in (3, 6, 12):
         graph = encoder(num_layers)

@@ -50,6 +50,8 @@ def test_a_following_operator_is_scaled_from_its_nearest_type():
     op, run = GRAPH.ops[1], Run("act0", "bf16", (), "")
     profile = replace(PROFILE, ops={"act0": {"fp64": Cost(9.0), "fp32": Cost(2.0, 4.0)}})
     assert run_cost(profile, run, op) == Cost(1.0, 2.0)
+    profile = replace(PROFILE, ops={"act0": {"bf16": Cost(9.0), "fp32": Cost(2.0, 4.0)}})
+    assert run_cost(profile, replace(run, mode="fp64"), op) == Cost(4.0, 8.0)
 
 
 def test_another_order_or_result_type_serves_where_it_alone_was_measured():

@@ -87,6 +87,8 @@ def test_costs_too_far_from_what_was_profiled_are_refused():
         levered(infer=ClassLevers(2), train=ClassLevers(30))
     with pytest.raises(FormatError, match="2 samples in one pass are too far from the 16 .* choose 4 to 64"):
         levered(ALONE, train=ClassLevers(30), infer=ClassLevers(2))
+    assert levered(train=ClassLevers(24), infer=ClassLevers(8))["train"].origin == "interpolated"
+    assert levered(ALONE, train=ClassLevers(28), infer=ClassLevers(4))["infer"].origin == "proportional"
 
 
 def test_passes_cost_their_sum_but_for_weights_that_are_cast_once():
