@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.api import capture as capture
     from qsync.api import profile as profile
     from qsync.api import sensitivity as sensitivity
+    from qsync.api import unwrap as unwrap
     from qsync.api import wrap as wrap
     from qsync.distributed.gradient_weighting import micro_batches as micro_batches
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
@@ -52,6 +53,7 @@ _PUBLIC = {
     "plan": "qsync.planning",
     "replay": "qsync.planning",
     "wrap": "qsync.api",
+    "unwrap": "qsync.api",
     "hybrid": "qsync.hybrid_training",
     "weigh_gradients": "qsync.distributed.gradient_weighting",
     "micro_batches": "qsync.distributed.gradient_weighting",

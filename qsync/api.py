@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
@@ -25,11 +26,13 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.runtime import program as runtime
 from qsync.runtime.activation_recomputation import recompute
+from qsync.runtime.wrapping import Wrapping, wrapped_module
+from qsync.tracing.replaced_forward import running_plain
 from qsync.tracing.tracer import call_arguments, capture, check_batch, undisturbed
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
-__all__ = ["capture", "profile", "sensitivity", "wrap"]
+__all__ = ["capture", "profile", "sensitivity", "unwrap", "wrap"]
 
 
 def profile(
@@ -235,11 +238,13 @@ def wrap(
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
-    In place: the object, its class and its state_dict keys stay. The graph is traced at the first call and
-    compared with the plan's.
+    In place: the object, its class and its state_dict keys stay. Whatever calls the model runs under the plan:
+    `model(x)`, `model.forward(x)`, copies, pickles, torch.compile around it. The graph is traced at the first
+    call and compared with the plan's; one line on stderr says how much of it is lowered. `qsync.unwrap` undoes
+    it.
 
     Args:
-        model: runs where its parameters are.
+        model: runs where its parameters are. In torch.compile or DistributedDataParallel, what is inside.
         plan: a plan, or one precision by name. An operator that no kernel serves in the one precision runs in
             the next one up, with a warning.
         device_class: the class of this rank in the plan. Not needed for a plan of one class.
@@ -252,45 +257,42 @@ def wrap(
 
     Raises:
         MismatchError: the plan is of another model or has no such class.
-        UnsupportedError: the device does not have a precision.
+        UnsupportedError: the device does not have a precision, or the model is in DataParallel, FSDP or
+            TorchScript.
 
     Example:
         >>> model = qsync.wrap(model, plan, device_class="infer")
         >>> model = qsync.wrap(model, "bf16", save_less=True)
     """
-    if isinstance(plan, str):
-        precision = Precision.parse(plan)
-        kernels = backend.select(device_of(model))
-        if precision not in kernels.precisions():
-            known = ", ".join(kernels.precisions())
-            raise UnsupportedError(f"{kernels.device} has no {precision}; it has {known}")
-        all_that_can = runtime.saving(["*"]) if save_less else None
-        runtime.attach(model, runtime.uniform(precision, kernels), saving_less=all_that_can)
-        return model
-    if not isinstance(plan, Plan):
-        raise FormatError(
-            f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one with "
-            "qsync.Plan.load"
-        )
-    if device_class is None:
-        if len(plan.classes) > 1:
-            raise UnsupportedError(
-                f"name the device class of this rank: device_class= one of {', '.join(plan.classes)}"
-            )
-        device_class = next(iter(plan.classes))
-    assignment = plan[device_class].assignment
-    available = backend.select(device_of(model)).precisions()
-    for op, precision in assignment.items():
-        if precision not in available:
-            raise UnsupportedError(
-                f"the plan runs {op} in {precision} on {device_class}, but this device has only "
-                f"{', '.join(available)}; name this device's own class, or plan again"
-            )
-    recomputed = plan.levers[device_class].recomputed if plan.levers else ()
-    saving_less = runtime.saving(["*"] if save_less else plan[device_class].saving_less, recomputed)
-    recompute(model, recomputed)
-    runtime.attach(model, runtime.following(assignment), plan.check_graph, saving_less)
+    module = wrapped_module(model)
+    asked = Wrapping.of(plan, device_class, save_less)
+    asked.check(module)
+    recompute(module, asked.recomputed)
+    runtime.take_over(module, asked)
     return model
+
+
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Make a wrapped model run as torch runs it, without recomputation; in place, weights and hooks stay.
+
+    Args:
+        model: what was given to `qsync.wrap`, a copy of it, or what `qsync.hybrid` returned (whose
+            DistributedDataParallel goes too).
+
+    Returns:
+        The plain model.
+
+    Raises:
+        MismatchError: the model is not wrapped.
+
+    Example:
+        >>> torch.export.export(qsync.unwrap(copy.deepcopy(model)), (x,))
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else wrapped_module(model)
+    runtime.program_of(module)
+    recompute(module, ())
+    runtime.detach(module)
+    return module if isinstance(model, DistributedDataParallel) else model
 
 
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
@@ -303,25 +305,17 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
         return program.graph
 
 
-class running:
-    """A context in which a model runs through a program, to be measured; afterwards it is as before."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._undisturbed = undisturbed(model)
-
-    def __enter__(self) -> runtime.Program:
-        self._before = self._model._compiled_call_impl
-        self._program = runtime.programs.get(self._model)
-        self._undisturbed.__enter__()
-        return runtime.attach(self._model, lambda graph: {})
-
-    def __exit__(self, *failure: Any) -> None:
-        runtime.detach(self._model)
-        self._model._compiled_call_impl = self._before
-        if self._program is not None:
-            runtime.programs[self._model] = self._program
-        self._undisturbed.__exit__(*failure)
+@contextmanager
+def running(model: torch.nn.Module) -> Iterator[runtime.Program]:
+    """Let a model run through a program, to be measured; afterwards it is as before."""
+    before = runtime.programs.get(model)
+    with undisturbed(model), running_plain(model):
+        try:
+            yield runtime.attach(model, lambda graph: {})
+        finally:
+            runtime.detach(model)
+            if before is not None:
+                runtime.programs[model] = before
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -251,29 +251,12 @@ class CallHook:
     """A hook that calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
-        # A weak reference: the module may be freed, and its timer with it (a DDP whose model was grown).
-        self._model = weakref.ref(model)
-        self._compiled: Callable[..., Any] | None = model._compiled_call_impl
-        self._hook = None
-        compiled = self._compiled
-        if compiled is None:
-            self._hook = model.register_forward_pre_hook(lambda *_: then())
-            return
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            then()
-            return compiled(*args, **kwargs)
-
-        self._call = model._compiled_call_impl = call
+        untraced = torch._dynamo.disable(lambda *_: then())
+        self._hook = model.register_forward_pre_hook(untraced)
 
     def remove(self) -> None:
         """Call `then` no more."""
-        if self._hook is not None:
-            self._hook.remove()
-            return
-        model = self._model()
-        if model is not None and model._compiled_call_impl is self._call:
-            model._compiled_call_impl = self._compiled
+        self._hook.remove()
 
 
 def _on_gradient(parameter: torch.nn.Parameter, then: Callable[[], None]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,9 +10,6 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from qsync.errors import MismatchError, shortened
-
-# Modules of each model that recompute by a plan, to be undone when another plan comes.
-_recomputing: weakref.WeakKeyDictionary[torch.nn.Module, list[torch.nn.Module]] = weakref.WeakKeyDictionary()
 
 
 def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
@@ -31,13 +27,12 @@ def recompute(model: torch.nn.Module, paths: Sequence[str]) -> None:
                 f"the plan recomputes {shortened(path)}, which {type(model).__name__} does not have; "
                 "plan again for this model"
             )
-    for module in _recomputing.pop(model, []):
-        module.__dict__.pop("forward", None)
-    chosen = [modules[path] for path in paths]
-    for module in chosen:
-        module.forward = partial(_twice, module)
-    if chosen:
-        _recomputing[model] = chosen
+    for module in modules.values():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, partial) and forward.func is _twice:
+            del module.__dict__["forward"]
+    for path in paths:
+        modules[path].forward = partial(_twice, modules[path])
 
 
 def _twice(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
 """Run a model as a plan says: the backend that torch.compile calls, and the program of each model.
 
-`attach` makes the model run through qsync (`model.compile(backend=...)`: in place, same class, same
-state_dict keys). The program holds each traced graph as a Segment, so that another assignment
-rewrites the segments without tracing again.
+`attach` makes the model run through qsync in place: its forward is replaced on the instance (PlannedForward),
+class and state_dict keys stay, and a copy runs under the plan too. The program holds each traced graph as a
+Segment, so that another assignment rewrites the segments without tracing again.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache
-from types import MethodType
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx
-from torch._dynamo import trace_rules
 
 from qsync import backend
+from qsync.backend.device_detection import device_of
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
@@ -31,6 +31,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import forget_copies
+from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward
 from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
 from qsync.tracing.tracer import dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
 
@@ -82,17 +83,18 @@ class Program:
         choose: Chooser,
         check: Callable[[OpGraph], None] | None = None,
         saving_less: SavingChooser | None = None,
+        report: Callable[[Program, bool], None] | None = None,
     ) -> None:
         self._model = weakref.ref(model)
-        self._choose, self._check = choose, check
+        self._choose, self._check, self._report = choose, check, report
+        self._num_reported = 0
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
         self._checked = False
         self.prefix = ""  # of the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
-        parameter = next(model.parameters(), None)
-        self.device = parameter.device if parameter is not None else torch.device("cpu")
+        self.device = device_of(model)
         self.kernels = backend.select(self.device)
 
     @property
@@ -156,14 +158,16 @@ class Program:
         if not model.training:
             forget_copies()
         if self._checked:
-            return self._run(compiled, args, kwargs)
+            result = self._run(compiled, args, kwargs)
+            self._report_new_graphs()
+            return result
         # The first call shows whether the plan fits the model. If it fails, running statistics are restored.
         breaks = graph_breaks()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)
-            if not self._ran:
-                raise nothing_to_lower(model, breaks)
+            if not any(entry.graph.adjustable for entry in self._ran):
+                raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
             if self._check is not None:
                 self._check(self.graph)
         except QSyncError:
@@ -172,7 +176,14 @@ class Program:
                     buffer.copy_(saved)
             raise
         self._checked = True
+        self._report_new_graphs()
         return result
+
+    def _report_new_graphs(self) -> None:
+        """Report what runs now, after a call in which a graph was traced. `report` learns if it is the first."""
+        if self._report is not None and len(self._entries) > self._num_reported:
+            self._report(self, self._num_reported == 0)
+        self._num_reported = len(self._entries)
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
@@ -197,6 +208,65 @@ class Program:
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
+class PlannedForward(ReplacedForward):
+    """The forward of a model that runs through a program.
+
+    `make(model)` makes the program: at once for the model itself, at the first call for a copy (deepcopy,
+    pickle), and anew when the model has moved to another device.
+    """
+
+    def __init__(self, module: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> None:
+        super().__init__(module)
+        self._make = make
+        self._compiled: Callable[..., Any] | None = None
+
+    def program(self) -> Program:
+        """Return the program, made where there is none yet for the model's device."""
+        program = programs.get(self.module)
+        if self._compiled is None or program is None or program.device != device_of(self.module):
+            program = programs[self.module] = self._make(self.module)
+            self._compiled = compile_forward(self.module, program.compile)
+        return program
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model once."""
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            raise UnsupportedError(
+                f"{type(self.module).__name__} runs qsync's kernels, which cannot be exported; "
+                "call qsync.unwrap(model) and export that"
+            )
+        return self._call(*args, **kwargs)
+
+    @torch._dynamo.disable(  # an outer compile breaks its graph here instead of tracing through
+        recursive=False, reason="it runs qsync's kernels; call qsync.unwrap(model) first"
+    )
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        program = self.program()
+        assert self._compiled is not None
+        return program.call(self._compiled, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        copied = PlannedForward.__new__(PlannedForward)
+        memo[id(self)] = copied
+        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "own": self.own, "_make": self._make}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _compiled=None)
+
+
+def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:
+    """Make a model run through the program that `make` makes for it, in place."""
+    forward = PlannedForward(model, make)
+    programs.pop(model, None)
+    program = forward.program()
+    model.__dict__["forward"] = forward
+    return program
+
+
 def attach(
     model: torch.nn.Module,
     choose: Chooser,
@@ -207,25 +277,13 @@ def attach(
 
     The operators that `saving_less` names save less for backward; without it none does.
     """
-    program = Program(model, choose, check, saving_less)
-    call = model._call_impl
-    if isinstance(model.forward, MethodType) and trace_rules.check(model.forward):
-        call = MethodType(_framed, model)
-    compiled = torch.compile(call, backend=program.compile)
-    model._compiled_call_impl = lambda *args, **kwargs: program.call(compiled, *args, **kwargs)
-    programs[model] = program
-    return program
-
-
-def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a model from a frame of ours: torch traces no frame of its own modules, such as Sequential's."""
-    return self._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return take_over(model, partial(Program, choose=choose, check=check, saving_less=saving_less))
 
 
 def detach(model: torch.nn.Module) -> None:
     """Make `model` run as torch would run it."""
     programs.pop(model, None)
-    model._compiled_call_impl = None
+    restore_forward(model)
 
 
 def program_of(model: torch.nn.Module) -> Program:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx
+from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
+from torch.nn.functional import multi_head_attention_forward
 from torch.utils._pytree import tree_leaves
 
 from qsync.errors import CalibrationError, TracingError
-from qsync.records.graph import OpGraph, Role
+from qsync.records.graph import Op, OpGraph, Role
+from qsync.records.kernel_support import is_fixed_despite_kernels
+from qsync.tracing.replaced_forward import compiled_by
 from qsync.tracing.segments import Segment, join, read_segment
 
 
@@ -48,10 +52,10 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
         return run
 
     breaks = graph_breaks()
-    with undisturbed(model), dynamo_settings(), unwrapped(model):
+    # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
+    with undisturbed(model), dynamo_settings(), compiled_by(model, record, dynamic=False):
         try:
-            # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
-            torch.compile(model, backend=record, dynamic=False)(*args, **kwargs)
+            model(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -60,7 +64,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
             ) from error
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
-        raise nothing_to_lower(model, breaks, len(ops))
+        raise nothing_to_lower(model, breaks, ops)
     return segments
 
 
@@ -69,15 +73,18 @@ def graph_breaks() -> dict[str, int]:
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
-def nothing_to_lower(model: torch.nn.Module, before: dict[str, int], num_ops: int = 0) -> TracingError:
+def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequence[Op] = ()) -> TracingError:
     """Return the error for a model of which nothing can be lowered.
 
-    It says where the graph broke since `before`, or that no traced operator is a product in FP32.
+    It says where the graph broke since `breaks`, or why the traced operators stay as they are.
     """
-    new = [reason for reason, count in graph_breaks().items() if count > before.get(reason, 0)]
+    new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
     reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
-    if num_ops and not new:
-        reason = f"none of the {num_ops} operators traced is a product in FP32 that there are kernels for"
+    fixed = [op for op in ops if is_fixed_despite_kernels(op)]
+    if fixed:
+        reason = f"{fixed[0].name} stays as it is because {fixed[0].fixed_because}"
+    elif ops and not new:
+        reason = f"none of the {len(ops)} operators traced is a product in FP32 that there are kernels for"
     return TracingError(
         f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without "
         "qsync.wrap, or make its forward traceable"
@@ -140,29 +147,34 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """Run the plain forward of a model that was wrapped or compiled."""
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
-    try:
-        yield
-    finally:
-        model._compiled_call_impl = compiled
-
-
-def dynamo_settings() -> Any:
-    """Set the tracer up for qsync's graphs.
+def dynamo_settings() -> Iterator[None]:
+    """Set the tracer up for qsync's graphs, inside.
 
     DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole
     graph. The recompile limit is lifted and made an error: past it torch silently runs the plain model, in
-    FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it.
+    FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it. A counter on a
+    module (`self.step += 1`) is no constant of the graph, and a hook added to an inner module later is traced
+    in. nn.MultiheadAttention is traced into its products: torch takes it for one operator, or two layers for
+    one in evaluation.
     """
-    return torch._dynamo.config.patch(
-        optimize_ddp=False,
-        allow_rnn=True,
-        recompile_limit=256,
-        accumulated_recompile_limit=4096,
-        fail_on_recompile_limit_hit=True,
-    )
+    in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
+    rule = in_graph.pop(multi_head_attention_forward, None)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch._dynamo.config.patch(
+            optimize_ddp=False,
+            allow_rnn=True,
+            recompile_limit=256,
+            accumulated_recompile_limit=4096,
+            fail_on_recompile_limit_hit=True,
+            allow_unspec_int_on_nn_module=True,
+            skip_nnmodule_hook_guards=False,
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        if rule is not None:
+            in_graph[multi_head_attention_forward] = rule
 
 
 def _reason(error: object) -> str:

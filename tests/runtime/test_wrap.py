@@ -372,7 +372,7 @@ def test_an_unknown_device_class_is_named_with_the_known_ones():
         qsync.wrap(model, plan_for(model, batch), device_class="t4")
     with pytest.raises(UnsupportedError, match="device_class= one of train, infer"):
         qsync.wrap(model, plan_for(model, batch))
-    assert model._compiled_call_impl is None
+    assert "forward" not in vars(model)
 
 
 def test_unknown_precisions_are_named_with_the_known_ones():
@@ -387,7 +387,7 @@ def test_a_precision_this_device_lacks_is_refused():
     plan = plan_for(model, batch).pin("fc1", "tf32")
     with pytest.raises(UnsupportedError, match=r"fc1 in tf32 on infer"):
         qsync.wrap(model, plan, device_class="infer")
-    assert model._compiled_call_impl is None
+    assert "forward" not in vars(model)
 
 
 def edited(tmp_path, plan: Plan, change) -> Plan:
@@ -454,7 +454,7 @@ def test_profile_and_sensitivity_leave_the_model_as_it_was():
         assert torch.equal(torch.get_rng_state(), random_state)
         assert_untouched(model, before)
         assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
-        assert model._compiled_call_impl is None and model.training
+        assert "forward" not in vars(model) and model.training
         graph = qsync.capture(model, batch)
         profile.check_graph(graph)
         assert sensitivity.graph_hash == graph.hash
@@ -540,7 +540,7 @@ def test_numbers_that_are_not_finite_are_found_with_the_operator_that_met_them(w
         with pytest.raises(CalibrationError, match=f"{first}.*NaN or Inf") as error:
             call()
         assert "\n" not in str(error.value)
-    assert model._compiled_call_impl is None
+    assert "forward" not in vars(model)
 
 
 def test_a_loss_that_is_no_single_number_is_refused():

@@ -1,0 +1,101 @@
+"""Say how many of a model's products run in the precisions that were asked for, and why the others do not."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from qsync.lowering.lowered_graph import LoweredGraph, Run
+from qsync.records.graph import Op, Role
+from qsync.records.kernel_support import why_unwritten
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+
+# Below this part of the FLOPs that were to be lowered, the line is a warning.
+_LEAST_LOWERED = 0.5
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product of a traced graph: the precision asked for it, the one it runs in, and why they differ."""
+
+    op: Op
+    asked: str
+    runs: str
+    because: str = ""
+
+
+def products(
+    lowered: Iterable[LoweredGraph],
+    asked: Mapping[str, Precision] | Precision,
+    why_unsupported: Callable[[Op, Precision], str | None],
+) -> list[Product]:
+    """Return the products of the graphs of one call.
+
+    `asked` is an assignment, or one precision for all. An operator that the assignment does not name was to
+    run in FP32 if all others are, in lower precision if any is.
+    """
+    found = []
+    for part in lowered:
+        modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
+        for op in part.graph.ops:
+            if op.kind not in PRECISIONS_BY_KIND or not op.flops:
+                continue
+            runs = modes[op.name]
+            wanted = asked if isinstance(asked, Precision) else asked.get(op.name)
+            because = ""
+            if op.role is not Role.ADJUSTABLE:
+                because = op.fixed_because
+            elif wanted is None:
+                because = "the plan does not name it: it was made for another graph"
+            elif wanted not in PRECISIONS_BY_KIND[op.kind]:
+                because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
+            elif runs != wanted:
+                because = why_unsupported(op, wanted) or ""
+            found.append(Product(op, runs if wanted is None else wanted, runs, because))
+    return found
+
+
+def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, where: str) -> str:
+    """Return one line: how many products run in which precision, and which do not though asked, and why."""
+    if isinstance(asked, Precision):
+        kept = sum(product.runs == asked for product in found)
+        text = f"{kept} of {len(found)} products in {asked}{where}"
+    else:
+        counts = Counter(product.runs for product in found if product.runs is not Precision.FP32)
+        each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
+        text = f"{counts.total()} of {len(found)} products lowered{where}" + (f" ({each})" if each else "")
+    other: dict[tuple[str, str], list[str]] = {}
+    for product in found:
+        if product.because:
+            other.setdefault((product.runs, product.because), []).append(product.op.name)
+    reasons = [f"{_listed(names)} in {runs} because {why}" for (runs, why), names in other.items()]
+    return "; ".join([text, *reasons])
+
+
+def is_mostly_lowered(found: list[Product]) -> bool:
+    """Return whether at least half of the FLOPs that were to be lowered are."""
+    to_lower = [p for p in found if p.asked != Precision.FP32 or p.because]
+    adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
+    lowered = sum(p.op.flops for p in adjustable if p.runs != Precision.FP32)
+    return lowered >= _LEAST_LOWERED * sum(p.op.flops for p in to_lower)
+
+
+@cache
+def say_once(text: str, is_good: bool) -> None:
+    """Print a line on stderr, once for all copies of a model; warn if it is no good news."""
+    if is_good:
+        print(f"qsync: {text}", file=sys.stderr)
+    else:
+        warnings.warn(f"qsync: {text}", stacklevel=2)
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} runs"
+    some = ", ".join(names[:_MAX_NAMED])
+    return f"{some} run" if len(names) <= _MAX_NAMED else f"{some} and {len(names) - _MAX_NAMED} more run"

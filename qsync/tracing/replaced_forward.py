@@ -1,0 +1,115 @@
+"""Replace the forward of one module, on the instance: class, state_dict keys and hooks stay.
+
+`module(x)`, `module.forward(x)`, hooks added later, an outer torch.compile and every framework that calls the
+module reach the replacement. torch.compile(module) breaks its graph there and does not trace through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, MethodType
+from typing import Any
+
+import torch
+from torch._dynamo import trace_rules
+
+
+class ReplacedForward:
+    """A callable that stands where a module's forward stood.
+
+    `own` is the `forward` that the instance itself had before, if it had one.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        before = module.__dict__.get("forward")
+        self.own: Callable[..., Any] | None = before.own if isinstance(before, ReplacedForward) else before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what stands in place of the module's forward."""
+        raise NotImplementedError
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Return the signature of the module's forward: trainers choose a batch's columns by it."""
+        return inspect.signature(plain_forward(self.module))
+
+    @property
+    def __code__(self) -> CodeType:
+        """Return the code of the module's forward: torch.export reads the names of arguments from it."""
+        return plain_forward(self.module).__code__
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"{name}: the forward of this module is replaced by qsync's; call qsync.unwrap(model) first"
+        )
+
+
+def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the forward that a module would run without a replacement."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, ReplacedForward):
+        forward = forward.own
+    return forward or MethodType(type(module).forward, module)
+
+
+def compile_forward(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Return the module's plain forward, to be traced at its first call and run by a backend."""
+    forward = plain_forward(module)
+    if isinstance(forward, MethodType) and trace_rules.check(forward):
+        forward = MethodType(_framed, module)
+    return torch.compile(forward, backend=backend, **options)  # type: ignore[no-any-return]
+
+
+def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward from a frame of ours: torch traces no frame of its own modules, such as Sequential's."""
+    return type(self).forward(self, *args, **kwargs)
+
+
+def restore_forward(module: torch.nn.Module) -> None:
+    """Let a module run its plain forward again."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, ReplacedForward):
+        _set(module, forward.own)
+
+
+def _set(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Set the instance's own forward, or remove it: the class's stands then."""
+    if forward is None:
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
+
+
+@contextmanager
+def running_plain(module: torch.nn.Module) -> Iterator[None]:
+    """Run a module without a replacement, and without what `module.compile()` made; then as before."""
+    before, compiled = module.__dict__.get("forward"), module._compiled_call_impl
+    try:
+        restore_forward(module)
+        module._compiled_call_impl = None
+        yield
+    finally:
+        _set(module, before)
+        module._compiled_call_impl = compiled
+
+
+class _Compiled(ReplacedForward):
+    def __init__(self, module: torch.nn.Module, compiled: Callable[..., Any]) -> None:
+        super().__init__(module)
+        self._compiled = compiled
+
+    @torch._dynamo.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled forward."""
+        return self._compiled(*args, **kwargs)
+
+
+@contextmanager
+def compiled_by(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Iterator[None]:
+    """Let a module's plain forward be traced for a backend, inside; afterwards the module is as before."""
+    with running_plain(module):
+        module.__dict__["forward"] = _Compiled(module, compile_forward(module, backend, **options))
+        yield
