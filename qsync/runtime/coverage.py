@@ -36,9 +36,10 @@ def products(
 ) -> list[Product]:
     """Return the products of the graphs of one call.
 
-    `asked` is an assignment, or one precision for all. An operator that the assignment does not name was to
-    run in FP32 if all others are, in lower precision if any is.
+    `asked` is an assignment, or one precision for all. Of an operator that the assignment does not name,
+    its first low precision counts as asked.
     """
+    low = asked if isinstance(asked, Precision) else next((p for p in asked.values() if p != "fp32"), Precision.FP32)
     found = []
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
@@ -56,7 +57,7 @@ def products(
                 because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
             elif runs != wanted:
                 because = why_unsupported(op, wanted) or ""
-            found.append(Product(op, runs if wanted is None else wanted, runs, because))
+            found.append(Product(op, low if wanted is None else wanted, runs, because))
     return found
 
 
@@ -79,7 +80,7 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
 
 def is_mostly_lowered(found: list[Product]) -> bool:
     """Return whether at least half of the FLOPs that were to be lowered are."""
-    to_lower = [p for p in found if p.asked != Precision.FP32 or p.because]
+    to_lower = [p for p in found if p.asked != Precision.FP32]
     adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
     lowered = sum(p.op.flops for p in adjustable if p.runs != Precision.FP32)
     return lowered >= _LEAST_LOWERED * sum(p.op.flops for p in to_lower)

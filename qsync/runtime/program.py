@@ -33,10 +33,13 @@ from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import forget_copies
 from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward
 from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
-from qsync.tracing.tracer import dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
+from qsync.tracing.tracer import cannot_trace, dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
+NO_DATA_PARALLEL = (
+    "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
+)
 # Given a graph, its operators that save less for backward.
 SavingChooser = Callable[[OpGraph], Collection[str]]
 
@@ -196,6 +199,8 @@ class Program:
             raise TracingError(
                 f"the model was traced too often to go on: {error}; keep its input shapes alike"
             ) from error
+        except torch._dynamo.exc.TorchDynamoException as error:
+            raise cannot_trace(self._model(), error) from error
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None
@@ -263,8 +268,12 @@ def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]
     forward = PlannedForward(model, make)
     programs.pop(model, None)
     program = forward.program()
-    model.__dict__["forward"] = forward
+    model.__dict__.update(forward=forward, _replicate_for_data_parallel=_refuse_replicas)
     return program
+
+
+def _refuse_replicas() -> None:
+    raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
 
 
 def attach(
@@ -283,6 +292,7 @@ def attach(
 def detach(model: torch.nn.Module) -> None:
     """Make `model` run as torch would run it."""
     programs.pop(model, None)
+    model.__dict__.pop("_replicate_for_data_parallel", None)
     restore_forward(model)
 
 

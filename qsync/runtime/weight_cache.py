@@ -1,9 +1,9 @@
 """Cast weights once per optimizer step: micro-batches that accumulate gradients share one copy.
 
 A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
-optimizer has stepped since, and a gradient is being accumulated. It serves training only: evaluation may swap
-weights in ways that leave no mark (`p.data.copy_(ema)`), so every call of a model in evaluation, or without
-gradients, casts anew.
+optimizer has stepped since, a gradient is being accumulated, and a sample of its elements is unchanged (a step
+by hand, `p.data -= lr * p.grad`, leaves no other mark). It serves training only: evaluation may swap weights,
+so every call of a model in evaluation, or without gradients, casts anew.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qsync.backend.kernels.convolution import weight_gradient
+
+_SAMPLED = 16  # elements of a weight that are compared
 
 
 class Caster(Protocol):
@@ -32,28 +34,35 @@ class WeightCast(torch.nn.Module):
         self._kernels, self._target = kernels, target
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
+        self._sample: torch.Tensor | None = None
         _steps.casts.add(self)
 
     def forget(self) -> None:
         """Free the copy: it does not last from one step to the next."""
-        self._key = self._copy = None
+        self._key = self._copy = self._sample = None
 
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
         if not torch.is_grad_enabled():
             return self._kernels.cast_weight(weight, self._target)
         key = (weight.data_ptr(), weight._version, _steps.count)
-        # Without a gradient this is the first micro-batch: a loop that steps by hand through `.data` leaves
-        # no other mark. Inside backward it is activation recomputation that runs forward again.
+        # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation that
+        # runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        if key != self._key or first:
+        if key != self._key or first or self._sample is None or not torch.equal(self._sample, _sample(weight)):
             self.forget()
             with torch.no_grad():
                 self._copy = self._kernels.cast_weight(weight, self._target)
-            self._key = key
+            self._key, self._sample = key, _sample(weight).clone()
         if isinstance(self._copy, torch.Tensor):
             return _Copied.apply(weight, self._copy)  # type: ignore[no-untyped-call]
         return self._copy
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Return a view of a few elements, spread over the weight."""
+    flat = weight.detach().as_strided((weight.numel(),), (1,)) if weight.numel() else weight.detach()
+    return flat[:: max(1, weight.numel() // _SAMPLED)]
 
 
 class _Copied(torch.autograd.Function):

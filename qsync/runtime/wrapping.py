@@ -17,7 +17,7 @@ from qsync.records.graph import Op
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.runtime import coverage
-from qsync.runtime.program import Program, following, saving, uniform
+from qsync.runtime.program import NO_DATA_PARALLEL, Program, following, saving, uniform
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +116,7 @@ def wrapped_module(model: Any) -> torch.nn.Module:
         return wrapped_module(model.module)
     kind = type(model).__name__
     if isinstance(model, DataParallel):
-        raise UnsupportedError(
-            "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
-        )
+        raise UnsupportedError(NO_DATA_PARALLEL)
     if kind == "FullyShardedDataParallel":
         raise UnsupportedError(
             f"{kind} has flattened the parameters; wrap the model first, then apply fully_shard to its blocks"

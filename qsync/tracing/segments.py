@@ -421,7 +421,7 @@ def _argument_name(text: str) -> str:
 def _module_path(text: str) -> str:
     """Return a module's path: `L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"^L\['[^']*'\]", "", text)
-    text = re.sub(r"\._(?:modules|orig_mod)\b", "", text)
+    text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
     text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)
     return text.strip(".").removesuffix("._call_impl")

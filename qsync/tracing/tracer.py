@@ -59,9 +59,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
-            raise TracingError(
-                f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}"
-            ) from error
+            raise cannot_trace(model, error) from error
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
         raise nothing_to_lower(model, breaks, ops)
@@ -71,6 +69,11 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 def graph_breaks() -> dict[str, int]:
     """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
     return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def cannot_trace(model: object, error: Exception) -> TracingError:
+    """Return the error for a model that the tracer failed on, in one sentence."""
+    return TracingError(f"torch.compile cannot trace {type(model).__name__}: {_reason(error)}")
 
 
 def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequence[Op] = ()) -> TracingError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import pickle
 
@@ -114,17 +113,27 @@ def test_a_plan_made_on_the_meta_device_runs_on_this_one():
     assert set(modes_of(model).values()) == {"bf16"}
 
 
-def test_copies_and_files_of_a_wrapped_model_are_plain_models():
+def test_copies_keep_their_precision_and_a_state_dict_is_plain():
     model, batch = build("mlp")
-    expected, _ = step(model, batch)
+    plain, _ = step(model, batch)
     qsync.wrap(model, "int8")
-    step(model, batch)
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
+    expected, _ = step(model, batch)
     fresh = MLP()
-    fresh.load_state_dict(torch.load(io.BytesIO(buffer.getvalue())))
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), fresh):
-        assert torch.equal(step(other, batch)[0], expected)
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(step(fresh, batch)[0], plain)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.fc1.weight.data.add_(0.0)
+        assert torch.equal(step(other, batch)[0], expected) and set(modes_of(other).values()) == {"int8"}
+        assert other.forward.module is other
+
+
+def test_unwrapping_gives_the_plain_model_back():
+    model, batch = build("mlp")
+    plain, _ = step(model, batch)
+    assert qsync.unwrap(qsync.wrap(model, "int8")) is model
+    assert torch.equal(step(model, batch)[0], plain) and "forward" not in vars(model)
+    with pytest.raises(MismatchError, match="not wrapped"):
+        qsync.unwrap(model)
 
 
 # --- Training ---
