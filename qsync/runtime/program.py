@@ -213,6 +213,14 @@ class Program:
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
 
 
+_WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
+
+
+@torch._dynamo.disable(reason=_WHY_UNTRACED)
+def _refuse_export(name: str) -> None:
+    raise UnsupportedError(f"{name} cannot be exported: {_WHY_UNTRACED}")
+
+
 class PlannedForward(ReplacedForward):
     """The forward of a model that runs through a program.
 
@@ -236,15 +244,11 @@ class PlannedForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
         if torch.compiler.is_exporting() or torch.jit.is_tracing():
-            raise UnsupportedError(
-                f"{type(self.module).__name__} runs qsync's kernels, which cannot be exported; "
-                "call qsync.unwrap(model) and export that"
-            )
+            _refuse_export(type(self.module).__name__)
         return self._call(*args, **kwargs)
 
-    @torch._dynamo.disable(  # an outer compile breaks its graph here instead of tracing through
-        recursive=False, reason="it runs qsync's kernels; call qsync.unwrap(model) first"
-    )
+    # An outer compile breaks its graph here instead of tracing through.
+    @torch._dynamo.disable(recursive=False, reason=_WHY_UNTRACED)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         program = self.program()
         assert self._compiled is not None

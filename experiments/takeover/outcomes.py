@@ -1,0 +1,68 @@
+"""Judge what became of a case: it ran in the precision asked for, was refused, warned, or silently did not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+import qsync
+from qsync.experiments.takeover.cases import Case, Outcome
+from qsync.runtime import coverage
+
+WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
+# The largest difference from plain FP32 that rounding to INT8 explains, of the norm of all numbers.
+_LARGEST_DIFFERENCE = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a case, and the sentence that its user reads."""
+
+    group: str
+    name: str
+    verdict: str
+    sentence: str
+    difference: float | None
+
+
+def judge(case: Case, precision: str = "int8") -> Verdict:
+    """Run a case with a plain model and with a wrapped one, and compare.
+
+    Without an error it works if the numbers differ from FP32's by no more than rounding does. Numbers that are
+    bitwise FP32's, and gradients that are wrong, are silent failures, unless a warning says so.
+    """
+    coverage.say_once.cache_clear()
+    torch._dynamo.reset()
+    expected = _flat(case.do(lambda model: model))
+    torch._dynamo.reset()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            found = _flat(case.do(partial(qsync.wrap, plan=precision)))
+        except Exception as error:
+            return Verdict(case.group, case.name, REFUSED, sentence_of(error), None)
+    difference = float((found - expected).norm() / expected.norm())
+    texts = [str(warning.message) for warning in said if str(warning.message).startswith("qsync:")]
+    if 0.0 < difference < _LARGEST_DIFFERENCE and not texts:
+        return Verdict(case.group, case.name, WORKS, "", difference)
+    return Verdict(case.group, case.name, WARNS if texts else SILENT, "; ".join(texts), difference)
+
+
+def sentence_of(error: Exception) -> str:
+    """Return what a user reads of an error: ours in full, of torch's the part that names what to do."""
+    text = str(error)
+    named = re.search(r"it runs qsync's kernels; call qsync\.unwrap\(model\) first", text)
+    return named[0] if named and not isinstance(error, qsync.QSyncError) else text
+
+
+def _flat(outcome: Outcome) -> torch.Tensor:
+    tensors = [outcome] if isinstance(outcome, torch.Tensor) else outcome
+    return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+
