@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
-from qsync.errors import CalibrationError, FormatError, QSyncError, UnsupportedError, shortened
+from qsync.errors import CalibrationError, QSyncError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration

@@ -37,7 +37,10 @@ def main(
         tasks = {f"case {number:02}": case for number, case in enumerate(CASES)}
         found = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
     counts = Counter(row["verdict"] for row in found)
-    bars = [bar("cases that silently run something else", counts[SILENT], 0), bar("cases", len(found), 40, at_least=True)]
+    bars = [
+        bar("cases that silently run something else", counts[SILENT], 0),
+        bar("cases", len(found), 40, at_least=True),
+    ]
     shown = _table(found)
     experiment.finish({"cases": found, "counts": dict(counts)}, bars=bars, tables=[shown])
     if publish:
@@ -45,7 +48,10 @@ def main(
 
 
 def _table(found: list[dict[str, Any]]) -> Table:
-    rows = [(row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN)) for row in found]
+    rows = [
+        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
+        for row in found
+    ]
     return table_of("What users do to a wrapped model", ("", "case", "", "sentence"), rows, left=4)
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
 
 import qsync
 from qsync.experiments.takeover.cases import Case, Outcome
@@ -39,10 +37,10 @@ def judge(case: Case, precision: str = "int8") -> Verdict:
     """
     coverage.say_once.cache_clear()
     torch._dynamo.reset()
-    expected = _flat(case.do(lambda model: model))
-    torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
+        expected = _flat(case.do(lambda model: model))
+        torch._dynamo.reset()
         try:
             found = _flat(case.do(partial(qsync.wrap, plan=precision)))
         except Exception as error:
@@ -64,5 +62,3 @@ def sentence_of(error: Exception) -> str:
 def _flat(outcome: Outcome) -> torch.Tensor:
     tensors = [outcome] if isinstance(outcome, torch.Tensor) else outcome
     return torch.cat([tensor.detach().flatten().double() for tensor in tensors])
-
-

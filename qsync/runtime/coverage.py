@@ -39,7 +39,11 @@ def products(
     `asked` is an assignment, or one precision for all. Of an operator that the assignment does not name,
     its first low precision counts as asked.
     """
-    low = asked if isinstance(asked, Precision) else next((p for p in asked.values() if p != "fp32"), Precision.FP32)
+    low = (
+        asked
+        if isinstance(asked, Precision)
+        else next((p for p in asked.values() if p != "fp32"), Precision.FP32)
+    )
     found = []
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}

@@ -49,7 +49,12 @@ class WeightCast(torch.nn.Module):
         # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation that
         # runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        if key != self._key or first or self._sample is None or not torch.equal(self._sample, _sample(weight)):
+        if (
+            key != self._key
+            or first
+            or self._sample is None
+            or not torch.equal(self._sample, _sample(weight))
+        ):
             self.forget()
             with torch.no_grad():
                 self._copy = self._kernels.cast_weight(weight, self._target)

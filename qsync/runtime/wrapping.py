@@ -122,5 +122,7 @@ def wrapped_module(model: Any) -> torch.nn.Module:
             f"{kind} has flattened the parameters; wrap the model first, then apply fully_shard to its blocks"
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise UnsupportedError(f"{kind} is TorchScript, which cannot be traced; wrap the module it was made from")
+        raise UnsupportedError(
+            f"{kind} is TorchScript, which cannot be traced; wrap the module it was made from"
+        )
     return model

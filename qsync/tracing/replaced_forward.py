@@ -55,7 +55,9 @@ def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     return forward or MethodType(type(module).forward, module)
 
 
-def compile_forward(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+def compile_forward(
+    module: torch.nn.Module, backend: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
     """Return the module's plain forward, to be traced at its first call and run by a backend."""
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):

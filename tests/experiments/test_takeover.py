@@ -1,0 +1,52 @@
+"""What users do to a wrapped model: every case keeps its verdict, and none is silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsync.experiments.takeover.cases import CASES, Case, data, net
+from qsync.experiments.takeover.outcomes import REFUSED, SILENT, WARNS, WORKS, judge
+
+# Part of the sentence that a user reads; every other case works.
+SENTENCES = {
+    "`torch.func.grad` of a functional call": "functorch",
+    "`torch.func.vmap` over samples": "functorch",
+    "inside `torch.autocast`": "call the model outside of autocast",
+    "`torch.compile(model, fullgraph=True)`": "call qsync.unwrap(model) first",
+    "`torch.export.export`": "Net cannot be exported: it runs qsync's kernels; call qsync.unwrap(model) first",
+    "`torch.export.export(strict=True)`": "call qsync.unwrap(model) first",
+    "`torch.jit.trace`": "call qsync.unwrap(model) first",
+    "`torch.jit.script`": "call qsync.unwrap(model) first",
+    "wrap of `DataParallel(model)`": "use DistributedDataParallel",
+    "wrap of a TorchScript model": "wrap the module it was made from",
+    "`model.to(torch.bfloat16)` after wrapping": "first.up stays as it is because the model has it in bf16",
+    "double backward (a gradient penalty)": "differentiate twice",
+}
+WARNINGS = {
+    "`model.to(torch.bfloat16)` after the first call": "0 of 5 products in int8.*has it in bf16",
+    "`model.double()` after the first call": "0 of 5 products in int8.*has it in fp64",
+}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_case_works_or_is_refused_in_one_sentence(case):
+    found = judge(case)
+    if case.name in SENTENCES:
+        assert found.verdict == REFUSED and SENTENCES[case.name] in found.sentence
+        assert "\n" not in found.sentence
+    elif case.name in WARNINGS:
+        assert found.verdict == WARNS
+        assert all(part in found.sentence for part in WARNINGS[case.name].split(".*"))
+    else:
+        assert found.verdict == WORKS, found
+
+
+def test_every_listed_case_exists_once():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names) >= 40 and {*SENTENCES, *WARNINGS} <= set(names)
+
+
+def test_plain_numbers_and_wrong_gradients_are_silent_failures():
+    plain = Case("", "plain", lambda make: net()(data()))
+    wrong = Case("", "wrong", lambda make: make(net())(data()) * (2.0 if hasattr(make, "keywords") else 1.0))
+    assert judge(plain).verdict == judge(wrong).verdict == SILENT
