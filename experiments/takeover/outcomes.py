@@ -1,4 +1,4 @@
-"""Judge what became of a case: it ran in the precision asked for, was refused, warned, or silently did not."""
+"""Judge what became of a case: it ran as asked, was refused, warned, or silently did neither."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Verdict:
 def judge(case: Case, precision: str = "int8") -> Verdict:
     """Run a case with a plain model and with a wrapped one, and compare.
 
-    Without an error it works if the numbers differ from FP32's by no more than rounding does. Numbers that are
-    bitwise FP32's, and gradients that are wrong, are silent failures, unless a warning says so.
+    Without an error it works if the numbers differ from FP32's by no more than rounding does. Numbers that
+    are bitwise FP32's, and gradients that are wrong, are silent failures, unless a warning says so.
     """
     coverage.say_once.cache_clear()
     torch._dynamo.reset()

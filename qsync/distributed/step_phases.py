@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
+from qsync.tracing.replaced_forward import untraced
 
 NUM_KEPT_STEPS = 256
 
@@ -251,8 +252,8 @@ class CallHook:
     """A hook that calls `then` before every call of `model`, outside of what torch.compile traces."""
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
-        untraced = torch._dynamo.disable(lambda *_: then())
-        self._hook = model.register_forward_pre_hook(untraced)
+        hook = untraced("it takes the time")(lambda *_: then())
+        self._hook = model.register_forward_pre_hook(hook)
 
     def remove(self) -> None:
         """Call `then` no more."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from qsync.lowering.lowered_graph import LoweredGraph, Run
-from qsync.records.graph import Op, Role
+from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
@@ -32,18 +32,15 @@ class Product:
 def products(
     lowered: Iterable[LoweredGraph],
     asked: Mapping[str, Precision] | Precision,
-    why_unsupported: Callable[[Op, Precision], str | None],
+    unsupported: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[Product]:
     """Return the products of the graphs of one call.
 
     `asked` is an assignment, or one precision for all. Of an operator that the assignment does not name,
     its first low precision counts as asked.
     """
-    low = (
-        asked
-        if isinstance(asked, Precision)
-        else next((p for p in asked.values() if p != "fp32"), Precision.FP32)
-    )
+    each = [asked] if isinstance(asked, Precision) else asked.values()
+    low = next((precision for precision in each if precision is not Precision.FP32), Precision.FP32)
     found = []
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
@@ -60,7 +57,7 @@ def products(
             elif wanted not in PRECISIONS_BY_KIND[op.kind]:
                 because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
             elif runs != wanted:
-                because = why_unsupported(op, wanted) or ""
+                because = unsupported(part.graph, wanted).get(op.name, "")
             found.append(Product(op, low if wanted is None else wanted, runs, because))
     return found
 

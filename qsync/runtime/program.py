@@ -31,7 +31,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import forget_copies
-from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward
+from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward, untraced
 from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
 from qsync.tracing.tracer import cannot_trace, dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
 
@@ -183,7 +183,7 @@ class Program:
         return result
 
     def _report_new_graphs(self) -> None:
-        """Report what runs now, after a call in which a graph was traced. `report` learns if it is the first."""
+        """Report what runs now, after a call in which a graph was traced."""
         if self._report is not None and len(self._entries) > self._num_reported:
             self._report(self, self._num_reported == 0)
         self._num_reported = len(self._entries)
@@ -216,7 +216,7 @@ programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyD
 _WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
 
 
-@torch._dynamo.disable(reason=_WHY_UNTRACED)
+@untraced(_WHY_UNTRACED)
 def _refuse_export(name: str) -> None:
     raise UnsupportedError(f"{name} cannot be exported: {_WHY_UNTRACED}")
 
@@ -243,12 +243,12 @@ class PlannedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
             _refuse_export(type(self.module).__name__)
         return self._call(*args, **kwargs)
 
     # An outer compile breaks its graph here instead of tracing through.
-    @torch._dynamo.disable(recursive=False, reason=_WHY_UNTRACED)
+    @untraced(_WHY_UNTRACED, recursive=False)
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         program = self.program()
         assert self._compiled is not None

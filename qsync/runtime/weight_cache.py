@@ -1,9 +1,9 @@
 """Cast weights once per optimizer step: micro-batches that accumulate gradients share one copy.
 
 A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
-optimizer has stepped since, a gradient is being accumulated, and a sample of its elements is unchanged (a step
-by hand, `p.data -= lr * p.grad`, leaves no other mark). It serves training only: evaluation may swap weights,
-so every call of a model in evaluation, or without gradients, casts anew.
+optimizer has stepped since, a gradient is being accumulated, and a sample of its elements is unchanged (a
+step by hand, `p.data -= lr * p.grad`, leaves no other mark). It serves training only: evaluation may swap
+weights, so every call of a model in evaluation, or without gradients, casts anew.
 """
 
 from __future__ import annotations
@@ -46,15 +46,11 @@ class WeightCast(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self._kernels.cast_weight(weight, self._target)
         key = (weight.data_ptr(), weight._version, _steps.count)
-        # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation that
-        # runs forward again.
+        # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
+        # that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        if (
-            key != self._key
-            or first
-            or self._sample is None
-            or not torch.equal(self._sample, _sample(weight))
-        ):
+        is_same = self._sample is not None and torch.equal(self._sample, _sample(weight))
+        if key != self._key or first or not is_same:
             self.forget()
             with torch.no_grad():
                 self._copy = self._kernels.cast_weight(weight, self._target)

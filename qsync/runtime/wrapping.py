@@ -13,7 +13,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from qsync import backend
 from qsync.backend.device_detection import device_of
 from qsync.errors import FormatError, UnsupportedError, shortened
-from qsync.records.graph import Op
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.runtime import coverage
@@ -39,8 +38,8 @@ class Wrapping:
             return cls(Precision.parse(plan), None, device_class or "", save_less)
         if not isinstance(plan, Plan):
             raise FormatError(
-                f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one with "
-                "qsync.Plan.load"
+                f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one "
+                "with qsync.Plan.load"
             )
         if device_class is None:
             if len(plan.classes) > 1:
@@ -91,11 +90,7 @@ class Wrapping:
 
     def _report(self, program: Program, is_first: bool) -> None:
         """Say what is lowered, at the first call; later only if it is little of a new graph."""
-
-        def why_unsupported(op: Op, precision: Precision) -> str | None:
-            return program.kernels.why_unsupported(op.kind, precision)
-
-        found = coverage.products(program.lowered, self._asked, why_unsupported)
+        found = coverage.products(program.lowered, self._asked, program.unsupported)
         is_good = coverage.is_mostly_lowered(found)
         if not is_good or (is_first and os.environ.get("RANK", "0") == "0"):
             where = f" on {self.device_class}" if self.device_class else ""

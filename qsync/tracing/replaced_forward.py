@@ -10,10 +10,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._dynamo import trace_rules
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(reason: str, recursive: bool = True) -> Callable[[F], F]:
+    """Let torch.compile call a function without tracing it; without `recursive`, trace what that calls."""
+    return torch._dynamo.disable(recursive=recursive, reason=reason)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class ReplacedForward:
@@ -62,7 +69,7 @@ def compile_forward(
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):
         forward = MethodType(_framed, module)
-    return torch.compile(forward, backend=backend, **options)  # type: ignore[no-any-return]
+    return torch.compile(forward, backend=backend, **options)
 
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +110,7 @@ class _Compiled(ReplacedForward):
         super().__init__(module)
         self._compiled = compiled
 
-    @torch._dynamo.disable(recursive=False)
+    @untraced("it is traced for another backend", recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
         return self._compiled(*args, **kwargs)

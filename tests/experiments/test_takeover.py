@@ -13,7 +13,7 @@ SENTENCES = {
     "`torch.func.vmap` over samples": "functorch",
     "inside `torch.autocast`": "call the model outside of autocast",
     "`torch.compile(model, fullgraph=True)`": "call qsync.unwrap(model) first",
-    "`torch.export.export`": "Net cannot be exported: it runs qsync's kernels; call qsync.unwrap(model) first",
+    "`torch.export.export`": "Net cannot be exported: it runs qsync's kernels; call qsync.unwrap",
     "`torch.export.export(strict=True)`": "call qsync.unwrap(model) first",
     "`torch.jit.trace`": "call qsync.unwrap(model) first",
     "`torch.jit.script`": "call qsync.unwrap(model) first",
