@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qsync.allocator.problem import Constraints, gradient_weight, make_problem
+from qsync.allocator.problem import Constraints, added_variance, gradient_weight, make_problem
 from qsync.allocator.search_state import State
 from qsync.allocator.solvers import milp
 from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
+from qsync.records.base import base_of_kind, base_on, bases_of, check_base, parse_base
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
@@ -34,8 +35,8 @@ class Options(Constraints):
     """All options of `allocate`: the constraints of the problem, the target, and the solver.
 
     `target_s` is the target step in seconds. If None, it is the least step that the cluster reaches with its
-    strongest class in FP32, times 1 + `slack`. The strongest class is the one whose FP32 step takes least. It
-    is lowered only with `lower_all`, or where FP32 does not fit in its memory.
+    strongest class in the base (FP32), times 1 + `slack`. The strongest class is the one whose step in the
+    base takes least. It is lowered only with `lower_all`, or where the base does not fit in its memory.
 
     With `margin` the lowered classes reach the target even if their compute takes longer than predicted by
     this part of it. A margin that the fastest start cannot keep is reduced. A step waits for its latest rank,
@@ -96,7 +97,7 @@ def allocate(
         sensitivity: Added gradient variance (squared gradient norm) by operator and precision.
         cluster: The device classes, their ranks and links.
         **options: Fields of `Options`: `target_s`, `slack`, `budgets`, `pins`, `together`, `lower_all`,
-            `margin`, `bucket_cap_bytes`, `saving_less`, `solver`, `gap` and `time_limit_s`.
+            `margin`, `bucket_cap_bytes`, `saving_less`, `base`, `solver`, `gap` and `time_limit_s`.
 
     Returns:
         The plan, with what replay predicts for it and a lower bound of the variance (`Plan.bound`).
@@ -112,6 +113,8 @@ def allocate(
     """
     given = Options(**options)
     given.check()
+    known = dict.fromkeys(p for c in cluster.classes for p in bases_of(c.device, c.precisions))
+    check_base(parse_base(given.base), known)
     with _without_garbage_collection():
         state = State(make_problem(graph, profiles, sensitivity, cluster, given))
         lowerable = _lowerable(state, given.lower_all)
@@ -176,33 +179,43 @@ def as_plan(
 ) -> Plan:
     """Return a plan of these assignments with what replay predicts for it.
 
-    `given` supplies the bucket cap and the operators that save less; its other fields are not read. Without a
-    sensitivity the plan's variance is stated as 0.
+    `given` supplies the bucket cap, the operators that save less and the base; its other fields are not read.
+    Without a sensitivity the plan's variance is stated as 0.
     """
     given = given or Constraints()
+    base = parse_base(given.base)
     chosen = {
         c.name: ClassPlan(
             {op.name: assignments[c.name].get(op.name, Precision.FP32) for op in graph.adjustable},
             profile_hash=profiles[c.name].hash,
             saving_less=tuple((given.saving_less or {}).get(c.name, ())),
             origin=profiles[c.name].origin,
+            base=base_on(base, bases_of(c.device, c.precisions)),
         )
         for c in cluster.classes
     }
     levers = {name: profile.setting.levers for name, profile in profiles.items() if profile.setting}
     plan = Plan(
         graph.model, graph.hash, chosen, target_s=target_s, bucket_cap_bytes=given.bucket_cap_bytes,
-        levers=Levers(levers) if levers else None,
+        levers=Levers(levers) if levers else None, base=base,
     )  # fmt: skip
     timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=given.bucket_cap_bytes)
     classes = {}
     for device_class in cluster.classes:
-        name, variance = device_class.name, 0.0
+        name, variance, base_variance = device_class.name, 0.0, 0.0
         if sensitivity is not None:
             weight = gradient_weight(device_class, profiles, cluster)
-            variance = sum(weight * sensitivity[op, p] for op, p in chosen[name].assignment.items())
+            ops = {op.name: op for op in graph.adjustable}
+            own = chosen[name].base
+            variance = sum(
+                weight * added_variance(sensitivity, ops[op], p, own)
+                for op, p in chosen[name].assignment.items()
+            )
+            base_variance = weight * sum(
+                sensitivity[op.name, base_of_kind(op.kind, own)] for op in ops.values()
+            )
         entry = timeline[name]
-        predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance)
+        predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance, base_variance)
         classes[name] = replace(chosen[name], predicted=predicted)
     return replace(plan, classes=classes, step_s=timeline.step_s)
 

@@ -9,32 +9,17 @@ from dataclasses import dataclass
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
+from qsync.records.base import base_of_kind, base_on, bases_of, is_below, parse_base
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plans import check_saving
-from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import LARGEST, PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Exchange
 from qsync.replayer.costs import check_timed
 from qsync.replayer.simulate import check_profiles
-
-# From lowest to highest: decides only between precisions that add the same variance.
-PRECISION_ORDER = {
-    p: rank
-    for rank, p in enumerate(
-        (
-            Precision.INT8_ALL,
-            Precision.INT8,
-            Precision.FP8,
-            Precision.FP16,
-            Precision.BF16,
-            Precision.TF32,
-            Precision.FP32,
-        )
-    )
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +29,8 @@ class Constraints:
     `budgets` (bytes by class) replace the cluster's memory. `pins` map patterns of operator names to
     precisions. `together` are patterns of operators that run alike (`matched_groups`). `bucket_cap_bytes` is
     DDP's cap, None for its defaults. `saving_less` maps classes to patterns of following operators that save
-    less for backward (`Plan.save_less`), at the time and memory that profile and memory model state.
+    less for backward (`Plan.save_less`), at the time and memory that profile and memory model state. `base`
+    is the highest precision of the operators that torch.autocast lowers (qsync.records.base).
     """
 
     budgets: Mapping[str, int] | None = None
@@ -52,6 +38,7 @@ class Constraints:
     together: Sequence[Sequence[str]] = ()
     bucket_cap_bytes: int | None = None
     saving_less: Mapping[str, Sequence[str]] | None = None
+    base: str | Precision = Precision.FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +46,8 @@ class ClassProblem:
     """The part of one class: `choices[op]` from lowest to highest, `variance[op][p]` weighted n_c / N^2.
 
     `graph` is the graph of one pass under the class's levers. Of operators that run alike the first has the
-    common choices and the summed variance, and `partners` names the others. The following operators in
+    common choices and the summed variance, and `partners` names the others. `base[op]` is what an operator
+    runs in where it is not lowered. The following operators in
     `saving_less` save less for backward, whatever is chosen.
     """
 
@@ -70,11 +58,12 @@ class ClassProblem:
     variance: Mapping[str, Mapping[Precision, float]]
     graph: OpGraph
     partners: Mapping[str, tuple[str, ...]]
+    base: Mapping[str, Precision]
     saving_less: frozenset[str] = frozenset()
 
     @property
     def highest(self) -> dict[str, Precision]:
-        """The assignment that adds least variance: FP32 except for pinned operators."""
+        """The assignment that adds least variance: the base except for pinned operators."""
         return self.with_partners({op: options[-1] for op, options in self.choices.items()})
 
     def first_of(self, op: str) -> str:
@@ -145,13 +134,19 @@ def _class_problem(
     given: Constraints,
 ) -> ClassProblem:
     name, at = device_class.name, profile.graph_of(graph)
-    choices, variance = {}, {}
+    choices, variance, bases = {}, {}, {}
     without_kernel = unsupported_by_shape(at, device_class.device)
+    base = base_on(parse_base(given.base), bases_of(device_class.device, device_class.precisions))
     for op in graph.adjustable:
         unsupported = {**profile.refused.get(op.name, {}), **without_kernel.get(op.name, {})}
         options = _choices(op, device_class, profile, pinned.get(op.name), unsupported)
-        variance[op.name] = {p: weight * _omega(sensitivity, op.name, p) for p in options}
+        own_base = base_of_kind(op.kind, base)
+        bases[op.name] = own_base if own_base in options else Precision.FP32
+        if op.name not in pinned:
+            options = tuple(p for p in options if p == bases[op.name] or is_below(p, bases[op.name]))
+        variance[op.name] = {p: weight * added_variance(sensitivity, op, p, base) for p in options}
         choices[op.name] = _from_lowest(options, variance[op.name])
+    _check_base_measured(name, base, graph, profile)
     for group in groups:
         _merge_group(name, group, choices, variance)
     patterns = tuple((given.saving_less or {}).get(name, ()))
@@ -161,7 +156,19 @@ def _class_problem(
         check_timed(profile, at, op_name)
     budget = (given.budgets or {}).get(name, device_class.memory_bytes)
     partners = {group[0]: tuple(group[1:]) for group in groups}
-    return ClassProblem(device_class, profile, budget, choices, variance, at, partners, frozenset(less))
+    return ClassProblem(
+        device_class, profile, budget, choices, variance, at, partners, bases, frozenset(less)
+    )  # fmt: skip
+
+
+def _check_base_measured(name: str, base: Precision, graph: OpGraph, profile: Profile) -> None:
+    """Raise MismatchError if no operator that the base is for can run in it, and none was measured in it."""
+    wanted = [op.name for op in graph.adjustable if base_of_kind(op.kind, base) is base]
+    lacking = [op for op in wanted if base not in profile.precisions_of(op)]
+    if base is not Precision.FP32 and wanted and lacking == wanted:
+        raise MismatchError(
+            f"the profile of {name} has no time of {lacking[0]} in {base}, the base; profile this class again"
+        )
 
 
 def _merge_group(
@@ -278,6 +285,17 @@ def _choices(
         and p not in unsupported
         and op.magnitude <= LARGEST.get(p, math.inf)
     )
+
+
+def added_variance(
+    sensitivity: Sensitivity, op: Op, precision: Precision, base: Precision = Precision.FP32
+) -> float:
+    """Return what an operator adds to the gradient's variance in a precision, above its class's base."""
+    own_base = base_of_kind(op.kind, base)
+    if own_base is Precision.FP32:
+        return _omega(sensitivity, op.name, precision)
+    above = _omega(sensitivity, op.name, precision) - _omega(sensitivity, op.name, own_base)
+    return max(0.0, above)
 
 
 def _from_lowest(options: Iterable[Precision], variance: Mapping[Precision, float]) -> tuple[Precision, ...]:

@@ -231,10 +231,11 @@ def _measurable(
 
 def wrap(
     model: torch.nn.Module,
-    plan: Plan | str | Precision,
+    plan: Plan | str | Precision | None = None,
     *,
     device_class: str | None = None,
     save_less: bool = False,
+    base: str | None = None,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
@@ -251,6 +252,9 @@ def wrap(
         save_less: let every operator that can save less for backward, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
             qsync.backend.compressed_saves.saved_ops).
+        base: "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where nothing
+            lower is asked for. Inside a torch.autocast of that type the model may be called; qsync decides
+            the casts there too.
 
     Returns:
         The model.
@@ -263,9 +267,18 @@ def wrap(
     Example:
         >>> model = qsync.wrap(model, plan, device_class="infer")
         >>> model = qsync.wrap(model, "bf16", save_less=True)
+        >>> model = qsync.wrap(model, base="bf16")
     """
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base))
+
+
+def wrap_as(model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool) -> torch.nn.Module:
+    """Wrap a model of a job; `speaks`: this rank says how much of it is lowered."""
+    return _take_over(model, replace(Wrapping.of(plan, device_class, False), speaks=speaks))
+
+
+def _take_over(model: torch.nn.Module, asked: Wrapping) -> torch.nn.Module:
     module = wrapped_module(model)
-    asked = Wrapping.of(plan, device_class, save_less)
     asked.check(module)
     recompute(module, asked.recomputed)
     runtime.take_over(module, asked)

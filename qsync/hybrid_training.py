@@ -20,12 +20,15 @@ from qsync.distributed.gradient_weighting import weigh_gradients
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
+from qsync.records.base import parse_base
 from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import profiles_under_levers
+from qsync.runtime.wrapping import check_plan_base
+from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
 
@@ -44,6 +47,7 @@ def hybrid(
     bucket_cap_mb: float | None = None,
     timeout_s: float = 60.0,
     loader: Iterable[Any] | None = None,
+    base: str | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -72,6 +76,9 @@ def hybrid(
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with.
+        base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
+            what the others are lowered from. Without it the type of the torch.autocast that is on here, else
+            "fp32". The training loop may keep its torch.autocast of that type.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
@@ -90,23 +97,28 @@ def hybrid(
     Example:
         >>> model = qsync.hybrid(model, batch, lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
-    job.join_job(device_of(model))
+    device = device_of(model)
+    base = base or autocast_type(device)
+    job.join_job(device)
     if job.world_size() > 1:
         liveness.watch_once(timeout_s)
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
-        "a loader": "given" if loader is not None else "none",
+        "a loader": "given" if loader is not None else "none", "the base": base,
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
     rank = job.detect_rank(model, emulated_share, device_class)
     folder = None
     if plan is None:
         step = job.TrainingStep(model, example_batch, loss_fn)
-        with shown_on_rank_zero("qsync: planning") as progress:
+        options |= {"base": str(parse_base(base))} if base not in (None, Precision.FP32) else {}
+        with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
             profiling = ProfileOptions(
                 precisions, make_optimizer, loader, bucket_cap_mb, _may_save_less(options), progress
             )
             plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
+    elif base is not None:
+        agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
     wrapped = _wrap(model, plan, rank.device_class.name, bucket_cap_mb)
     if folder is not None and isinstance(wrapped, DistributedDataParallel):
         drift_monitor.watch(wrapped, plan, folder, rank.device_class.name)
@@ -167,7 +179,8 @@ def _wrap(
     model: torch.nn.Module, plan: Plan, device_class: str, bucket_cap_mb: float | None
 ) -> torch.nn.Module:
     """Rewrite the model as the plan says and put it in DDP, in a job; weigh its gradients under levers."""
-    agree_locally("wrapping the model", lambda: api.wrap(model, plan, device_class=device_class))
+    is_first = job.is_first_of(device_class)
+    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, device_class, speaks=is_first))
     if job.world_size() == 1:
         return model
     if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from qsync.allocator.op_groups import matched_groups
-from qsync.allocator.problem import check_sensitivity, gradient_weight
+from qsync.allocator.problem import added_variance, check_sensitivity, gradient_weight
 from qsync.errors import QSyncError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
@@ -68,8 +68,8 @@ def check_plan(
     try:
         timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
         variance = {
-            entry.name: _variance(plan[entry.name], sensitivity, gradient_weight(entry, profiles, cluster))
-            for entry in cluster.classes
+            c.name: gradient_weight(c, profiles, cluster) * _variance(graph, plan[c.name], sensitivity)
+            for c in cluster.classes
         }
     except QSyncError as error:
         return Certificate((str(error),), None, plan.target_s, {}, limits, {})
@@ -166,9 +166,10 @@ def _class_violations(
     return found
 
 
-def _variance(plan: ClassPlan, sensitivity: Sensitivity, weight: float) -> float:
-    added = sum(sensitivity[op, Precision(precision)] for op, precision in plan.assignment.items())
-    return weight * added
+def _variance(graph: OpGraph, plan: ClassPlan, sensitivity: Sensitivity) -> float:
+    """Return what a class's assignment adds above its base, summed over operators."""
+    assigned = plan.assignment
+    return sum(added_variance(sensitivity, op, assigned[op.name], plan.base) for op in graph.adjustable)
 
 
 def _differ(said: float, derived: float, scale: float = 0.0) -> bool:

@@ -22,9 +22,9 @@ from qsync.replayer.simulate import checked_lowerings
 class Reason:
     """One lowered operator of one class. Seconds, bytes, and variance weighted n_c / N^2.
 
-    `time_saved_s` are the seconds that the class saves against FP32, with the casts of the neighbourhood. The
-    `raised` fields hold for the next higher precision, everything else unchanged: the step, the memory peak,
-    and the variance that would be regained.
+    `time_saved_s` are the seconds that the class saves against the base (FP32), with the casts of the
+    neighbourhood. The `raised` fields hold for the next higher precision, everything else unchanged: the
+    step, the memory peak, and the variance that would be regained.
     """
 
     op: str
@@ -48,6 +48,7 @@ class Reason:
 class _Trial:
     """The effects of an operator's present precision, and of its next higher precision."""
 
+    base: Precision
     saved_s: float
     raised_to: Precision
     step_s: float
@@ -106,6 +107,7 @@ def state_of_plan(
         together=() if not_alike(graph, plan) else plan.together,
         bucket_cap_bytes=bucket_cap_bytes,
         saving_less={c.name: plan[c.name].saving_less for c in cluster.classes},
+        base=plan.base,
     )
     state = State(make_problem(graph, profiles, sensitivity, cluster, given))
     strongest = min(state.classes, key=lambda name: state.classes[name].work.total_s)
@@ -130,17 +132,18 @@ def _reason(state: State, name: str, op: str, target_s: float, pinned_by: str | 
 
 
 def _trial(state: State, name: str, op: str) -> _Trial:
-    """Try an operator in FP32 and in its next higher precision; the state comes back unchanged."""
+    """Try an operator in its base and in its next higher precision; the state comes back unchanged."""
     one = state.classes[name]
     now_s = one.costs.total_s
-    move = state.move(name, {op: Precision.FP32})
+    base = one.part.base[op]
+    move = state.move(name, {op: base})
     saved_s = one.costs.total_s - now_s
     state.back(move)
     raised = next(p for p in one.part.choices[op] if is_raise(state, name, op, p))
     move = state.move(name, {op: raised})
     memory = one.peak_bytes
     found = _Trial(
-        saved_s, raised, state.step_s(), state.late_step_s(), memory, memory - one.part.budget_bytes
+        base, saved_s, raised, state.step_s(), state.late_step_s(), memory, memory - one.part.budget_bytes
     )
     state.back(move)
     return found
@@ -148,9 +151,8 @@ def _trial(state: State, name: str, op: str) -> _Trial:
 
 def _verdict(runs: str, name: str, trial: _Trial, target_s: float, pinned_by: str | None) -> str:
     saved_s, raised, step_s = trial.saved_s, trial.raised_to, trial.step_s
-    gain = (
-        f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else f"costs {-saved_s * 1e3:.3g} ms more than FP32"
-    )
+    costs = f"costs {-saved_s * 1e3:.3g} ms more than {trial.base.upper()}"
+    gain = f"saves {saved_s * 1e3:.3g} ms" if saved_s >= 0 else costs
     head = f"{runs}, which {gain}"
     if pinned_by is not None:
         return f"{head}; it is pinned to that by {pinned_by!r}"

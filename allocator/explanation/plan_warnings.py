@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from qsync.records.base import base_of_kind, is_below
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE
-from qsync.records.plans import Plan
+from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.replayer import replay
@@ -75,7 +76,8 @@ def _hidden_by_noise(
     if not fp32 or not any(entry.lowered for entry in plan.classes.values()):
         return []  # there is no FP32 step to compare with, or nothing is lowered
     cap = plan.bucket_cap_bytes
-    plain = replay(graph, {c.name: {} for c in cluster.classes}, profiles, cluster, bucket_cap_bytes=cap)
+    at_base = {c.name: _at_base(graph, plan[c.name]) for c in cluster.classes}
+    plain = replay(graph, at_base, profiles, cluster, bucket_cap_bytes=cap)
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
     fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
@@ -88,3 +90,9 @@ def _hidden_by_noise(
         f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
         f"known to within {half * 1e3:.3g} ms; profile again on a quieter machine, or with more rounds"
     ]
+
+
+def _at_base(graph: OpGraph, plan: ClassPlan) -> dict[str, Precision]:
+    """Return a class's assignment with its base in the place of every lower precision."""
+    base = {op.name: base_of_kind(op.kind, plan.base) for op in graph.adjustable}
+    return {op: base[op] if is_below(p, base[op]) else p for op, p in plan.assignment.items()}

@@ -6,9 +6,8 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qsync.allocator.op_groups import sibling_groups
-from qsync.allocator.problem import PRECISION_ORDER
 from qsync.allocator.search_state import Move, State
-from qsync.records.precision import Precision
+from qsync.records.precision import PRECISION_ORDER, Precision
 from qsync.replayer import least_time, starts_s
 
 # Operators of one class that are raised together, with their precisions.

@@ -9,10 +9,10 @@ from typing import Any
 from qsync import Cluster, Plan, Precision
 from qsync.allocator import allocate, check_plan, uniform
 from qsync.allocator.planner import as_plan
-from qsync.allocator.problem import PRECISION_ORDER
 from qsync.experiments.allocation.balanced import balanced
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.records.plan_folder import Basis
+from qsync.records.precision import PRECISION_ORDER
 
 MILP, GREEDY = "qsync, MILP", "qsync, greedy"
 NO_CASTS = "casts left out"

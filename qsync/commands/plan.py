@@ -69,6 +69,9 @@ def plan(
     lower_all: Annotated[
         bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
     ] = False,
+    base: Annotated[
+        str, typer.Option(help="What the strong class runs in: fp32, tf32, bf16 or fp16 (as torch.autocast).")
+    ] = "fp32",
     together: Annotated[
         list[str] | None,
         typer.Option(help="Operators that run alike: '*.q,*.k,*.v' for those of every layer. Repeatable."),
@@ -122,7 +125,7 @@ def plan(
     search = _LeverSearch(levers, trials, storage, seed)
     options: dict[str, Any] = {
         "budgets": budgets_of(memory), "pins": pairs_of(pin, "--pin", "PATTERN=PRECISION"),
-        "lower_all": lower_all, "margin": margin,
+        "lower_all": lower_all, "margin": margin, "base": base,
         "together": [[one.strip() for one in group.split(",")] for group in together or []],
         "solver": solver, "gap": gap, "time_limit_s": time_limit,
         "bucket_cap_bytes": _bucket_cap_bytes(bucket_cap_mb), "saving_less": patterns_of(save_less),

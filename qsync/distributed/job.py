@@ -149,6 +149,12 @@ def detect_rank(model: torch.nn.Module, emulated_share: float | None = None, nam
     return agree_locally("detecting devices", detect)
 
 
+def is_first_of(device_class: str) -> bool:
+    """Return whether this is the first rank of its class."""
+    first = agree("finding device classes", lambda: device_class).index(device_class)
+    return not dist.is_initialized() or dist.get_rank() == first
+
+
 def form_graph(step: TrainingStep) -> OpGraph:
     """Return the graph of this rank's step. Raises MismatchError unless all ranks have the same one."""
     graph = agree_locally("tracing the model", lambda: api.trace_step(step.model, step.batch, step.loss_fn))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, shortened
+from qsync.records.base import is_below, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_fields, check_header, read_json, write_json
 from qsync.records.json_files import field as field_of
@@ -24,13 +25,15 @@ VERSION = 1
 class Predicted:
     """The prediction of replay for one class under the plan.
 
-    Variance is in squared gradient norm, weighted n_c / N^2.
+    Variance is in squared gradient norm, weighted n_c / N^2: what the plan adds above the base, and what the
+    base itself adds to FP32's.
     """
 
     compute_s: float
     wait_s: float
     memory_bytes: int
     added_variance: float
+    base_variance: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,12 @@ class ClassPlan:
     profile_hash: str | None = None
     saving_less: tuple[str, ...] = ()
     origin: str = "measured"  # of the costs it was chosen by: Profile.origin
+    base: Precision = Precision.FP32  # of this class: see qsync.records.base
 
     @property
     def lowered(self) -> tuple[str, ...]:
-        """Return the operators that do not run in FP32."""
-        return tuple(op for op, precision in self.assignment.items() if precision is not Precision.FP32)
+        """Return the operators that run below the base."""
+        return tuple(op for op, precision in self.assignment.items() if is_below(precision, self.base))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class Plan:
     pins: Mapping[str, Precision] = field(default_factory=dict)  # patterns that were pinned when it was made
     budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
     together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
+    base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -211,7 +216,8 @@ class Plan:
             name: {
                 "profile_hash": class_plan.profile_hash,
                 **({"origin": class_plan.origin} if class_plan.origin != "measured" else {}),
-                "predicted": asdict(class_plan.predicted) if class_plan.predicted else None,
+                **({"base": str(class_plan.base)} if class_plan.base is not Precision.FP32 else {}),
+                "predicted": _predicted_to_json(class_plan.predicted),
                 "saving_less": list(class_plan.saving_less),
                 "assignment": {op: str(precision) for op, precision in class_plan.assignment.items()},
             }
@@ -240,6 +246,8 @@ class Plan:
             body["budgets"] = dict(sorted(self.budgets.items()))
         if self.together:
             body["together"] = [list(patterns) for patterns in self.together]
+        if self.base is not Precision.FP32:
+            body["base"] = str(self.base)
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -265,7 +273,8 @@ class Plan:
                 ) from error
             less = tuple(field_of({"saving_less": [], **entry}, "saving_less", list, where))
             classes[name] = ClassPlan(
-                assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured")
+                assignment, predicted, entry.get("profile_hash"), less, entry.get("origin", "measured"),
+                _base_of(entry),
             )  # fmt: skip
         if not classes:
             raise FormatError("the plan has no device class; plan again")
@@ -277,6 +286,7 @@ class Plan:
             {p: Precision.parse(str(text)) for p, text in _mapping(value, "pins").items()},
             _mapping(value, "budgets"),
             _groups(value),
+            _base_of(value),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan
@@ -289,6 +299,16 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Read plan.json; FormatError names the file, line, class or operator that is wrong."""
         return cls.from_json(read_json(path))
+
+
+def _predicted_to_json(predicted: Predicted | None) -> dict[str, Any] | None:
+    if predicted is None:
+        return None
+    return {name: value for name, value in asdict(predicted).items() if value or name != "base_variance"}
+
+
+def _base_of(value: Mapping[str, Any]) -> Precision:
+    return parse_base(str(value.get("base", Precision.FP32)))
 
 
 def check_saving(graph: OpGraph, device_class: str, patterns: Iterable[str]) -> None:

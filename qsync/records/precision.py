@@ -36,6 +36,22 @@ class Precision(StrEnum):
             raise FormatError(f"unknown precision {shortened(text)}: choose one of {names}") from None
 
 
+# From lowest to highest.
+PRECISION_ORDER = {
+    p: rank
+    for rank, p in enumerate(
+        (
+            Precision.INT8_ALL,
+            Precision.INT8,
+            Precision.FP8,
+            Precision.FP16,
+            Precision.BF16,
+            Precision.TF32,
+            Precision.FP32,
+        )
+    )
+}
+
 # Explicit mantissa bits of the floating formats. Rounding x to m bits has step 2^(floor(log2|x|) - m).
 MANTISSA_BITS = {"fp32": 23, "tf32": 10, "bf16": 7, "fp16": 10, "fp8": 3}
 

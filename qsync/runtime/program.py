@@ -24,6 +24,7 @@ from qsync.backend.device_detection import device_of
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.records.base import base_of_kind, base_on, bases_of
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
@@ -33,7 +34,15 @@ from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import forget_copies
 from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward, untraced
 from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
-from qsync.tracing.tracer import cannot_trace, dynamo_settings, graph_breaks, nothing_to_lower, tensor_names
+from qsync.tracing.tracer import (
+    autocast_type,
+    cannot_trace,
+    dynamo_settings,
+    graph_breaks,
+    nothing_to_lower,
+    tensor_names,
+    without_autocast,
+)
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
@@ -87,10 +96,12 @@ class Program:
         check: Callable[[OpGraph], None] | None = None,
         saving_less: SavingChooser | None = None,
         report: Callable[[Program, bool], None] | None = None,
+        base: Precision | None = None,
     ) -> None:
         self._model = weakref.ref(model)
         self._choose, self._check, self._report = choose, check, report
         self._num_reported = 0
+        self._base = base  # the type of torch.autocast that a call may be in; None: any
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
         self._checked = False
@@ -152,10 +163,7 @@ class Program:
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
-        if torch.is_autocast_enabled(self.device.type):
-            raise UnsupportedError(
-                "torch.autocast is on and would undo qsync's casts; call the model outside of autocast"
-            )
+        self._check_autocast()
         model = self._model()
         assert model is not None, "a program outlived its model"
         if not model.training:
@@ -182,6 +190,15 @@ class Program:
         self._report_new_graphs()
         return result
 
+    def _check_autocast(self) -> None:
+        """Raise UnsupportedError inside a torch.autocast whose type is not the base."""
+        dtype = autocast_type(self.device)
+        if self._base is not None and dtype is not None and dtype != self._base:
+            raise UnsupportedError(
+                f"torch.autocast is on in {dtype}, and the model was planned above {self._base}: give "
+                f"base={dtype!r} to qsync.hybrid, plan or wrap, or call the model outside of autocast"
+            )
+
     def _report_new_graphs(self) -> None:
         """Report what runs now, after a call in which a graph was traced."""
         if self._report is not None and len(self._entries) > self._num_reported:
@@ -191,7 +208,7 @@ class Program:
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
         try:
-            with dynamo_settings():
+            with dynamo_settings(), without_autocast(self.device):
                 return compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
@@ -305,6 +322,17 @@ def program_of(model: torch.nn.Module) -> Program:
     if model not in programs:
         raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
     return programs[model]
+
+
+def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
+    """Choose what a base gives every operator: the base where torch.autocast lowers it, FP32 elsewhere."""
+    own = base_on(base, bases_of(kernels.device.type, kernels.precisions()))
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        chosen = {op.name: base_of_kind(op.kind, own) for op in graph.adjustable}
+        return {op: p for op, p in chosen.items() if op not in unsupported(graph, p, kernels)}
+
+    return choose
 
 
 def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:

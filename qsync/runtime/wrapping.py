@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,30 +12,48 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from qsync import backend
 from qsync.backend.device_detection import device_of
-from qsync.errors import FormatError, UnsupportedError, shortened
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.runtime import coverage
-from qsync.runtime.program import NO_DATA_PARALLEL, Program, following, saving, uniform
+from qsync.runtime.program import NO_DATA_PARALLEL, Chooser, Program, at_base, following, saving, uniform
+
+
+def is_rank_zero() -> bool:
+    """Return whether this process is rank 0, or alone."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapping:
     """One precision for all operators, or a plan and the device class in it. It makes a model's program.
 
-    A record without torch objects: it is copied and pickled with the model.
+    A record without torch objects: it is copied and pickled with the model. With a `base`, operators that
+    cannot have the one precision run in the base. `speaks`: it says on stderr how much of a model is lowered.
     """
 
     precision: Precision | None
     plan: Plan | None
     device_class: str
     save_less: bool
+    base: Precision
+    speaks: bool = field(default_factory=is_rank_zero)
 
     @classmethod
-    def of(cls, plan: Plan | str, device_class: str | None, save_less: bool) -> Wrapping:
+    def of(
+        cls, plan: Plan | str | None, device_class: str | None, save_less: bool, base: str | None = None
+    ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
+        own_base = parse_base(base) if base is not None else None
+        if plan is None and own_base is not None:
+            return cls(None, None, device_class or "", save_less, own_base)
         if isinstance(plan, str):
-            return cls(Precision.parse(plan), None, device_class or "", save_less)
+            precision = Precision.parse(plan)
+            if own_base is not None and precision != own_base and not is_below(precision, own_base):
+                raise FormatError(f"{precision} is not below the base {own_base}; leave one of them out")
+            own_base = own_base or (precision if precision in BASES else Precision.FP32)
+            return cls(precision, None, device_class or "", save_less, own_base)
         if not isinstance(plan, Plan):
             raise FormatError(
                 f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one "
@@ -48,7 +66,9 @@ class Wrapping:
                 )
             device_class = next(iter(plan.classes))
         plan[device_class]  # raises MismatchError for a class that it does not have
-        return cls(None, plan, device_class, save_less)
+        if own_base is not None:
+            check_plan_base(plan, own_base)
+        return cls(None, plan, device_class, save_less, plan.base)
 
     @property
     def recomputed(self) -> tuple[str, ...]:
@@ -60,7 +80,9 @@ class Wrapping:
         kernels = backend.select(device_of(model))
         available = kernels.precisions()
         if self.plan is None:
-            if self.precision not in available:
+            if self.precision != self.base:
+                check_base(self.base, bases_of(kernels.device.type, available))
+            if (self.precision or self.base) not in available:
                 raise UnsupportedError(
                     f"{kernels.device} has no {self.precision}; it has {', '.join(available)}"
                 )
@@ -75,26 +97,46 @@ class Wrapping:
     def __call__(self, model: torch.nn.Module) -> Program:
         """Make the program of a model: the wrapped one, or a copy of it."""
         self.check(model)
+        report = self._report if self.speaks else None
         if self.plan is None:
-            choose = uniform(self._asked, backend.select(device_of(model)))  # type: ignore[arg-type]
-            check, less = None, saving(["*"] if self.save_less else ())
-        else:
-            planned = self.plan[self.device_class]
-            choose, check = following(planned.assignment), self.plan.check_graph
-            less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
-        return Program(model, choose, check, less, self._report)
+            less = saving(["*"] if self.save_less else ())
+            return Program(model, self._choice(model), None, less, report, self.base)
+        planned = self.plan[self.device_class]
+        less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
+        choose = following(planned.assignment)
+        return Program(model, choose, self.plan.check_graph, less, report, self.base)
+
+    def _choice(self, model: torch.nn.Module) -> Chooser:
+        """Return the choice of the one precision, or of the base where an operator cannot have it."""
+        kernels = backend.select(device_of(model))
+        base = at_base(self.base, kernels)
+        if self.precision is None:
+            return base
+        low = uniform(self.precision, kernels)
+        return lambda graph: {
+            **base(graph),
+            **{op: p for op, p in low(graph).items() if p is not Precision.FP32},
+        }
 
     @property
     def _asked(self) -> Mapping[str, Precision] | Precision:
-        return self.precision or self.plan[self.device_class].assignment  # type: ignore[index]
+        return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
 
     def _report(self, program: Program, is_first: bool) -> None:
         """Say what is lowered, at the first call; later only if it is little of a new graph."""
         found = coverage.products(program.lowered, self._asked, program.unsupported)
         is_good = coverage.is_mostly_lowered(found)
-        if not is_good or (is_first and os.environ.get("RANK", "0") == "0"):
+        if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
             coverage.say_once(coverage.sentence(found, self._asked, where), is_good)
+
+
+def check_plan_base(plan: Plan, base: Precision) -> None:
+    """Raise MismatchError unless a plan was made above this base."""
+    if base != plan.base:
+        raise MismatchError(
+            f"the plan was made above {plan.base}, not {base}; leave base out, or plan again with it"
+        )
 
 
 def wrapped_module(model: Any) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.replaced_forward import compiled_by
-from qsync.tracing.segments import Segment, join, read_segment
+from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
@@ -53,7 +53,9 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
     breaks = graph_breaks()
     # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
-    with undisturbed(model), dynamo_settings(), compiled_by(model, record, dynamic=False):
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    plain = compiled_by(model, record, dynamic=False)
+    with undisturbed(model), without_autocast(device), dynamo_settings(), plain:
         try:
             model(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -147,6 +149,23 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(saved)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+def autocast_type(device: torch.device) -> str | None:
+    """Return the type of the torch.autocast that is on for a device; None where none is."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return DTYPES[torch.get_autocast_dtype(device.type)]
+
+
+@contextmanager
+def without_autocast(device: torch.device) -> Iterator[None]:
+    """Switch torch.autocast off inside: lowering decides every cast."""
+    if not torch.amp.is_autocast_available(device.type):
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
 
 
 @contextmanager

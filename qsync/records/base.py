@@ -1,0 +1,73 @@
+"""Base precision: what the strong class runs in, and against which every class is judged.
+
+In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
+all others in FP32. A plan lowers weak classes below the base, and states variance above the base's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from qsync.errors import FormatError, UnsupportedError, shortened
+from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
+
+BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
+# Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
+_AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention")
+# A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
+_ALTERNATIVES = {
+    Precision.TF32: (Precision.FP32,),
+    Precision.BF16: (Precision.FP16, Precision.FP32),
+    Precision.FP16: (Precision.BF16, Precision.FP32),
+}
+_SIXTEEN_BIT = (Precision.BF16, Precision.FP16)
+
+
+def parse_base(text: str) -> Precision:
+    """Return the base called `text`; FormatError gives the known ones if there is none."""
+    precision = Precision.parse(text)
+    if precision not in BASES:
+        raise FormatError(
+            f"{shortened(text, quote=False)} is no base precision: choose one of {', '.join(BASES)}; "
+            "lower precisions are what a plan chooses"
+        )
+    return precision
+
+
+def bases_of(device: str, precisions: Collection[Precision]) -> tuple[Precision, ...]:
+    """Return the bases that a kind of device ("cpu", "cuda") with these precisions has in hardware."""
+    emulated = (Precision.FP16,) if device == "cpu" else ()
+    return tuple(p for p in BASES if p in precisions and p not in emulated)
+
+
+def check_base(base: Precision, known: Collection[Precision]) -> None:
+    """Raise UnsupportedError for a base that no device of a job multiplies in hardware."""
+    if base not in known:
+        raise UnsupportedError(
+            f"no device here multiplies {base} in hardware; choose another base, one of {', '.join(known)}"
+        )
+
+
+def base_on(base: Precision, known: Collection[Precision]) -> Precision:
+    """Return the base on a device that has these bases: itself, or the best there.
+
+    >>> base_on(Precision.BF16, (Precision.FP32, Precision.FP16))
+    <Precision.FP16: 'fp16'>
+    """
+    return next((p for p in (base, *_ALTERNATIVES.get(base, ())) if p in known), Precision.FP32)
+
+
+def base_of_kind(kind: str, base: Precision) -> Precision:
+    """Return the precision of an operator of this kind under a base: the base where autocast lowers it."""
+    return base if kind in _AUTOCAST_KINDS and base in PRECISIONS_BY_KIND[kind] else Precision.FP32
+
+
+def is_below(precision: Precision, base: Precision) -> bool:
+    """Return whether a plan may give a precision to an operator that has this one under the base.
+
+    >>> is_below(Precision.INT8, Precision.BF16), is_below(Precision.FP16, Precision.BF16)
+    (True, False)
+    """
+    if precision in _SIXTEEN_BIT and base in _SIXTEEN_BIT:
+        return False
+    return PRECISION_ORDER[precision] < PRECISION_ORDER[base]
