@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
+from qsync.records.base import base_of_kind, base_on, bases_of, parse_base
 from qsync.records.cluster import Cluster
-from qsync.records.graph import OpGraph
+from qsync.records.graph import Op, OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
@@ -23,11 +24,12 @@ def uniform(
     *,
     sensitivity: Sensitivity | None = None,
     bucket_cap_bytes: int | None = None,
+    base: str | Precision = Precision.FP32,
 ) -> Plan:
-    """Return the plan that gives each class one precision wherever kind and profile have it, else FP32.
+    """Return the plan that gives each class one precision wherever kind and profile have it, else the base.
 
-    Classes that `precisions` leaves out run in FP32. The plan has its predictions, and its variance if a
-    sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and
+    Classes that `precisions` leaves out run in the base (FP32). The plan has its predictions, and its variance
+    if a sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and
     profiles do not belong together.
 
     >>> uniform(graph, profiles, cluster, {"infer": "int8"}).step_s
@@ -38,15 +40,21 @@ def uniform(
         cluster[name]  # FormatError for a class that is not there
     for device_class in cluster.classes:
         name = device_class.name
-        precision = Precision.parse(precisions.get(name, Precision.FP32))
+        own = base_on(parse_base(base), bases_of(device_class.device, device_class.precisions))
+        precision = Precision.parse(precisions.get(name, own))
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)
             raise UnsupportedError(f"{name} lacks {precision}, it has {known}; choose one of these")
+        wanted = (precision,) if name in precisions else ()
         assignments[name] = {
-            op.name: precision
-            if precision in PRECISIONS_BY_KIND[op.kind] and precision in profiles[name].precisions_of(op.name)
-            else Precision.FP32
+            op.name: _first_measured(op, (*wanted, base_of_kind(op.kind, own)), profiles[name])
             for op in graph.adjustable
         }
-    given = Constraints(bucket_cap_bytes=bucket_cap_bytes)
+    given = Constraints(bucket_cap_bytes=bucket_cap_bytes, base=base)
     return as_plan(graph, assignments, profiles, cluster, given, sensitivity=sensitivity)
+
+
+def _first_measured(op: Op, wanted: Sequence[Precision], profile: Profile) -> Precision:
+    """Return the first of these precisions that the operator's kind and the profile have, else FP32."""
+    able = set(PRECISIONS_BY_KIND[op.kind]) & set(profile.precisions_of(op.name))
+    return next((precision for precision in wanted if precision in able), Precision.FP32)

@@ -66,7 +66,7 @@ def lanes(num_events: int) -> list[timeline_figure.Lane]:
 def runs() -> dict[str, dict[str, float | None]]:
     steps = {
         "fast_alone": 0.82,
-        "ddp_fp32": 1.61,
+        "ddp": 1.61,
         "weak_bf16": 1.05,
         "weak_int8": 0.93,
         "all_int8": 0.9,
@@ -107,7 +107,7 @@ def test_predicted_vs_measured(tmp_path):
 
 
 def test_a_run_may_lack_its_prediction(tmp_path):
-    some = {"ddp_fp32": {"measured_step_s": 1.6, "predicted_step_s": None}, "mine": {"predicted_step_s": 0.5}}
+    some = {"ddp": {"measured_step_s": 1.6, "predicted_step_s": None}, "mine": {"predicted_step_s": 0.5}}
     check_png(picture.predicted_vs_measured(some, tmp_path / "steps.png"))
 
 

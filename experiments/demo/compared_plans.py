@@ -12,7 +12,8 @@ from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, replay
 
-NAMES = ("fast_alone", "ddp_fp32", "weak_bf16", "weak_int8", "all_int8", "qsync")
+# In a base of 16 bits the run with the weak rank all in 16 bits is that of plain DDP.
+NAMES = ("fast_alone", "ddp", "weak_bf16", "weak_int8", "all_int8", "qsync")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +37,30 @@ class Planned:
         }
 
 
-def planned_runs(basis: Basis, bucket_cap_bytes: int | None = None) -> dict[str, Planned]:
-    """Plan every run of the demo.
+def planned_runs(
+    basis: Basis, bucket_cap_bytes: int | None = None, base: Precision = Precision.FP32
+) -> dict[str, Planned]:
+    """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32.
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),
-        "ddp_fp32": (basis.cluster, {}),
+        "ddp": (basis.cluster, {}),
         "weak_bf16": (basis.cluster, {WEAK: sixteen_bit(basis.cluster)}),
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
+    if base is not Precision.FP32:
+        del uniforms["weak_bf16"]
     plans = {
-        name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, **cap))
+        name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, base=base, **cap))
         for name, (cluster, precisions) in uniforms.items()
     }
-    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, **cap)
+    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
     plans["qsync"] = (basis.cluster, own)
     return {
         name: Planned(plan, cluster, replay(basis.graph, plan, basis.profiles, cluster, **cap))
@@ -82,12 +87,13 @@ def sixteen_bit(cluster: Cluster) -> Precision:
 
 
 def lowered_fractions(graph: OpGraph, plan: Plan, cluster: Cluster) -> dict[str, float]:
-    """Return which part of all adjustable operators, and of their FLOPs, runs below FP32, over all ranks."""
+    """Return which part of all adjustable operators, and of their FLOPs, is below the base, on all ranks."""
     flops = {op.name: op.flops for op in graph.adjustable}
     chosen = [
-        (device_class.count, flops[op], precision not in (Precision.FP32, Precision.TF32))
+        (device_class.count, flops[op], op in lowered)
         for device_class in cluster.classes
-        for op, precision in plan[device_class.name].assignment.items()
+        for lowered in (set(plan[device_class.name].lowered),)
+        for op in plan[device_class.name].assignment
     ]
     num_ops, num_flops = sum(num for num, _, _ in chosen), sum(num * cost for num, cost, _ in chosen)
     return {

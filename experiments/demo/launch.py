@@ -5,10 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qsync import QSyncError
+import torch
+
+from qsync import Precision, QSyncError, backend
 from qsync.experiments.demo.rank import run
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.workloads.subjects import demo_workload
+from qsync.records.base import bases_of, check_base, parse_base
+
+
+def known_base(base: str) -> Precision:
+    """Return the base of a demo; UnsupportedError for one that this machine's fast rank lacks."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = parse_base(base)
+    check_base(found, bases_of(device.type, backend.select(device).precisions()))
+    return found
 
 
 def run_demo(
@@ -21,12 +32,13 @@ def run_demo(
     seed: int = 0,
     steps: int | None = None,
     rounds: int = 3,
+    base: str = "fp32",
 ) -> dict[str, Any]:
     """Train the same model in every alternative of the demo, on two ranks; return report.json's content.
 
-    `rounds` of the profile are taken before training. Everything is written to `out`, each file whole or not
-    at all. Raises QSyncError, before anything starts, for a workload, data, share, or number that cannot be
-    used, and when a rank failed.
+    `base` is what the fast rank runs in. `rounds` of the profile are taken before training. Everything is
+    written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a workload,
+    data, share, base or number that cannot be used, and when a rank failed.
     """
     # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
@@ -36,6 +48,7 @@ def run_demo(
     config = {
         "workload": workload, "data": str(Path(data).absolute()) if data else None, "out": str(out),
         "weak_share": weak_share, "seeds": seeds, "seed": seed, "steps": steps, "rounds": rounds,
+        "base": str(known_base(base)),
     }  # fmt: skip
     found: dict[str, Any] = run_on_ranks(run, config, command="demo")
     return found

@@ -14,13 +14,19 @@ from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
 RUN_TITLES = {
-    "fast_alone": "fast rank alone, FP32 (the limit)",
-    "ddp_fp32": "DDP, FP32 everywhere",
+    "fast_alone": "fast rank alone, {base} (the limit)",
+    "ddp": "DDP, {base} everywhere",
     "weak_bf16": "weak rank all in 16 bits",
     "weak_int8": "weak rank all in INT8",
     "all_int8": "every rank in INT8",
     "qsync": "qsync plan",
 }
+
+
+def run_title(name: str, base: str = "fp32") -> str:
+    """Return what a run is called in tables and pictures."""
+    return RUN_TITLES.get(name, name).format(base=base.upper())
+
 
 # The bars of a run: (label, style).
 _STEP_BARS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +39,11 @@ _STEP_BARS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def predicted_vs_measured(
-    runs: Mapping[str, Mapping[str, float | None]], path: str | Path, *, emulated: bool = False
+    runs: Mapping[str, Mapping[str, float | None]],
+    path: str | Path,
+    *,
+    emulated: bool = False,
+    base: str = "fp32",
 ) -> Path:
     """Draw the measured and predicted step of every run, with a line at the limit: the fast rank alone.
 
@@ -59,7 +69,7 @@ def predicted_vs_measured(
                 )  # fmt: skip
     axes.set_xlim(0, 1.24 * 1e3 * (longest_s or 1.0))
     axes.set_ylim(len(runs) - 0.5, -0.5)
-    axes.set_yticks(range(len(runs)), [RUN_TITLES.get(name, name) for name in runs])
+    axes.set_yticks(range(len(runs)), [run_title(name, base) for name in runs])
     axes.set_xlabel("step time, ms", color=INK)
     strip_axes(axes, grid="x")
     handles: list[Patch | Line2D] = [Patch(**style, label=label) for label, style in _STEP_BARS.values()]

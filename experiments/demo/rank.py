@@ -50,16 +50,17 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
     workload = demo_workload(config["workload"], config["data"])
     steps = config["steps"] or workload.steps
     with liveness.start(60.0), _progress(rank) as show:
-        measuring = Measuring(workload, place, show, config["rounds"])
+        base = Precision(config["base"])
+        measuring = Measuring(workload, place, show, config["rounds"], base)
         basis = measuring.basis()
-        planned = planned_runs(basis, BUCKET_CAP_BYTES)
+        planned = planned_runs(basis, BUCKET_CAP_BYTES, base)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
         results = [_train(workload, planned, measuring, seed, steps) for seed in seeds]
         basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
         content = report.assemble(basis, planned, replayed(planned, basis, BUCKET_CAP_BYTES), results, {
-            "workload": workload.name, "description": workload.description, "steps": steps,
+            "workload": workload.name, "base": str(base), "description": workload.description, "steps": steps,
             "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(),
             "qsync": qsync.__version__,
             "emulated": bool(shares), "emulated_share": shares, "bucket_cap_mb": BUCKET_CAP_MB,
@@ -73,7 +74,9 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
 class Measuring:
     """The basis of every plan, measured round by round, on a batch of a seed that no run uses."""
 
-    def __init__(self, workload: Workload, place: Place, show: Callable[..., None], rounds: int) -> None:
+    def __init__(
+        self, workload: Workload, place: Place, show: Callable[..., None], rounds: int, base: Precision
+    ) -> None:
         self.place, self.show = place, show
         self._model = workload.make_model(0).to(place.device)
         inputs, targets = workload.batch(10_000, 0, dist.get_rank())
@@ -96,7 +99,8 @@ class Measuring:
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise
         # share.
         dist.barrier()
-        self._alone = self._make_profiler(workload, [Precision.FP32]) if dist.get_rank() == 0 else None
+        alone = list(dict.fromkeys([Precision.FP32, base]))
+        self._alone = self._make_profiler(workload, alone) if dist.get_rank() == 0 else None
         self._links: list[tuple[Cluster, LinkMeasurement]] = []
         for _ in range(rounds):
             self.round()

@@ -20,7 +20,7 @@ from qsync.replayer import Timeline, peaks
 from qsync.replayer.chrome_trace import write_trace
 
 HEADINGS = (
-    "", "step", "x limit", "predicted", "planned", "waiting", "FLOPs lowered", "added variance",
+    "", "samples/s", "step", "x limit", "predicted", "planned", "waiting", "FLOPs lowered", "added variance",
     "held-out loss",
 )  # fmt: skip
 
@@ -67,7 +67,7 @@ def assemble(
 
 def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float | None]:
     """Return the held-out loss of the plan minus that of FP32 DDP: mean, standard error over seeds."""
-    pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp_fp32"]["heldout_losses"], strict=True)
+    pairs = zip(runs["qsync"]["heldout_losses"], runs["ddp"]["heldout_losses"], strict=True)
     differences = [plan - full for plan, full in pairs]
     error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
     return {"mean": statistics.fmean(differences), "standard_error": error}
@@ -85,7 +85,9 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     timeline.timelines(
         lanes, out / "timeline.png", simulated=True, emulated=bool(weak), title="One step of the qsync plan"
     )
-    picture.predicted_vs_measured(content["runs"], out / "steps.png", emulated=bool(weak))
+    picture.predicted_vs_measured(
+        content["runs"], out / "steps.png", emulated=bool(weak), base=content["base"]
+    )
     full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
     memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
@@ -102,13 +104,20 @@ def table(content: Mapping[str, Any]) -> Table:
 def cells(content: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of the table: steps as measured, predicted ones by their error."""
     limit = content["runs"]["fast_alone"]["measured_step_s"]
-    return [_row(name, run, limit) for name, run in content["runs"].items()]
+    base = content.get("base", "fp32")
+    return [[picture.run_title(name, base), *_row(run, limit)] for name, run in content["runs"].items()]
 
 
-def _row(name: str, run: Mapping[str, Any], limit: float | None) -> list[str]:
+def samples_to_alone(run: Mapping[str, Any], limit: float | None) -> float | None:
+    """Return the samples per second of a run over those of the fast rank alone, at equal batches a rank."""
     step = run["measured_step_s"]
+    return len(run["wait_fraction"]) * limit / step if step and limit else None
+
+
+def _row(run: Mapping[str, Any], limit: float | None) -> list[str]:
+    step, samples = run["measured_step_s"], samples_to_alone(run, limit)
     return [
-        picture.RUN_TITLES[name],
+        f"{samples:.2f}x" if samples else "-",
         f"{step * 1e3:.0f} ms" if step else "-",
         f"{step / limit:.2f}" if step and limit else "-",
         *(f"{run[key] / step - 1:+.1%}" if step else "-" for key in ("predicted_step_s", "planned_step_s")),
@@ -123,13 +132,15 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     """Say in words what the table means, and where the files are."""
     runs = content["runs"]
     limit = runs["fast_alone"]["measured_step_s"]
-    plain, plan = (runs[name]["measured_step_s"] for name in ("ddp_fp32", "qsync"))
+    plain, plan = (runs[name]["measured_step_s"] for name in ("ddp", "qsync"))
     lines = []
     if limit and plain and plan:
         emulated = " (weak rank emulated)" if content["emulated"] else ""
+        in_ddp, planned = (samples_to_alone(runs[name], limit) for name in ("ddp", "qsync"))
         lines.append(
-            f"A step takes {plain / limit:.2f} times the fast rank alone in plain DDP, "
-            f"{plan / limit:.2f} times under the plan{emulated}."
+            f"Samples per second, against the fast rank alone: {in_ddp:.2f} times in plain DDP, "
+            f"{planned:.2f} times under the plan{emulated}. "
+            f"A step takes {plain / limit:.2f} and {plan / limit:.2f} times as long."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:

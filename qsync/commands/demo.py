@@ -22,6 +22,9 @@ def demo(
     steps: Annotated[
         int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
     ] = None,
+    base: Annotated[
+        str, typer.Option(help="What the fast rank runs in: fp32, bf16 (as torch.autocast), fp16 or tf32.")
+    ] = "fp32",
     as_json: Json = False,
 ) -> None:
     """Run the main job on this machine: two unequal ranks train, against every other way to run them."""
@@ -30,8 +33,9 @@ def demo(
 
     check_folder("--out", out)
     content = run_demo(
-        workload=workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed, steps=steps
-    )
+        workload=workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed, steps=steps,
+        base=base,
+    )  # fmt: skip
     if as_json:
         print_json(content)
         return

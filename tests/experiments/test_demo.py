@@ -71,7 +71,7 @@ def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(dem
     assert all("memory" not in violation for violation in certificate.violations)
     runs = content["runs"]
     assert runs["qsync"]["low_precision_flop_fraction"] <= runs["weak_bf16"]["low_precision_flop_fraction"]
-    assert runs["fast_alone"]["added_variance"] == runs["ddp_fp32"]["added_variance"] == 0.0
+    assert runs["fast_alone"]["added_variance"] == runs["ddp"]["added_variance"] == 0.0
     assert runs["all_int8"]["added_variance"] > runs["weak_int8"]["added_variance"] > 0.0
 
 
@@ -143,7 +143,7 @@ def test_the_command_line_exits_with_2(tmp_path):
 
 
 def test_the_held_out_difference_pairs_seeds():
-    runs = {"qsync": {"heldout_losses": [1.0, 2.0, 3.0]}, "ddp_fp32": {"heldout_losses": [0.9, 1.8, 2.7]}}
+    runs = {"qsync": {"heldout_losses": [1.0, 2.0, 3.0]}, "ddp": {"heldout_losses": [0.9, 1.8, 2.7]}}
     found = heldout_difference(runs)
     assert found["mean"] == pytest.approx(0.2)
     assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
