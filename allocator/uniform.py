@@ -28,9 +28,9 @@ def uniform(
 ) -> Plan:
     """Return the plan that gives each class one precision wherever kind and profile have it, else the base.
 
-    Classes that `precisions` leaves out run in the base (FP32). The plan has its predictions, and its variance
-    if a sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError if graph and
-    profiles do not belong together.
+    Classes that `precisions` leaves out run in the base (FP32). The plan has its predictions, and its
+    variance if a sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError
+    if graph and profiles do not belong together.
 
     >>> uniform(graph, profiles, cluster, {"infer": "int8"}).step_s
     """

@@ -37,8 +37,8 @@ def run_demo(
     """Train the same model in every alternative of the demo, on two ranks; return report.json's content.
 
     `base` is what the fast rank runs in. `rounds` of the profile are taken before training. Everything is
-    written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a workload,
-    data, share, base or number that cannot be used, and when a rank failed.
+    written to `out`, each file whole or not at all. Raises QSyncError, before anything starts, for a
+    workload, data, share, base or number that cannot be used, and when a rank failed.
     """
     # The first step of a turn starts with all ranks aligned and is not a period: one step measures nothing.
     for name, value, least in (("--seeds", seeds, 1), ("--steps", steps, 2)):
