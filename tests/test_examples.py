@@ -29,6 +29,8 @@ class Launch:
 # Examples that need more than `python examples/NAME`, or whose output is checked.
 LAUNCHES = {
     "train.py": Launch(TORCHRUN, prints=("held-out loss",)),
+    "bf16_base.py": Launch(TORCHRUN, prints=("held-out accuracy in BF16",)),
+    "ema_and_compile.py": Launch(prints=("its moving average", "in torch.compile", "unwrapped: 0 from FP32")),
     "plan_offline.py": Launch(prints=("operators lowered", "(simulated)")),
     "resnet.py": Launch(prints=("INT8:", "mixed:")),
     "grow.py": Launch(prints=("the same function", "grown model, 150 more steps")),

@@ -68,9 +68,11 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
         kept = sum(product.runs == asked for product in found)
         text = f"{kept} of {len(found)} products in {asked}{where}"
     else:
-        counts = Counter(product.runs for product in found if product.runs is not Precision.FP32)
+        counts = Counter(product.runs for product in found if product.runs != Precision.FP32)
         each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
-        text = f"{counts.total()} of {len(found)} products lowered{where}" + (f" ({each})" if each else "")
+        text = f"{counts.total()} of {len(found)} products in low precision{where}" + (
+            f" ({each})" if each else ""
+        )
     other: dict[tuple[str, str], list[str]] = {}
     for product in found:
         if product.because:

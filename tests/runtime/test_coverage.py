@@ -1,0 +1,95 @@
+"""Coverage: one line at the first call, a warning where less is lowered than was asked for."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from models import build, step
+from torch import nn
+
+import qsync
+from qsync.records.plans import ClassPlan, Plan
+from qsync.records.precision import Precision
+from qsync.runtime import coverage
+
+
+@pytest.fixture(autouse=True)
+def said_anew():
+    coverage.say_once.cache_clear()
+
+
+class Mixed(nn.Module):
+    """A large product, and two smaller ones of which one stays as it is."""
+
+    def __init__(self, large: int = 64) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, large), nn.Linear(large, 8)
+        self.exact = nn.Linear(8, 8).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.exact(self.down(self.up(x)).double())
+
+
+def test_the_first_call_says_what_is_lowered_and_why_the_rest_is_not(capsys):
+    model = qsync.wrap(Mixed(), "int8")
+    for _ in range(2):
+        model(torch.randn(4, 8))
+    assert capsys.readouterr().err == (
+        "qsync: 2 of 3 products in int8; exact runs in fp64 because the model has it in fp64\n"
+    )
+    copy.deepcopy(model)(torch.randn(4, 8))
+    assert capsys.readouterr().err == ""  # the same line once
+
+
+def test_less_than_half_of_what_was_asked_for_is_a_warning():
+    with pytest.warns(UserWarning, match=r"qsync: 2 of 3 products in int8; exact runs in fp64"):
+        qsync.wrap(Mixed(large=2), "int8")(torch.randn(4, 8))
+
+
+def test_a_plan_is_counted_by_precision_and_names_its_class(capsys):
+    model, batch = build("mlp")
+    graph = qsync.capture(model, batch)
+    names = [op.name for op in graph.adjustable]
+    low = dict(zip(names, (Precision.INT8, *[Precision.FP32] * (len(names) - 1)), strict=True))
+    plan = Plan(graph.model, graph.hash, {"infer": ClassPlan(low)})
+    step(qsync.wrap(model, plan), batch)
+    assert (
+        capsys.readouterr().err == f"qsync: 1 of {len(names)} products in low precision on infer (1 int8)\n"
+    )
+
+
+def test_a_graph_that_the_plan_was_not_made_for_is_a_warning():
+    class Switching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.second = nn.Linear(8, 8), nn.Linear(8, 8), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.two(x) if self.second else self.one(x)
+
+    model, x = Switching(), torch.randn(4, 8)
+    graph = qsync.capture(model, x)
+    low = {op.name: Precision.INT8 for op in graph.adjustable}
+    qsync.wrap(model, Plan(graph.model, graph.hash, {"infer": ClassPlan(low)}))
+    model(x)
+    model.second = True
+    with pytest.warns(UserWarning, match="two runs in fp32 because the plan does not name it"):
+        model(x)
+
+
+def test_fp32_asks_for_nothing(capsys):
+    model, batch = build("mlp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(qsync.wrap(model, "fp32"), batch)
+    assert "products in fp32" in capsys.readouterr().err
+
+
+def test_only_rank_zero_says_it(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    model, batch = build("mlp")
+    step(qsync.wrap(model, "int8"), batch)
+    assert capsys.readouterr().err == ""
