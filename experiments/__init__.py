@@ -9,5 +9,6 @@
 `memory`       predicted bytes against measured ones
 `allocation`   plans against those of other methods
 `levers`       levers, predicted and measured
+`takeover`     what users do to a wrapped model
 `expansion`    what growing a model saves
 """

@@ -2,6 +2,7 @@
 
 `graph`           the operators of a captured model
 `precision`       precisions, and the types that operands have in them
+`base`            the precision of the strong class, by torch.autocast's list
 `cluster`         device classes, ranks and links
 `datasheets`      peak rates of GPUs that need not be here
 `profiles`        measured costs of a device class; sensitivities of operators

@@ -1,1 +1,9 @@
-"""Running a model under a plan: the FX pass and the program that executes it."""
+"""Running a model under a plan: the FX pass and the program that executes it.
+
+`program`                   what runs in a model's place: PlannedForward, and the program behind it
+`wrapping`                  what `wrap` was asked for, remembered for copies of the model
+`rewriting`                 the FX pass: one call per node of the lowered graph
+`weight_cache`              weights are cast once per optimizer step
+`activation_recomputation`  modules compute forward again in backward
+`coverage`                  how much of a model runs as asked, and why the rest does not
+"""
