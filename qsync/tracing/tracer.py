@@ -86,13 +86,15 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
     new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
     reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
     fixed = [op for op in ops if is_fixed_despite_kernels(op)]
+    instead = "train it without qsync.wrap, or make its forward traceable"
     if fixed:
         reason = f"{fixed[0].name} stays as it is because {fixed[0].fixed_because}"
+        if fixed[0].dtype in ("bf16", "fp16"):
+            instead = f'model.float() with base="{fixed[0].dtype}" computes in it, with weights in FP32'
     elif ops and not new:
         reason = f"none of the {len(ops)} operators traced is a product in FP32 that there are kernels for"
     return TracingError(
-        f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; train it without "
-        "qsync.wrap, or make its forward traceable"
+        f"torch.compile found nothing to lower in {type(model).__name__}: {reason}; {instead}"
     )
 
 
