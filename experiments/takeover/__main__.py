@@ -1,14 +1,16 @@
-"""What users do to a wrapped model: a page of cases, each of which works or is refused in one sentence.
+"""Wrapped models as users treat them: cases that work or are refused, and training in the base bf16.
 
     python -m qsync.experiments.takeover --out FOLDER
 
-The page is `docs/results/takeover.md`; `--publish` writes it.
+`--publish` writes the table of cases into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,43 +18,99 @@ import typer
 from rich.table import Table
 
 from qsync.errors import shortened
-from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
-from qsync.experiments.harness.tables import as_markdown, write_between
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Models,
+    Out,
+    as_markdown,
+    bar,
+    run_command,
+    table_of,
+    write_between,
+)
+from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
 from qsync.experiments.takeover.cases import CASES
 from qsync.experiments.takeover.outcomes import SILENT, judge
+from qsync.experiments.workloads.subjects import NAMES
 
 _PAGE = Path("docs/results/takeover.md")
 _SHOWN = 200  # characters of a sentence
+_SEEDS = 3
 
 
 def main(
     out: Out = Path("takeover"),
-    precision: Annotated[str, typer.Option(help="The precision that every model is wrapped in.")] = "int8",
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the table into {_PAGE}.")] = False,
+    precision: Annotated[
+        str, typer.Option(help="The precision that models of cases are wrapped in.")
+    ] = "int8",
+    model: Models = None,
+    rounds: Annotated[int, typer.Option(help="Rounds of steps that are timed in turns.")] = 15,
+    steps: Annotated[int, typer.Option(help="Training steps whose losses are compared.")] = 60,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the cases into {_PAGE}.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run every case on a plain and on a wrapped model, and print what became of it."""
-    experiment = Experiment("takeover", out, settings={"precision": precision}, fresh=fresh)
+    """Run every case on a plain and a wrapped model; time and train the base bf16 beside torch.autocast."""
+    settings = {"precision": precision, "rounds": rounds, "steps": steps}
+    experiment = Experiment("takeover", out, settings=settings, fresh=fresh)
+    names = model or NAMES
     with experiment.progress():
         tasks = {f"case {number:02}": case for number, case in enumerate(CASES)}
-        found = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
-    counts = Counter(row["verdict"] for row in found)
+        cases = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
+        timed = [experiment.piece(f"steps {name}", partial(step_ratios, name, rounds)) for name in names]
+        losses = {
+            name: [
+                experiment.piece(f"losses {name} {seed}", partial(final_losses, name, seed, steps))
+                for seed in range(_SEEDS)
+            ]
+            for name in names
+        }
+    differences = {name: loss_difference(found) for name, found in losses.items()}
+    counts = Counter(row["verdict"] for row in cases)
     bars = [
         bar("cases that silently run something else", counts[SILENT], 0),
-        bar("cases", len(found), 40, at_least=True),
+        bar("cases", len(cases), 40, at_least=True),
+        *(
+            bar(
+                f"{row['model']}: speed of the base bf16 over autocast",
+                row["autocast"][1],
+                0.99,
+                at_least=True,
+            )
+            for row in timed
+        ),
+        *(
+            bar(f"{name}: loss from autocast's, of {_SEEDS} seeds", abs(found["mean"]), found["noise"])
+            for name, found in differences.items()
+        ),
     ]
-    shown = _table(found)
-    experiment.finish({"cases": found, "counts": dict(counts)}, bars=bars, tables=[shown])
+    shown = _cases_table(cases)
+    figures = {"cases": cases, "counts": dict(counts), "steps": timed, "losses": losses}
+    experiment.finish(figures, bars=bars, tables=[shown, _base_table(timed, differences)])
     if publish:
         write_between([_PAGE], "cases", as_markdown(shown))
 
 
-def _table(found: list[dict[str, Any]]) -> Table:
-    rows = [
-        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], _SHOWN, quote=False))
-        for row in found
-    ]
+def _cases_table(cases: list[dict[str, Any]]) -> Table:
+    said = [shortened(row["sentence"], _SHOWN, quote=False) for row in cases]
+    named = [(row["group"], row["name"], row["verdict"]) for row in cases]
+    rows = [(*names, sentence) for names, sentence in zip(named, said, strict=True)]
     return table_of("What users do to a wrapped model", ("", "case", "", "sentence"), rows, left=4)
+
+
+def _base_table(timed: list[dict[str, Any]], differences: Mapping[str, Mapping[str, float]]) -> Table:
+    rows = [
+        (
+            row["model"],
+            f"{row['fp32'][1]:.2f}",
+            f"{row['autocast'][1]:.3f}",
+            f"{row['autocast'][0]:.3f}-{row['autocast'][2]:.3f}",
+            f"{differences[row['model']]['mean']:+.4f} +- {differences[row['model']]['noise']:.4f}",
+        )
+        for row in timed
+    ]
+    headings = ("", "x FP32", "x autocast", "quartiles", "loss from autocast's")
+    return table_of("Steps in the base bf16, one device", headings, rows)
 
 
 if __name__ == "__main__":
