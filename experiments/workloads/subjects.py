@@ -16,6 +16,7 @@ from torch import nn
 from qsync.errors import QSyncError
 from qsync.experiments.workloads.bert import Bert, masked
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.experiments.workloads.hugging_face import PREFIX, hugging_face_workload
 from qsync.experiments.workloads.resnet import ResNet
 from qsync.experiments.workloads.vgg import Vgg
 from qsync.experiments.workloads.vit import Vit
@@ -57,6 +58,8 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
     `data` is a file or folder of text in place of the standard library's source; only the gpt takes it.
     Raises QSyncError for an unknown name, for `data` that cannot be used, and for `data` given to a ResNet.
     """
+    if name.startswith(PREFIX):
+        return hugging_face_workload(Path(name.removeprefix(PREFIX)), data)
     if name == "gpt":
         return text_workload(
             name, lambda: Gpt(context=DEMO_CONTEXT), 4, DEMO_CONTEXT,
@@ -74,4 +77,6 @@ def demo_workload(name: str, data: str | Path | None = None) -> Workload:
         )  # fmt: skip
     if name == "resnet-small":
         return replace(subject("resnet", 32), name=name)
-    raise QSyncError(f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}")
+    raise QSyncError(
+        f"there is no workload {name!r}; choose one of {', '.join(DEMO_NAMES)}, or hf:CONFIG.json"
+    )

@@ -12,6 +12,12 @@ from qsync.commands.options import MAX_SEED, Json, WeakShare, check_folder, cons
 
 def demo(
     workload: Annotated[str, typer.Option(help="gpt (text), resnet or resnet-small (digits).")] = "gpt",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="hf:CONFIG.json: a Hugging Face model, in place of a workload.", show_default="none"
+        ),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="Your own text: a file or a folder.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for report, plan, trace and pictures.")] = Path(
         "demo-out"
@@ -33,8 +39,8 @@ def demo(
 
     check_folder("--out", out)
     content = run_demo(
-        workload=workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed, steps=steps,
-        base=base,
+        workload=model or workload, data=data, out=out, weak_share=weak_share, seeds=seeds, seed=seed,
+        steps=steps, base=base,
     )  # fmt: skip
     if as_json:
         print_json(content)
