@@ -166,7 +166,7 @@ def test_experiments_and_targets_exist(page):
                 continue
             spec = importlib.util.find_spec(module)
             assert spec is not None and spec.origin, f"{page}: {module}"
-            source = Path(spec.origin).read_text()
+            source = Path(spec.origin.replace("__init__.py", "__main__.py")).read_text()
             for option in re.findall(r"--([a-z][a-z-]*)", rest):
                 assert f'"--{option}"' in source or f"{option.replace('-', '_')}:" in source, (module, option)
         for target in re.findall(r"^make (?:PYTHON=\S+ )?(\w+)", line):

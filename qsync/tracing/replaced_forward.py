@@ -6,6 +6,7 @@ module reach the replacement. torch.compile(module) breaks its graph there and d
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,14 @@ def restore_forward(module: torch.nn.Module) -> None:
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
         _set(module, forward.own)
+
+
+def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a deep copy of a module in which every module runs its plain forward."""
+    copied = copy.deepcopy(module)
+    for inner in copied.modules():
+        restore_forward(inner)
+    return copied
 
 
 def _set(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:

@@ -182,7 +182,9 @@ def dynamo_settings() -> Iterator[None]:
     one in evaluation.
     """
     in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
-    rule = in_graph.pop(multi_head_attention_forward, None)
+    rule = in_graph.pop(multi_head_attention_forward, None)  # none inside another context like this one
+    if rule is not None:  # under `with torch.device(...)` the tracer cannot get into the method
+        in_graph[torch.Tensor.unflatten] = rule
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with torch._dynamo.config.patch(
@@ -198,6 +200,7 @@ def dynamo_settings() -> Iterator[None]:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         if rule is not None:
+            del in_graph[torch.Tensor.unflatten]
             in_graph[multi_head_attention_forward] = rule
 
 

@@ -347,7 +347,7 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
 
 def test_autocast_would_undo_the_plan():
     model, batch = build("mlp")
-    qsync.wrap(model, "bf16")
+    qsync.wrap(model, "int8")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
         model(**batch)
     step(model, batch)

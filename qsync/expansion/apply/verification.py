@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten_with_path, tree_map
 
 from qsync.errors import CalibrationError, UnsupportedError
+from qsync.tracing.replaced_forward import plain_copy
 from qsync.tracing.tracer import call_arguments, check_batch
 
 TOLERANCE = 1e-9  # weights in FP64: some hundred roundings of 1e-16, on values around 1
@@ -100,7 +100,7 @@ def _outputs(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
     """Return the floating-point outputs of a model's FP64 copy by their path in the output."""
-    own = copy.deepcopy(model).double().eval()
+    own = plain_copy(model).double().eval()
     with torch.no_grad(), in_float64():
         returned = own(*_double(args), **_double(kwargs))
     returned = dict(returned) if hasattr(returned, "items") else returned
