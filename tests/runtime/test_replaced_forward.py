@@ -1,0 +1,106 @@
+"""The forward in a model's place: what stays the module's own, and what is undone."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from models import MLP, build, step
+from torch import nn
+
+import qsync
+from qsync.errors import UnsupportedError
+from qsync.runtime.activation_recomputation import recompute
+from qsync.runtime.program import program_of
+from qsync.tracing.replaced_forward import plain_copy, plain_forward, running_plain
+
+
+def modes_of(model: nn.Module) -> set[str]:
+    lowered = program_of(model).lowered
+    names = {op.name for part in lowered for op in part.graph.adjustable}
+    return {n.mode for part in lowered for n in part.nodes if getattr(n, "op", None) in names}
+
+
+def test_the_signature_is_the_module_s():
+    model = qsync.wrap(MLP(), "int8")
+    assert inspect.signature(model.forward) == inspect.signature(MLP().forward)
+
+
+def test_a_forward_of_the_instance_is_lowered_and_given_back():
+    model = nn.Linear(8, 8)
+    plain, x = copy.deepcopy(model), torch.randn(4, 8)
+
+    def twice(value):
+        return plain(value) + model.__class__.forward(model, value)
+
+    model.forward = twice
+    expected = model(x)
+    qsync.wrap(model, "bf16")
+    assert modes_of(model) == set() and not torch.equal(model(x), expected) and modes_of(model) == {"bf16"}
+    torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
+    assert plain_forward(model) is twice
+    qsync.wrap(model, "int8")
+    assert plain_forward(model) is twice
+    assert torch.equal(qsync.unwrap(model)(x), expected) and model.forward is twice
+
+
+def test_replicas_for_data_parallel_are_refused_while_wrapped():
+    model = qsync.wrap(MLP(), "int8")
+    with pytest.raises(UnsupportedError, match="use DistributedDataParallel"):
+        model._replicate_for_data_parallel()
+    assert isinstance(qsync.unwrap(model)._replicate_for_data_parallel(), MLP)
+
+
+def test_running_plain_puts_everything_back_whatever_happens():
+    model, batch = build("mlp")
+    expected, _ = step(model, batch)
+    qsync.wrap(model, "int8").compile(backend="eager")
+    forward, compiled = model.forward, model._compiled_call_impl
+    with pytest.raises(ValueError, match="inside"), running_plain(model):
+        assert torch.equal(step(model, batch)[0], expected)
+        raise ValueError("inside")
+    assert model.forward is forward and model._compiled_call_impl is compiled
+    assert not torch.equal(step(model, batch)[0], expected)
+
+
+def test_a_plain_copy_is_plain_at_every_depth():
+    model, batch = build("mlp")
+    expected, _ = step(model, batch)
+    qsync.wrap(model.fc1, "int8")
+    qsync.wrap(model, "int8")
+    assert torch.equal(step(plain_copy(model), batch)[0], expected)
+    assert not torch.equal(step(model, batch)[0], expected)
+
+
+def test_a_submodule_keeps_its_precision_inside_a_wrapped_model():
+    model, batch = build("mlp")
+    qsync.wrap(model.fc1, "bf16")
+    qsync.wrap(model, "int8")
+    step(model, batch)
+    assert modes_of(model.fc1) == {"bf16"} and modes_of(model) == {"int8"}
+    names = {op.name for part in program_of(model).lowered for op in part.graph.adjustable}
+    assert "fc1" not in names and "fc2" in names
+
+
+def test_a_copy_of_a_recomputing_model_recomputes_its_own_modules():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    recompute(model, ["1"])
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied[1].weight.zero_()
+        copied[1].bias.fill_(3.0)
+    assert (copied(torch.randn(2, 8)) == 3.0).all()
+    recompute(copied, [])
+    assert "forward" not in vars(copied[1]) and "forward" in vars(model[1])
+
+
+def test_a_hook_on_an_inner_module_is_traced_in_when_it_comes_and_out_when_it_goes():
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
+    qsync.wrap(model, "int8")
+    before = model(x)
+    hook = model[1].register_forward_hook(lambda module, args, output: output + 10)
+    torch.testing.assert_close(model(x), before + 10)
+    hook.remove()
+    assert torch.equal(model(x), before)
