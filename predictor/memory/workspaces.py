@@ -151,7 +151,7 @@ def _product_bf16(op: Op, context: OpContext) -> int:
     made = _BF16 * inner if context.has_gradient[x] else 0
     passed_on = type_bytes(context.carried[x], inner) if made else 0
     if not context.has_gradient[w]:
-        return max(0, made - passed_on)
+        return 0  # the input's gradient alone, which is passed on in its own type or a wider one
     bucket = _FP32 * weight if context.in_buckets else 0
     after = passed_on if context.carried[x] != "bf16" else 0  # cast to the operand's own type
     return made - passed_on + max(_BF16 * weight + max(_scratch(op, context), bucket), after)
