@@ -53,7 +53,7 @@ def test_a_bad_configuration_is_one_sentence(tmp_path, model_type, changes, sent
 
 
 def test_a_missing_file_and_text_for_images_are_one_sentence(tmp_path):
-    with pytest.raises(QSyncError, match="none.json is no Hugging Face config.json"):
+    with pytest.raises(QSyncError, match="is no Hugging Face config.json"):
         demo_workload(f"hf:{tmp_path}/none.json")
     with pytest.raises(QSyncError, match="leave out --data"):
         demo_workload(config_file(tmp_path, "vit"), tmp_path)
