@@ -2,7 +2,7 @@
 
     python -m qsync.experiments.takeover --out FOLDER
 
-`--publish` writes the table of cases into `docs/results/takeover.md`.
+`--publish` writes both tables into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main(
     model: Models = None,
     rounds: Annotated[int, typer.Option(help="Rounds of steps that are timed in turns.")] = 15,
     steps: Annotated[int, typer.Option(help="Training steps whose losses are compared.")] = 60,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the cases into {_PAGE}.")] = False,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
     fresh: Fresh = False,
 ) -> None:
     """Run every case on a plain and a wrapped model; time and train the base bf16 beside torch.autocast."""
@@ -86,9 +86,13 @@ def main(
     ]
     shown = _cases_table(cases)
     figures = {"cases": cases, "counts": dict(counts), "steps": timed, "losses": losses}
-    experiment.finish(figures, bars=bars, tables=[shown, _base_table(timed, differences)])
+    base = _base_table(timed, differences)
+    content = experiment.finish(figures, bars=bars, tables=[shown, base])
     if publish:
+        machine = content["machine"]
+        origin = f"{machine['processor']}, one thread, torch {machine['torch']}; commit {content['commit']}."
         write_between([_PAGE], "cases", as_markdown(shown))
+        write_between([_PAGE], "base", f"{as_markdown(base)}\n{origin}")
 
 
 def _cases_table(cases: list[dict[str, Any]]) -> Table:
