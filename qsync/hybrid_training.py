@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,8 +106,10 @@ def hybrid(
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
+        ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
+    agree_locally("checking options", ddp_profiling.profile_seconds)
     rank = job.detect_rank(model, emulated_share, device_class)
     folder = None
     if plan is None:

@@ -53,6 +53,7 @@ def script(tmp_path, monkeypatch) -> Path:
     """README's training script, and a cache of its own for plans; kernels stay where they are compiled."""
     monkeypatch.setenv("QSYNC_CACHE_DIR", str(kernel_cache.folder().parent))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("QSYNC_PROFILE_S", "2")
     path = tmp_path / "train.py"
     path.write_text(next(body for body in blocks("README.md", "python") if body.startswith("# train.py")))
     return path

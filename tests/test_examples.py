@@ -50,6 +50,7 @@ def test_an_example_runs(path, tmp_path):
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
         "XDG_CACHE_HOME": str(tmp_path), "QSYNC_CACHE_DIR": str(kernel_cache.folder().parent),
+        "QSYNC_PROFILE_S": "2",
         **launch.environment,
     }  # fmt: skip
     command = [*launch.launcher, str(path.relative_to(ROOT)), *launch.arguments]

@@ -11,6 +11,8 @@ by themselves, and links stay as they were measured between barriers.
 from __future__ import annotations
 
 import gc
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,6 +26,7 @@ from qsync import api
 from qsync.backend.device_detection import machine
 from qsync.distributed import job
 from qsync.distributed.agreement import agree, agree_locally
+from qsync.errors import FormatError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
@@ -38,6 +41,7 @@ from qsync.runtime.program import Program
 
 # Profiling a class takes at most this long, apart from the rounds that are needed in any case.
 PROFILE_S = 30.0
+PROFILE_S_VARIABLE = "QSYNC_PROFILE_S"  # of the environment, in its place
 # How long ranks wait for the gradients of a rank that failed in the midst of a step: the longer of so many
 # seconds and so many steps.
 MIN_PATIENCE_S, PATIENCE_STEPS = 30.0, 20
@@ -90,7 +94,7 @@ def form_basis(
         cluster, profiles = _profile_together(step, rank, graph, cluster, link, options)
     else:
         profile = api.profile(
-            step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=PROFILE_S,
+            step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=profile_seconds(),
             precisions=options.precisions, make_optimizer=options.make_optimizer, progress=options.progress,
             save_less=options.save_less, loader=options.loader,
         )  # fmt: skip
@@ -98,6 +102,20 @@ def form_basis(
     options.progress("sensitivity")
     found = agree("sensitivity", lambda: api.sensitivity(step.model, [step.batch], step.loss_fn).to_json())
     return Basis(graph, cluster, profiles, mean_sensitivity(found))
+
+
+def profile_seconds() -> float:
+    """Return the longest time to profile a class for. FormatError for a variable that is no such time."""
+    text = os.environ.get(PROFILE_S_VARIABLE)
+    if not text:
+        return PROFILE_S
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < math.inf:
+        raise FormatError(f"{PROFILE_S_VARIABLE} must be a number of seconds, found {shortened(text)}")
+    return seconds
 
 
 def _profile_together(
@@ -111,7 +129,7 @@ def _profile_together(
     """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
     with api.running(step.model) as program:
         profiler = DdpProfiler(program, step, rank, options)
-        profiler.fill(PROFILE_S)
+        profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)
         profiles = first_of_each_class(agree("gathering profiles", profile.to_json))
         cluster = profiler.cluster_in_use(graph, profiles, cluster)
