@@ -147,7 +147,7 @@ def plan(
         print_json({**chosen.to_json(), **({"warnings": warnings} if warnings else {})})
         return
     console.print(tables.plan_table(chosen))
-    for line in (*tables.lever_lines(chosen), *tables.gap_lines(chosen)):
+    for line in (*tables.lever_lines(chosen), *tables.base_lines(chosen), *tables.gap_lines(chosen)):
         console.print(line, highlight=False, soft_wrap=True)
     for warning in warnings:
         console.print(f"[yellow]Warning:[/yellow] {warning}", highlight=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, shown
 
 if TYPE_CHECKING:
@@ -177,6 +178,14 @@ def gap_lines(plan: Plan) -> list[str]:
         f"{plan.added_variance:.3g}, {plan.gap:.1%} of it perhaps needlessly ({plan.solver}: "
         f"{_WHY_UNPROVED.get(plan.status or '', plan.status)})"
     ]
+
+
+def base_lines(plan: Plan) -> list[str]:
+    """Say what variance is stated above, where the base is not FP32."""
+    if plan.base is Precision.FP32:
+        return []
+    own = sum(entry.predicted.base_variance for entry in plan.classes.values() if entry.predicted)
+    return [f"Variance is stated above that of {plan.base} on every class, {own:.2e}"]
 
 
 def frontier_table(plans: Sequence[Plan]) -> Table:

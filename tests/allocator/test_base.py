@@ -8,6 +8,7 @@ import pytest
 from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import allocate, check_plan, explain
+from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
 from qsync.records.base import base_of_kind, base_on, bases_of, is_below, parse_base
 from qsync.records.cluster import Link
@@ -57,6 +58,14 @@ def test_variance_is_stated_above_the_base_which_is_shown_too():
     assert plan["train"].predicted.added_variance == 0.0
     assert plan["infer"].predicted.added_variance == pytest.approx(sum(own.values()) / 4)
     assert plan.bound <= plan.added_variance * (1 + 1e-9)
+
+
+def test_the_table_s_lines_say_what_variance_is_above():
+    (line,) = base_lines(planned())
+    assert line == "Variance is stated above that of bf16 on every class, " + (
+        f"{2 * planned()['train'].predicted.base_variance:.2e}"
+    )
+    assert base_lines(allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER)) == []
 
 
 def test_rounding_less_than_the_base_does_adds_nothing():
