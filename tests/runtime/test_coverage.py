@@ -93,3 +93,23 @@ def test_only_rank_zero_says_it(capsys, monkeypatch):
     model, batch = build("mlp")
     step(qsync.wrap(model, "int8"), batch)
     assert capsys.readouterr().err == ""
+
+
+def test_many_products_are_named_by_three_and_tables_are_no_products():
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.first = nn.Embedding(9, 8), nn.Linear(8, 8)
+            self.rest = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(4))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.first(self.table(ids)).double()
+            for layer in self.rest:
+                x = layer(x)
+            return x
+
+    reason = "run in fp64 because the model has it in fp64"
+    with pytest.warns(UserWarning) as said:
+        qsync.wrap(Doubles(), "int8")(torch.arange(4))
+    (text,) = {str(warning.message) for warning in said}
+    assert text == f"qsync: 1 of 5 products in int8; rest.0, rest.1, rest.2 and 1 more {reason}"
