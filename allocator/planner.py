@@ -200,12 +200,11 @@ def as_plan(
         levers=Levers(levers) if levers else None, base=base,
     )  # fmt: skip
     timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=given.bucket_cap_bytes)
-    classes = {}
+    classes, ops = {}, {op.name: op for op in graph.adjustable}
     for device_class in cluster.classes:
         name, variance, base_variance = device_class.name, 0.0, 0.0
         if sensitivity is not None:
             weight = gradient_weight(device_class, profiles, cluster)
-            ops = {op.name: op for op in graph.adjustable}
             own = chosen[name].base
             variance = sum(
                 weight * added_variance(sensitivity, ops[op], p, own)

@@ -35,7 +35,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt"
         torch.save(model, path)
-        loaded = torch.load(path, weights_only=False)
+        loaded = torch.load(path, weights_only=False)  # a whole model is a pickle: load your own alone
     forms = {
         "the model": model,
         "its moving average": average.module,

@@ -301,7 +301,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     Example:
         >>> torch.export.export(qsync.unwrap(copy.deepcopy(model)), (x,))
     """
-    module = model.module if isinstance(model, DistributedDataParallel) else wrapped_module(model)
+    module = wrapped_module(model)
     runtime.program_of(module)
     recompute(module, ())
     runtime.detach(module)

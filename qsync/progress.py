@@ -10,6 +10,11 @@ from contextlib import contextmanager
 from rich.console import Console
 
 
+def is_rank_zero() -> bool:
+    """Return whether the environment says that this process is rank 0, or alone."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows what is being done now.
@@ -17,7 +22,7 @@ def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
     >>> with shown_on_rank_zero("qsync: planning") as progress:
     ...     progress("profile bf16, round 1 of 3")
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not is_rank_zero():
         yield lambda text: None
         return
     console = Console(stderr=True)

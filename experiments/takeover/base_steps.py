@@ -18,7 +18,6 @@ from qsync.experiments.workloads.subjects import subject
 from qsync.experiments.workloads.workload import Workload, make_optimizer
 
 CPU = torch.device("cpu")
-# The ways to train: (wraps a model, calls its loss).
 Loss = Callable[..., torch.Tensor]
 
 
@@ -35,6 +34,7 @@ def _base(model: nn.Module, loss: Loss) -> tuple[nn.Module, Loss]:
     return qsync.wrap(model, base="bf16"), under_autocast(loss, CPU)
 
 
+# The ways to train: each returns the model to train, and how its loss is called.
 WAYS = {"fp32": _plain, "autocast": _autocast, "base bf16": _base}
 
 

@@ -77,7 +77,7 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
     for product in found:
         if product.because:
             other.setdefault((product.runs, product.because), []).append(product.op.name)
-    reasons = [f"{_listed(names)} in {runs} because {why}" for (runs, why), names in other.items()]
+    reasons = [f"{listed(names)} in {runs} because {why}" for (runs, why), names in other.items()]
     return "; ".join([text, *reasons])
 
 
@@ -98,7 +98,8 @@ def say_once(text: str, is_good: bool) -> None:
         warnings.warn(f"qsync: {text}", stacklevel=2)
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Name operators that run as they were not asked to: all if they are few."""
     if len(names) == 1:
         return f"{names[0]} runs"
     some = ", ".join(names[:_MAX_NAMED])

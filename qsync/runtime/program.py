@@ -30,9 +30,16 @@ from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
+from qsync.runtime.coverage import listed
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import forget_copies
-from qsync.tracing.replaced_forward import ReplacedForward, compile_forward, restore_forward, untraced
+from qsync.tracing.replaced_forward import (
+    ReplacedForward,
+    compile_forward,
+    replace_forward,
+    restore_forward,
+    untraced,
+)
 from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
 from qsync.tracing.tracer import (
     autocast_type,
@@ -46,9 +53,6 @@ from qsync.tracing.tracer import (
 
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
-NO_DATA_PARALLEL = (
-    "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
-)
 # Given a graph, its operators that save less for backward.
 SavingChooser = Callable[[OpGraph], Collection[str]]
 
@@ -289,12 +293,8 @@ def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]
     forward = PlannedForward(model, make)
     programs.pop(model, None)
     program = forward.program()
-    model.__dict__.update(forward=forward, _replicate_for_data_parallel=_refuse_replicas)
+    replace_forward(model, forward)
     return program
-
-
-def _refuse_replicas() -> None:
-    raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
 
 
 def attach(
@@ -313,7 +313,6 @@ def attach(
 def detach(model: torch.nn.Module) -> None:
     """Make `model` run as torch would run it."""
     programs.pop(model, None)
-    model.__dict__.pop("_replicate_for_data_parallel", None)
     restore_forward(model)
 
 
@@ -356,7 +355,7 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
                 chosen[name] = next_precision_up(kinds[name], chosen[name], tried, kernels.sixteen_bit)
             moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
         for (kind, instead, reason), names in moved.items():
-            _say_once(f"{kind} in {precision}: {reason}; {_listed(names)} in {instead}")
+            _say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
         return chosen
 
     return choose
@@ -379,14 +378,6 @@ def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) 
         if reason is not None:
             found[op.name] = reason
     return found
-
-
-def _listed(names: list[str]) -> str:
-    """Name the operators that run in the next precision up: all if they are few."""
-    if len(names) == 1:
-        return f"{names[0]} runs"
-    some = ", ".join(names[:3])
-    return f"{some} run" if len(names) <= 3 else f"{some} and {len(names) - 3} more run"
 
 
 @cache

@@ -41,6 +41,9 @@ class WeightCast(torch.nn.Module):
         """Free the copy: it does not last from one step to the next."""
         self._key = self._copy = self._sample = None
 
+    def _is_unchanged(self, weight: torch.Tensor) -> bool:
+        return self._sample is not None and torch.equal(self._sample, _sample(weight))
+
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
         if not torch.is_grad_enabled():
@@ -49,8 +52,7 @@ class WeightCast(torch.nn.Module):
         # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
         # that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        is_same = self._sample is not None and torch.equal(self._sample, _sample(weight))
-        if key != self._key or first or not is_same:
+        if key != self._key or first or not self._is_unchanged(weight):
             self.forget()
             with torch.no_grad():
                 self._copy = self._kernels.cast_weight(weight, self._target)

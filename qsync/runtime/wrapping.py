@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,16 +12,13 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from qsync import backend
 from qsync.backend.device_detection import device_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.progress import is_rank_zero
 from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.runtime import coverage
-from qsync.runtime.program import NO_DATA_PARALLEL, Chooser, Program, at_base, following, saving, uniform
-
-
-def is_rank_zero() -> bool:
-    """Return whether this process is rank 0, or alone."""
-    return os.environ.get("RANK", "0") == "0"
+from qsync.runtime.program import Chooser, Program, at_base, following, saving, uniform
+from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ from typing import Any, TypeVar
 import torch
 from torch._dynamo import trace_rules
 
+from qsync.errors import UnsupportedError
+
+NO_DATA_PARALLEL = (
+    "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
+)
+_REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on every module
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -78,11 +84,25 @@ def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(self).forward(self, *args, **kwargs)
 
 
+def replace_forward(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Let a module run this forward; None stands for its class's. Replicas of a replaced one are refused."""
+    for name in ("forward", _REPLICATE):
+        module.__dict__.pop(name, None)
+    if forward is not None:
+        module.__dict__["forward"] = forward
+    if isinstance(forward, ReplacedForward):
+        module.__dict__[_REPLICATE] = _refuse_replicas
+
+
+def _refuse_replicas() -> None:
+    raise UnsupportedError(f"the model is wrapped by qsync; {NO_DATA_PARALLEL}")
+
+
 def restore_forward(module: torch.nn.Module) -> None:
     """Let a module run its plain forward again."""
     forward = module.__dict__.get("forward")
     if isinstance(forward, ReplacedForward):
-        _set(module, forward.own)
+        replace_forward(module, forward.own)
 
 
 def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
@@ -91,14 +111,6 @@ def plain_copy(module: torch.nn.Module) -> torch.nn.Module:
     for inner in copied.modules():
         restore_forward(inner)
     return copied
-
-
-def _set(module: torch.nn.Module, forward: Callable[..., Any] | None) -> None:
-    """Set the instance's own forward, or remove it: the class's stands then."""
-    if forward is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
 
 
 @contextmanager
@@ -110,7 +122,7 @@ def running_plain(module: torch.nn.Module) -> Iterator[None]:
         module._compiled_call_impl = None
         yield
     finally:
-        _set(module, before)
+        replace_forward(module, before)
         module._compiled_call_impl = compiled
 
 
@@ -129,5 +141,5 @@ class _Compiled(ReplacedForward):
 def compiled_by(module: torch.nn.Module, backend: Callable[..., Any], **options: Any) -> Iterator[None]:
     """Let a module's plain forward be traced for a backend, inside; afterwards the module is as before."""
     with running_plain(module):
-        module.__dict__["forward"] = _Compiled(module, compile_forward(module, backend, **options))
+        replace_forward(module, _Compiled(module, compile_forward(module, backend, **options)))
         yield

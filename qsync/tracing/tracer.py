@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 from torch.nn.functional import multi_head_attention_forward
 from torch.utils._pytree import tree_leaves
 
+from qsync.backend.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
@@ -53,7 +54,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
     breaks = graph_breaks()
     # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    device = device_of(model)
     plain = compiled_by(model, record, dynamic=False)
     with undisturbed(model), without_autocast(device), dynamo_settings(), plain:
         try:

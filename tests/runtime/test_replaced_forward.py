@@ -50,6 +50,10 @@ def test_replicas_for_data_parallel_are_refused_while_wrapped():
     model = qsync.wrap(MLP(), "int8")
     with pytest.raises(UnsupportedError, match="use DistributedDataParallel"):
         model._replicate_for_data_parallel()
+    assert isinstance(plain_copy(model)._replicate_for_data_parallel(), MLP)
+    qsync.capture(model, build("mlp")[1])
+    with pytest.raises(UnsupportedError, match="use DistributedDataParallel"):
+        model._replicate_for_data_parallel()
     assert isinstance(qsync.unwrap(model)._replicate_for_data_parallel(), MLP)
 
 
