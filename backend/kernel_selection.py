@@ -97,10 +97,13 @@ class Kernels:
         return tensor.to(DTYPES[target_type])
 
     def cast_weight(self, weight: Tensor, target_type: str) -> Tensor | Encoded:
-        """Cast a parameter, without a gradient, into the memory order in which products are fastest.
+        """Cast a parameter into the memory order in which products are fastest.
 
-        A convolution's BF16 weight gets channels-last order. oneDNN would reorder any other at every call
-        (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3; Zen 5).
+        Only a cast in the parameter's own order, to a float, passes gradients on.
+
+        A convolution's BF16 weight gets channels-last order, without a gradient. oneDNN would reorder any
+        other at every call (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3;
+        Zen 5).
         """
         if target_type == "bf16" and weight.ndim == 4 and weight.device.type == "cpu":
             return weight_to_bf16_channels_last(weight.detach())

@@ -128,7 +128,7 @@ def conv2d_bf16(
     >>> conv2d_bf16(torch.conv2d, "bf16", x.bfloat16(), w.bfloat16(), padding=1)
     """
     geometry = _geometry(weight, stride, padding, dilation, groups)
-    if input.ndim == 4:
+    if input.ndim == 4 and (_is_channels_first(input) or _is_one_channel(input)):
         input = differentiable(_Image, input)
     if input.ndim != 4 or any(geometry.extra) or not _windows_pay(input.shape, weight.shape, geometry):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
@@ -175,7 +175,7 @@ class _Image(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.channels_first = _is_channels_first(x)
-        if x.shape[1] == 1 and x.is_contiguous():  # else torch treats it, and the result, as contiguous
+        if _is_one_channel(x):
             return x.view(len(x), *x.shape[2:], 1).permute(0, 3, 1, 2)
         return x.view_as(x)
 
@@ -188,6 +188,11 @@ class _Image(torch.autograd.Function):
 def _is_channels_first(x: Tensor) -> bool:
     """Return whether images lie in contiguous order and in no other."""
     return x.is_contiguous() and not x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_one_channel(x: Tensor) -> bool:
+    """Return whether images are in both orders; torch treats such ones, and a result, as contiguous."""
+    return x.shape[1] == 1 and x.is_contiguous()
 
 
 def _channels_first(x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import qsync
 
@@ -342,6 +343,20 @@ def _(make: Maker) -> Outcome:
 @case("compile", "`torch.compile(model, fullgraph=True)`")
 def _(make: Maker) -> Outcome:
     return torch.compile(make(net()), backend="aot_eager", fullgraph=True)(data())
+
+
+@case("compile", '`torch.compiler.set_stance("force_eager")` after the first call')
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    with torch.compiler.set_stance("force_eager"):
+        return model(data())
+
+
+@case("compile", "`torch.utils.flop_counter.FlopCounterMode` around a call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    with FlopCounterMode(display=False):
+        return model(data())
 
 
 @case("compile", "`torch.export.export`")

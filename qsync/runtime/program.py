@@ -48,6 +48,7 @@ from qsync.tracing.tracer import (
     graph_breaks,
     nothing_to_lower,
     tensor_names,
+    why_untraced,
     without_autocast,
 )
 
@@ -213,7 +214,7 @@ class Program:
         self._ran.clear()
         try:
             with dynamo_settings(), without_autocast(self.device):
-                return compiled(*args, **kwargs)
+                result = compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
         except torch._dynamo.exc.FailOnRecompileLimitHit as error:
@@ -222,6 +223,12 @@ class Program:
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise cannot_trace(self._model(), error) from error
+        if not self._ran and (reason := why_untraced()):
+            raise TracingError(
+                f"{type(self._model()).__name__} ran without its kernels: {reason}; call it without that, or "
+                "qsync.unwrap(model) first"
+            )
+        return result
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None

@@ -26,7 +26,8 @@ from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, R
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision, is_encoded
 from qsync.runtime.weight_cache import WeightCast
-from qsync.tracing.operator_table import names_a_type
+from qsync.tracing.inplace_calls import WAS_IN_PLACE
+from qsync.tracing.operator_table import call_name, names_a_type
 from qsync.tracing.segments import Segment
 
 
@@ -150,6 +151,7 @@ class Taken(torch.nn.Module):
         return self._observer.taken(self._op, self._index, operand)
 
 
+_NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
 
@@ -212,6 +214,7 @@ class _Rewriter:
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
+        _write_over(graph)
         graph.lint()
         module.recompile()
         return module
@@ -338,6 +341,18 @@ class _Rewriter:
         # What crosses the border of a checkpointed graph is a node of the other graph.
         operands = [node for node in found if node is not None and node.graph is module.graph]
         return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+
+
+def _write_over(graph: torch.fx.Graph) -> None:
+    """Let a ReLU that was traced in place overwrite a sum or a batch norm that nothing else reads.
+
+    The backward of neither reads its result. A result of its own would cost a ReLU fresh pages of memory.
+    """
+    for node in graph.nodes:
+        if node.meta.get(WAS_IN_PLACE) and node.target is torch.nn.functional.relu:
+            (source,) = node.all_input_nodes
+            if len(source.users) == 1 and source.op != "call_module" and call_name(source) in _NEVER_SAVED:
+                node.args, node.kwargs = (source,), {"inplace": True}
 
 
 def _share(source: torch.fx.GraphModule, target: torch.fx.GraphModule, name: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qsync.backend.kernels.convolution import weight_gradient
+from qsync.records.precision import is_encoded
 
 _SAMPLED = 16  # elements of a weight that are compared
 
@@ -23,7 +24,7 @@ class Caster(Protocol):
     """What makes the copy: see qsync.backend.select."""
 
     def cast_weight(self, weight: torch.Tensor, target: str) -> Any:
-        """Return the weight in another type, without a gradient."""
+        """Return the weight in another type; it may pass gradients on, and need not."""
 
 
 class WeightCast(torch.nn.Module):
@@ -54,18 +55,21 @@ class WeightCast(torch.nn.Module):
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
         if key != self._key or first or not self._is_unchanged(weight):
             self.forget()
-            with torch.no_grad():
-                self._copy = self._kernels.cast_weight(weight, self._target)
+            with torch.set_grad_enabled(not is_encoded(self._target)):
+                made = self._kernels.cast_weight(weight, self._target)
+            self._copy = made.detach() if isinstance(made, torch.Tensor) else made
             self._key, self._sample = key, _sample(weight).clone()
+            if isinstance(made, torch.Tensor) and made.requires_grad:
+                return made
         if isinstance(self._copy, torch.Tensor):
             return _Copied.apply(weight, self._copy)  # type: ignore[no-untyped-call]
         return self._copy
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Return a view of a few elements, spread over the weight."""
-    flat = weight.detach().as_strided((weight.numel(),), (1,)) if weight.numel() else weight.detach()
-    return flat[:: max(1, weight.numel() // _SAMPLED)]
+    """Return a view of a few elements, spread over the weight's memory."""
+    step = max(1, weight.numel() // _SAMPLED)
+    return weight.detach().as_strided((weight.numel() // step,), (step,))
 
 
 class _Copied(torch.autograd.Function):

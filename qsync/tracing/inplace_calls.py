@@ -21,6 +21,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.tracing.operator_table import call_name, classify, functional_name
 
+WAS_IN_PLACE = "qsync_was_in_place"  # a node's note that its author asked for `inplace=True`
+
 
 def make_out_of_place(graph: torch.fx.Graph) -> set[torch.fx.Node]:
     """Rewrite in-place calls where that is safe; return the nodes whose storage is still written to."""
@@ -86,6 +88,7 @@ def _rewrite(node: torch.fx.Node) -> bool:
     if bound is not None:
         bound.arguments["inplace"] = False
         node.args, node.kwargs = bound.args, bound.kwargs
+        node.meta[WAS_IN_PLACE] = True
         return True
     name = functional_name(call_name(node))
     replacement = _find(node, name) if name and "out" not in node.kwargs else None

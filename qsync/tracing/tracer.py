@@ -10,9 +10,13 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx
-from torch._dynamo import trace_rules
+from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo.utils import counters
 from torch.nn.functional import multi_head_attention_forward
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode,
+    is_in_any_mode_without_ignore_compile_internals,
+)
 from torch.utils._pytree import tree_leaves
 
 from qsync.backend.device_detection import device_of
@@ -72,6 +76,15 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 def graph_breaks() -> dict[str, int]:
     """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
     return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def why_untraced() -> str | None:
+    """Return what makes torch.compile run plain modules now, traced before or not; None for nothing."""
+    if is_in_any_mode_without_ignore_compile_internals():
+        return f"{type(_get_current_dispatch_mode()).__name__} is on, which torch.compile runs nothing under"
+    if torch._dynamo.config.disable or eval_frame._stance.stance != "default":
+        return "torch.compile is switched off (torch.compiler.set_stance, TORCH_COMPILE_DISABLE)"
+    return None
 
 
 def cannot_trace(model: object, error: Exception) -> TracingError:

@@ -13,6 +13,8 @@ SENTENCES = {
     "`torch.func.vmap` over samples": "functorch",
     "inside `torch.autocast`": "call the model outside of autocast",
     "`torch.compile(model, fullgraph=True)`": "call qsync.unwrap(model) first",
+    '`torch.compiler.set_stance("force_eager")` after the first call': "torch.compile is switched off",
+    "`torch.utils.flop_counter.FlopCounterMode` around a call": "ran without its kernels: _FlopCounterMode",
     "`torch.export.export`": "Net cannot be exported: it runs qsync's kernels; call qsync.unwrap",
     "`torch.export.export(strict=True)`": "call qsync.unwrap(model) first",
     "`torch.jit.trace`": "call qsync.unwrap(model) first",

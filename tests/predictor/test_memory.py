@@ -676,8 +676,8 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
     ("precision", "side", "channels", "channels_last", "workspace"),
     [
         # Small images are multiplied as windows: these, and oneDNN's scratch.
-        (BF16, 4, 256, False, 2 * 1536 * 2304 + 197_632),
-        (BF16, 4, 256, True, 2 * 1536 * 2304 + 197_632),
+        (BF16, 1, 256, False, 2 * 96 * 2304 + 197_632),
+        (BF16, 1, 256, True, 2 * 96 * 2304 + 197_632),
         # Larger ones go through oneDNN: the images in its order, and the weight twice.
         (BF16, 16, 256, False, 2 * 96 * 256 * 256 + 2 * 2 * 2304 * 256),
         (BF16, 16, 256, True, 2 * 2 * 2304 * 256),
@@ -701,10 +701,18 @@ def test_what_forward_of_a_convolution_needs_for_a_while(precision, side, channe
 
 
 def test_windows_of_convolutions_are_counted_where_they_are_made():
-    """1536 result pixels of 3x3x256 BF16 windows, forward and backward; none through oneDNN."""
-    heavy = ((96, 256, 4, 4), (256, 256, 3, 3), (96, 256, 4, 4))
-    assert windows_bytes("bf16", *heavy) == (2 * 1536 * 2304, 2 * 1536 * 2304)
-    assert windows_bytes("int8", *heavy) == (1536 * 2304, 2 * 1536 * 2304)
+    """128 result pixels of 3x3x256 BF16 windows, forward and backward; none through oneDNN.
+
+    INT8 multiplies windows of more pixels, and of these BF16 is backward's; a stride makes them pay longer.
+    """
+    heavy = ((8, 256, 4, 4), (256, 256, 3, 3), (8, 256, 4, 4))
+    assert windows_bytes("bf16", *heavy) == (2 * 128 * 2304, 2 * 128 * 2304)
+    assert windows_bytes("int8", *heavy) == (128 * 2304, 2 * 128 * 2304)
+    more = ((9, 256, 4, 4), (256, 256, 3, 3), (9, 256, 4, 4))
+    assert windows_bytes("bf16", *more) == (0, 0) and windows_bytes("int8", *more) == (144 * 2304, 0)
+    strided = ((64, 256, 8, 8), (256, 256, 3, 3), (64, 256, 4, 4))
+    assert windows_bytes("bf16", *strided)[0] == 2 * 1024 * 2304
+    assert windows_bytes("bf16", (65, *strided[0][1:]), strided[1], (65, 256, 4, 4)) == (0, 0)
     light = ((96, 64, 16, 16), (64, 64, 3, 3), (96, 64, 16, 16))
     assert windows_bytes("bf16", *light) == windows_bytes("int8", *light) == (0, 0)
     grouped = ((96, 256, 4, 4), (256, 64, 3, 3), (96, 256, 4, 4))

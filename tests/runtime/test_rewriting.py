@@ -578,3 +578,36 @@ def test_the_order_of_elements_inside_is_nobody_s_business(precision):
     (logits.sum() + maps.sum()).backward()
     for parameter in model.parameters():
         assert parameter.grad.stride() == parameter.stride()
+
+
+class InPlace(nn.Module):
+    """Residual ReLUs in place: after a norm, after a sum, and after a sum that is read again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm(self.conv(x)), inplace=True)
+        total = y + x
+        z = F.relu(total + y, inplace=True)
+        return F.relu(total, inplace=True) * z * total
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_relu_in_place_overwrites_what_nothing_else_reads(precision):
+    model = InPlace()
+    x = torch.randn(2, 4, 6, 6)
+    expected = [p.grad for p in _stepped(model, x)]
+    program = runtime.attach(model, runtime.uniform(Precision(precision)))
+    found = [p.grad for p in _stepped(model, x)]
+    relus = [n for n in program._entries[0].run.graph.nodes if n.target is F.relu]
+    assert [n.kwargs.get("inplace", False) for n in relus] == [True, True, False]
+    for one, other in zip(found, expected, strict=True):
+        assert (one - other).norm() <= (precision == "bf16") * (0.05 * other.norm() + 0.01)
+
+
+def _stepped(model, x):
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return list(model.parameters())
