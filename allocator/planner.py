@@ -16,7 +16,7 @@ from qsync.allocator.solvers.fastest_start import fastest_start
 from qsync.allocator.solvers.greedy import greedy
 from qsync.allocator.solvers.precision_recovery import TOLERANCE
 from qsync.errors import FormatError, InfeasibleError
-from qsync.records.base import base_of_kind, base_on, bases_of, check_base, parse_base
+from qsync.records.base import base_of, base_of_graph, base_on, bases_of, check_base
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import Levers
@@ -114,7 +114,7 @@ def allocate(
     given = Options(**options)
     given.check()
     known = dict.fromkeys(p for c in cluster.classes for p in bases_of(c.device, c.precisions))
-    check_base(parse_base(given.base), known)
+    check_base(base_of_graph(graph, given.base), known)
     with _without_garbage_collection():
         state = State(make_problem(graph, profiles, sensitivity, cluster, given))
         lowerable = _lowerable(state, given.lower_all)
@@ -183,7 +183,7 @@ def as_plan(
     Without a sensitivity the plan's variance is stated as 0.
     """
     given = given or Constraints()
-    base = parse_base(given.base)
+    base = base_of_graph(graph, given.base)
     chosen = {
         c.name: ClassPlan(
             {op.name: assignments[c.name].get(op.name, Precision.FP32) for op in graph.adjustable},
@@ -210,9 +210,7 @@ def as_plan(
                 weight * added_variance(sensitivity, ops[op], p, own)
                 for op, p in chosen[name].assignment.items()
             )
-            base_variance = weight * sum(
-                sensitivity[op.name, base_of_kind(op.kind, own)] for op in ops.values()
-            )
+            base_variance = weight * sum(sensitivity[op.name, base_of(op, own)] for op in ops.values())
         entry = timeline[name]
         predicted = Predicted(entry.compute_s, entry.wait_s, entry.memory_bytes, variance, base_variance)
         classes[name] = replace(chosen[name], predicted=predicted)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from qsync.allocator.op_groups import check_pins, matched_groups, unmatched
 from qsync.errors import CalibrationError, FormatError, MismatchError, UnsupportedError
-from qsync.records.base import base_of_kind, base_on, bases_of, is_below, parse_base
+from qsync.records.base import base_of, base_of_graph, base_on, bases_of, is_below
 from qsync.records.cluster import Cluster, DeviceClass
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import unsupported_by_shape
@@ -30,7 +30,8 @@ class Constraints:
     precisions. `together` are patterns of operators that run alike (`matched_groups`). `bucket_cap_bytes` is
     DDP's cap, None for its defaults. `saving_less` maps classes to patterns of following operators that save
     less for backward (`Plan.save_less`), at the time and memory that profile and memory model state. `base`
-    is the highest precision of the operators that torch.autocast lowers (qsync.records.base).
+    is the highest precision of the operators that torch.autocast lowers (qsync.records.base); None stands for
+    that in which the model was loaded.
     """
 
     budgets: Mapping[str, int] | None = None
@@ -38,7 +39,7 @@ class Constraints:
     together: Sequence[Sequence[str]] = ()
     bucket_cap_bytes: int | None = None
     saving_less: Mapping[str, Sequence[str]] | None = None
-    base: str | Precision = Precision.FP32
+    base: str | Precision | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +137,11 @@ def _class_problem(
     name, at = device_class.name, profile.graph_of(graph)
     choices, variance, bases = {}, {}, {}
     without_kernel = unsupported_by_shape(at, device_class.device)
-    base = base_on(parse_base(given.base), bases_of(device_class.device, device_class.precisions))
+    base = base_on(base_of_graph(graph, given.base), bases_of(device_class.device, device_class.precisions))
     for op in graph.adjustable:
         unsupported = {**profile.refused.get(op.name, {}), **without_kernel.get(op.name, {})}
         options = _choices(op, device_class, profile, pinned.get(op.name), unsupported)
-        own_base = base_of_kind(op.kind, base)
+        own_base = base_of(op, base)
         bases[op.name] = own_base if own_base in options else Precision.FP32
         if op.name not in pinned:
             options = tuple(p for p in options if p == bases[op.name] or is_below(p, bases[op.name]))
@@ -163,7 +164,7 @@ def _class_problem(
 
 def _check_base_measured(name: str, base: Precision, graph: OpGraph, profile: Profile) -> None:
     """Raise MismatchError if no operator that the base is for can run in it, and none was measured in it."""
-    wanted = [op.name for op in graph.adjustable if base_of_kind(op.kind, base) is base]
+    wanted = [op.name for op in graph.adjustable if base_of(op, base) is base]
     lacking = [op for op in wanted if base not in profile.precisions_of(op)]
     if base is not Precision.FP32 and wanted and lacking == wanted:
         raise MismatchError(
@@ -291,7 +292,7 @@ def added_variance(
     sensitivity: Sensitivity, op: Op, precision: Precision, base: Precision = Precision.FP32
 ) -> float:
     """Return what an operator adds to the gradient's variance in a precision, above its class's base."""
-    own_base = base_of_kind(op.kind, base)
+    own_base = base_of(op, base)
     if own_base is Precision.FP32:
         return _omega(sensitivity, op.name, precision)
     above = _omega(sensitivity, op.name, precision) - _omega(sensitivity, op.name, own_base)

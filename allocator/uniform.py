@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import Constraints
 from qsync.errors import UnsupportedError
-from qsync.records.base import base_of_kind, base_on, bases_of, parse_base
+from qsync.records.base import base_of, base_of_graph, base_on, bases_of
 from qsync.records.cluster import Cluster
 from qsync.records.graph import Op, OpGraph
 from qsync.records.plans import Plan
@@ -24,7 +24,7 @@ def uniform(
     *,
     sensitivity: Sensitivity | None = None,
     bucket_cap_bytes: int | None = None,
-    base: str | Precision = Precision.FP32,
+    base: str | Precision | None = None,
 ) -> Plan:
     """Return the plan that gives each class one precision wherever kind and profile have it, else the base.
 
@@ -40,14 +40,14 @@ def uniform(
         cluster[name]  # FormatError for a class that is not there
     for device_class in cluster.classes:
         name = device_class.name
-        own = base_on(parse_base(base), bases_of(device_class.device, device_class.precisions))
+        own = base_on(base_of_graph(graph, base), bases_of(device_class.device, device_class.precisions))
         precision = Precision.parse(precisions.get(name, own))
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)
             raise UnsupportedError(f"{name} lacks {precision}, it has {known}; choose one of these")
         wanted = (precision,) if name in precisions else ()
         assignments[name] = {
-            op.name: _first_measured(op, (*wanted, base_of_kind(op.kind, own)), profiles[name])
+            op.name: _first_measured(op, (*wanted, base_of(op, own)), profiles[name])
             for op in graph.adjustable
         }
     given = Constraints(bucket_cap_bytes=bucket_cap_bytes, base=base)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
@@ -169,9 +170,23 @@ def sensitivity(
     if isinstance(batches, torch.Tensor) or hasattr(batches, "keys"):
         raise CalibrationError("batches must be a list of batches, found one batch; pass [batch]")
     with calibrating(model, batches, loss_fn, precisions=precisions, seed=seed) as calibration:
-        return _scores(
+        found = _scores(
             indicate, calibration if indicator != "empirical" else _measurable(calibration, model, precisions)
         )
+    return _as_loaded(found, trace_step(model, batches[0], loss_fn)) if in_bf16(model) else found
+
+
+def _as_loaded(found: Sensitivity, graph: OpGraph) -> Sensitivity:
+    """Return the sensitivity of a model's FP32 twin as that of the graph of the model in BF16."""
+    lacking = [op.name for op in graph.adjustable if op.name not in found.omega]
+    if lacking:
+        raise CalibrationError(
+            f"{graph.model} has no operator {lacking[0]} when its weights are in FP32; load it in FP32, and "
+            'give base="bf16"'
+        )
+    return replace(
+        found, graph_hash=graph.hash, omega={op.name: found.omega[op.name] for op in graph.adjustable}
+    )
 
 
 def _scores(indicate: Indicator, calibration: Calibration) -> Sensitivity:
@@ -208,11 +223,41 @@ def calibrating(
     precisions: Sequence[Precision | str] | None = None,
     seed: int = 0,
 ) -> Iterator[Calibration]:
-    """Yield the input of indicators: the model as it runs, its batches and its trained parameters."""
+    """Yield the input of indicators: the model as it runs, its batches and its trained parameters.
+
+    A model in BF16, and batches in BF16, are in FP32 inside: what is below BF16 is measured from there.
+    """
     chosen = [Precision.parse(p) for p in precisions] if precisions else list(Precision)
+    if in_bf16(model):
+        batches = [tree_map(_widened, batch) for batch in batches]
     losses = [loss_of(model, batch, loss_fn) for batch in batches]
-    with running(model) as program:
+    with running(model) as program, _in_fp32(model):
         yield Calibration(program, losses, trained_parameters(model), chosen, seed)
+
+
+def in_bf16(model: torch.nn.Module) -> bool:
+    """Return whether a model has parameters in BF16."""
+    return any(parameter.dtype is torch.bfloat16 for parameter in model.parameters())
+
+
+@contextmanager
+def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
+    """Hold a model's BF16 tensors in FP32, inside; afterwards they are as before, bitwise."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        yield
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.grad = None
+            tensor.data = data
+
+
+def _widened(value: Any) -> Any:
+    is_bf16 = isinstance(value, torch.Tensor) and value.dtype is torch.bfloat16
+    return value.float() if is_bf16 else value
 
 
 def _measurable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from qsync.records.base import base_of_kind, is_below
+from qsync.records.base import base_of, is_below
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE
@@ -94,5 +94,5 @@ def _hidden_by_noise(
 
 def _at_base(graph: OpGraph, plan: ClassPlan) -> dict[str, Precision]:
     """Return a class's assignment with its base in the place of every lower precision."""
-    base = {op.name: base_of_kind(op.kind, plan.base) for op in graph.adjustable}
+    base = {op.name: base_of(op, plan.base) for op in graph.adjustable}
     return {op: base[op] if is_below(p, base[op]) else p for op, p in plan.assignment.items()}

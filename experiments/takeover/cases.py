@@ -535,6 +535,18 @@ def _(make: Maker) -> Outcome:
     return called(make).to(torch.bfloat16)(data().bfloat16()).float()
 
 
+@case("parameters", "a model loaded in BF16, then wrapped")
+def _(make: Maker) -> Outcome:
+    model = make(net().to(torch.bfloat16))
+    loss = model(data().bfloat16()).float().square().mean()
+    return [gradient.float() for gradient in gradients(model, loss)]
+
+
+@case("parameters", "`model.half()` after the first call")
+def _(make: Maker) -> Outcome:
+    return called(make).half()(data().half()).float()
+
+
 @case("parameters", "`model.double()` after the first call")
 def _(make: Maker) -> Outcome:
     return called(make).double()(data().double()).float()

@@ -6,6 +6,8 @@ The rule, in full:
 - Every operator takes each of its inputs in one type: an adjustable operator in its precision's operand
   type, a following operator in the widest type among its inputs, a fixed operator in the type that was
   traced (FP32).
+- A product of a model in BF16 runs as traced at every precision of 16 bits or more, and returns BF16 at
+  every precision.
 - A value is cast to every type that consumers take and that is not the type carrying the value: once per
   type, however many consumers take the type.
 - A cast of an operator's result stands right after the operator. A cast of a graph input (a weight) stands
@@ -66,12 +68,18 @@ def may_be_cast_for(op: Op) -> bool:
     return op.role is Role.ADJUSTABLE and op.kind not in ROUNDS_WHAT_IT_READS
 
 
+def runs_as_traced(op: Op, precision: Precision) -> bool:
+    """Return whether an adjustable operator in a precision is the traced call on traced types."""
+    return precision is Precision.FP32 or (op.dtype == "bf16" and precision not in EIGHT_BIT)
+
+
 def taken_type(op: Op, j: int, traced: str, precision: Precision, mode: str) -> str | None:
     """Return the type in which an operator takes its `j`-th input; None if `traced` is no float."""
     if traced not in LARGEST:
         return None
     if op.role is Role.ADJUSTABLE:
-        return operand_type(op.kind, j, precision)
+        as_traced = op.dtype == "bf16" and runs_as_traced(op, precision)
+        return traced if as_traced else operand_type(op.kind, j, precision)
     return mode if op.role is Role.FOLLOWING else traced
 
 
@@ -88,7 +96,7 @@ def mode_of(op: Op, precision: Precision, floats: Iterable[str]) -> str:
 def output_of(op: Op, precision: Precision, mode: str, carried_16bit: str | None, wanted_16bit: bool) -> str:
     """Return the type of an operator's result; `carried_16bit` is the device's 16-bit float."""
     if op.role is Role.ADJUSTABLE:
-        if precision is Precision.BF16:
+        if precision is Precision.BF16 or op.dtype == "bf16":
             return "bf16"
         return carried_16bit if precision in EIGHT_BIT and carried_16bit and wanted_16bit else "fp32"
     return mode if op.role is Role.FOLLOWING and op.dtype == "fp32" else op.dtype
@@ -108,7 +116,7 @@ def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool)
     """Return whether an operator's result is images that lowering brings to channels-last order."""
     if len(op.shape) != 4 or op.kind in _NO_IMAGES:
         return False
-    if op.kind == "conv2d" and precision not in (Precision.FP32, Precision.TF32):
+    if op.kind == "conv2d" and precision is not Precision.TF32 and not runs_as_traced(op, precision):
         return True
     return first_channels_last
 

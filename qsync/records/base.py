@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from qsync.errors import FormatError, UnsupportedError, shortened
+from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 
 BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
@@ -57,9 +58,22 @@ def base_on(base: Precision, known: Collection[Precision]) -> Precision:
     return next((p for p in (base, *_ALTERNATIVES.get(base, ())) if p in known), Precision.FP32)
 
 
-def base_of_kind(kind: str, base: Precision) -> Precision:
-    """Return the precision of an operator of this kind under a base: the base where autocast lowers it."""
-    return base if kind in _AUTOCAST_KINDS and base in PRECISIONS_BY_KIND[kind] else Precision.FP32
+def base_of(op: Op, base: Precision) -> Precision:
+    """Return the precision of an operator under a base: the base where torch.autocast lowers it.
+
+    An operator of a model that was loaded in BF16 has BF16.
+    """
+    if op.dtype == "bf16":
+        return Precision.BF16
+    return base if op.kind in _AUTOCAST_KINDS and base in PRECISIONS_BY_KIND[op.kind] else Precision.FP32
+
+
+def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
+    """Return the base that is asked for; without one, that in which the model was loaded."""
+    if asked is not None:
+        return parse_base(asked)
+    traced = {op.dtype for op in graph.adjustable}
+    return Precision.BF16 if traced == {"bf16"} else Precision.FP32
 
 
 def is_below(precision: Precision, base: Precision) -> bool:

@@ -28,6 +28,11 @@ class Product:
     runs: str
     because: str = ""
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it runs in another type than the model has it in."""
+        return self.runs not in (Precision.FP32, self.op.dtype)
+
 
 def products(
     lowered: Iterable[LoweredGraph],
@@ -68,7 +73,7 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
         kept = sum(product.runs == asked for product in found)
         text = f"{kept} of {len(found)} products in {asked}{where}"
     else:
-        counts = Counter(product.runs for product in found if product.runs != Precision.FP32)
+        counts = Counter(product.runs for product in found if product.is_lowered)
         each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
         text = f"{counts.total()} of {len(found)} products in low precision{where}" + (
             f" ({each})" if each else ""
@@ -85,7 +90,7 @@ def is_mostly_lowered(found: list[Product]) -> bool:
     """Return whether at least half of the FLOPs that were to be lowered are."""
     to_lower = [p for p in found if p.asked != Precision.FP32]
     adjustable = [p for p in to_lower if p.op.role is Role.ADJUSTABLE]
-    lowered = sum(p.op.flops for p in adjustable if p.runs != Precision.FP32)
+    lowered = sum(p.op.flops for p in adjustable if p.is_lowered or p.runs == p.asked)
     return lowered >= _LEAST_LOWERED * sum(p.op.flops for p in to_lower)
 
 

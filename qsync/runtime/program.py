@@ -24,7 +24,7 @@ from qsync.backend.device_detection import device_of
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.records.base import base_of_kind, base_on, bases_of
+from qsync.records.base import base_of, base_on, bases_of
 from qsync.records.graph import OpGraph
 from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
@@ -335,7 +335,7 @@ def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
     own = base_on(base, bases_of(kernels.device.type, kernels.precisions()))
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
-        chosen = {op.name: base_of_kind(op.kind, own) for op in graph.adjustable}
+        chosen = {op.name: base_of(op, own) for op in graph.adjustable}
         return {op: p for op, p in chosen.items() if op not in unsupported(graph, p, kernels)}
 
     return choose
@@ -380,7 +380,7 @@ def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) 
         if precision not in PRECISIONS_BY_KIND[op.kind]:
             continue
         reason = by_shape.get(op.name, {}).get(precision)
-        if reason is None and needs_kernel(op.kind, precision):
+        if reason is None and needs_kernel(op, precision):
             reason = kernels.why_unsupported(op.kind, precision)
         if reason is not None:
             found[op.name] = reason

@@ -22,8 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
+from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
-from qsync.records.graph import OpGraph
+from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import Precision, is_encoded
 from qsync.runtime.weight_cache import WeightCast
 from qsync.tracing.inplace_calls import WAS_IN_PLACE
@@ -156,9 +157,11 @@ _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for 
 _KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
 
 
-def needs_kernel(kind: str, mode: str) -> bool:
+def needs_kernel(op: Op, precision: Precision) -> bool:
     """Return whether an adjustable operator runs through a kernel of the backend, not the traced call."""
-    return mode != "fp32" and (mode != "bf16" or kind in _KINDS_WITH_BF16_KERNEL)
+    if runs_as_traced(op, precision):
+        return False
+    return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
 
 
 class _Rewriter:
@@ -263,7 +266,7 @@ class _Rewriter:
         op = self._ops[run.op]
         if run.form == FUSED:  # the product has computed it
             return self._node_of[op.inputs[0], run.operands[0]]
-        native = op.role != "adjustable" or not needs_kernel(op.kind, run.mode)
+        native = op.role != "adjustable" or not needs_kernel(op, Precision(run.mode))
 
         def operand(source: torch.fx.Node) -> Any:
             taken = self._operand(segment, run.op, source, new)

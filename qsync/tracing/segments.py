@@ -18,7 +18,7 @@ import torch.fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
-from qsync.records.precision import LARGEST
+from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.operator_table import (
     NORMS,
@@ -271,7 +271,8 @@ class _Reader:
             if dtype in (*LARGEST, "complex64")
         ]
         other = next((dtype for dtype in types if dtype != "fp32"), None)
-        if other is not None:  # their author's choice
+        in_bf16 = role is Role.ADJUSTABLE and kind not in ROUNDS_WHAT_IT_READS and set(types) == {"bf16"}
+        if other is not None and not in_bf16:  # their author's choice
             return f"the model has it in {other}"
         if is_functorch_wrapped_tensor(value):  # kernels do not see torch.vmap's hidden dimension
             return "it runs under torch.vmap"
@@ -282,7 +283,7 @@ class _Reader:
             return "its mask is data in floats, which may be out of the range of 16 bits: give one of bools"
         if magnitude:
             return f"it reads constants of up to {magnitude:.3g}, which 16 bits may not hold"
-        if not any(self._is_float(name) for name in read) or _dtype(value) != "fp32":
+        if not any(self._is_float(name) for name in read) or _dtype(value) not in ("fp32", "bf16"):
             return "it computes on no floats"
         if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
             return "its input has no batch dimension, and scales are per image"

@@ -10,8 +10,9 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate, check_plan, explain
 from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
-from qsync.records.base import base_of_kind, base_on, bases_of, is_below, parse_base
+from qsync.records.base import base_of, base_on, bases_of, is_below, parse_base
 from qsync.records.cluster import Link
+from qsync.records.graph import Op, Role
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import replay
@@ -26,7 +27,7 @@ PROFILES = {
 }
 SENSITIVITY = sensitivity_of(GRAPH)
 CLUSTER = cluster_of(link=Link(0.0, 1e30))
-AT_BASE = {op: base_of_kind(kind, BF16) for op, kind in KINDS.items()}
+AT_BASE = {op.name: base_of(op, BF16) for op in GRAPH.adjustable}
 
 
 def planned(**options) -> Plan:
@@ -83,7 +84,7 @@ def test_a_class_without_the_base_runs_in_its_best_one():
     profiles = {**PROFILES, "infer": profile_of(GRAPH, "infer", (FP32, FP16, INT8), slow=1.4, cast_s=1e-11)}
     plan = allocate(GRAPH, profiles, SENSITIVITY, cluster, base="bf16", slack=10.0)
     assert plan["infer"].base is FP16 and plan["train"].base is plan.base is BF16
-    assert plan["infer"].assignment == {op: base_of_kind(kind, FP16) for op, kind in KINDS.items()}
+    assert plan["infer"].assignment == {op.name: base_of(op, FP16) for op in GRAPH.adjustable}
     assert plan["infer"].lowered == ()
 
 
@@ -127,4 +128,6 @@ def test_which_precisions_are_below_a_base():
     assert base_on(BF16, (FP32, INT8)) is base_on(TF32, (FP32, FP16)) is FP32
     assert base_on(FP16, bases_of("cpu", tuple(Precision))) is BF16
     assert bases_of("cuda", (FP32, FP16, INT8)) == (FP32, FP16)
-    assert base_of_kind("embedding", BF16) is FP32 and base_of_kind("attention", BF16) is BF16
+    of_kind = {op.kind: base_of(op, BF16) for op in GRAPH.adjustable}
+    assert of_kind["linear"] is BF16 and of_kind.get("embedding", FP32) is FP32
+    assert base_of(Op("x", "embedding", Role.ADJUSTABLE, (), (), "fp32", (4,)), BF16) is FP32

@@ -21,11 +21,10 @@ SENTENCES = {
     "`torch.jit.script`": "call qsync.unwrap(model) first",
     "wrap of `DataParallel(model)`": "use DistributedDataParallel",
     "wrap of a TorchScript model": "wrap the module it was made from",
-    "`model.to(torch.bfloat16)` after wrapping": "first.up stays as it is because the model has it in bf16",
     "double backward (a gradient penalty)": "differentiate twice",
 }
 WARNINGS = {
-    "`model.to(torch.bfloat16)` after the first call": "0 of 5 products in int8.*has it in bf16",
+    "`model.half()` after the first call": "0 of 5 products in int8.*has it in fp16",
     "`model.double()` after the first call": "0 of 5 products in int8.*has it in fp64",
 }
 
