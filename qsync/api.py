@@ -354,13 +354,16 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None) -> OpGraph:
-    """Capture the graph of the model as `loss_fn` calls it, on a batch that holds targets too."""
+    """Capture the graph of the model as `loss_fn` calls it, on a batch that holds targets too.
+
+    The graph is that of the last call, and says how many calls with gradients there were.
+    """
     loss = loss_of(model, batch, loss_fn)
     with running(model) as program:
         loss()
         if not program.lowered:
             capture(model, batch)  # says why there is nothing to trace
-        return program.graph
+        return replace(program.graph, num_calls=max(1, program.num_calls))
 
 
 @contextmanager

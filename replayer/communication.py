@@ -12,7 +12,6 @@ from qsync.records.identity_cache import Remembered
 # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, and DistributedDataParallel's default bucket_cap_mb.
 FIRST_BUCKET_BYTES = 1024 * 1024
 BUCKET_CAP_BYTES = 25 * 1024 * 1024
-GRADIENT_BYTES = 4  # gradients are reduced in FP32, whatever precision computed them
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def gradient_bytes(graph: OpGraph) -> dict[int, int]:
 
 
 def _gradient_bytes(graph: OpGraph) -> dict[int, int]:
-    sizes = {value.name: GRADIENT_BYTES * value.num_elements for value in graph.parameters}
+    sizes = {value.name: value.num_bytes for value in graph.parameters}
     found: dict[int, int] = {}
     for name, position in ready_positions(graph).items():
         found[position] = found.get(position, 0) + sizes[name]
@@ -102,7 +101,7 @@ def _buckets(graph: OpGraph, bucket_cap_bytes: int | None) -> tuple[Bucket, ...]
     num_bytes = 0
     for name, ready in positions.items():
         names.append(name)
-        num_bytes += GRADIENT_BYTES * parameters[name].num_elements
+        num_bytes += parameters[name].num_bytes
         if num_bytes >= caps[min(len(closed), len(caps) - 1)]:
             closed.append(Bucket(tuple(names), num_bytes, ready))
             names, num_bytes = [], 0

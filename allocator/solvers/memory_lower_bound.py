@@ -44,7 +44,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
             for num_bytes in made_for_backward(
                 op, alternative.mode, known.shape, known.dtype, device, alternative.form
             ):
-                found.add(alternative.binary, num_bytes)
+                found.add(alternative.binary, graph.num_calls * num_bytes)
             saved = saved_by_op(
                 op, known.has_gradient, known.dtype, alternative.form, alternative.mode, device
             )
@@ -54,11 +54,12 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
                 if key is not None:
                     savers.setdefault(key, {}).setdefault(i, Sum()).add(alternative.binary)
     for key, by in savers.items():
-        found.add(linear.program.at_least_any(list(by.values())), size[key])
+        found.add(linear.program.at_least_any(list(by.values())), graph.num_calls * size[key])
     for number, value in enumerate(graph.inputs):
         if value.kind != "parameter":
             continue
         for taken, binaries in linear.takers(number).items():
             if taken != value.dtype:  # rounded once per optimizer step, and in use until its end
-                found.add(linear.program.at_least_any(binaries), storage_bytes(taken, value.shape))
+                copies = graph.num_calls * storage_bytes(taken, value.shape)
+                found.add(linear.program.at_least_any(binaries), copies)
     return found

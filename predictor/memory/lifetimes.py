@@ -38,6 +38,7 @@ class Layout:
     def __init__(self, graph: OpGraph) -> None:
         self.ops, self.inputs = graph.ops, graph.inputs
         self.end = 2 * len(graph.ops)
+        self.num_calls = graph.num_calls
         entries: list[Input | Op] = [*graph.inputs, *graph.ops]
         self.dtype = {entry.name: entry.dtype for entry in entries}
         self.shape = {entry.name: entry.shape for entry in entries}
@@ -112,6 +113,9 @@ class Lifetimes:
         found = _ValueGroup(self, what).spans if isinstance(what, str) else list(self.op_spans(what))
         if self.layout.recomputed is not None:
             found = [part for span in found for part in self.layout.recomputed.spans(what, span)]
+        if self.layout.num_calls > 1:  # the last call finds what all of them have saved
+            for span in found:
+                span.num_bytes *= 1 if span.part == "transient" else self.layout.num_calls
         if self.device == "cuda":
             found = [replace(span, num_bytes=block_bytes(span.num_bytes)) for span in found]
         return found

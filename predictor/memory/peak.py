@@ -24,10 +24,8 @@ from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.lifetimes import PASSES_GRADIENT, Lifetimes, layout
-from qsync.predictor.memory.saved_tensors import FP32_BYTES
 from qsync.predictor.memory.spans import Span
 from qsync.records.graph import OpGraph
-from qsync.records.precision import type_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +187,13 @@ class StepMemory:
             if span.saver:
                 saved_by[span.saver] += span.num_bytes
         entering = [value for value in self.graph.inputs if value.kind in ("buffer", "batch")]
-        gradients = sum(FP32_BYTES * v.num_elements for v in self.graph.parameters if v.requires_grad)
+        gradients = sum(value.num_bytes for value in self.graph.parameters if value.requires_grad)
         return Memory(
-            parameters=sum(type_bytes(v.dtype, v.num_elements) for v in self.graph.parameters),
+            parameters=sum(value.num_bytes for value in self.graph.parameters),
             gradients=gradients,
             optimizer=self.optimizer_bytes,
             buckets=gradients if self.num_ranks > 1 and not gradient_as_bucket_view else 0,
-            inputs=sum(type_bytes(v.dtype, v.num_elements) for v in entering),
+            inputs=sum((self.graph.num_calls if v.kind == "batch" else 1) * v.num_bytes for v in entering),
             **parts,
             margin=margin_bytes(self.device, sum(parts.values()), bool(self.graph.recomputed)),
             saved_by={op: num_bytes for op, num_bytes in saved_by.items() if num_bytes},
@@ -266,5 +264,6 @@ def margin_parts(device: str, recomputed: bool = False) -> tuple[float, int]:
 
 def bytes_throughout(graph: OpGraph) -> int:
     """Return the bytes of graph inputs and parameters' gradients, which are alive all the time."""
-    entering = sum(type_bytes(v.dtype, v.num_elements) for v in graph.inputs if v.kind != "alias")
-    return entering + sum(FP32_BYTES * v.num_elements for v in graph.parameters if v.requires_grad)
+    calls = {"batch": graph.num_calls, "alias": 0}
+    entering = sum(calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs)
+    return entering + sum(value.num_bytes for value in graph.parameters if value.requires_grad)

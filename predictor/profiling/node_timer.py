@@ -121,9 +121,14 @@ class NodeTimer:
         stamps = [*self._backward, (-1, end)]
         for (index, start), (_, stop) in pairwise(stamps):
             backward[index] += max(0.0, between(start, stop) - self.hook_s)
-        nodes = [(mark[0], Cost(f, b)) for mark, f, b in zip(self._marks, forward, backward, strict=True)]
+        nodes: dict[Any, tuple[Cast | Run, Cost]] = {}
+        for (node, *_), f, b in zip(self._marks, forward, backward, strict=True):
+            # A step that calls the model several times has the sum of them.
+            key = node.op if isinstance(node, Run) else (node.value, node.taken_as, node.target)
+            first, before = nodes.get(key, (node, Cost(0.0, 0.0)))
+            nodes[key] = (first, Cost(before.forward_s + f, before.backward_s + b))
         outside = Cost(between(self._marks[-1][2], self._loss), between(self._loss, stamps[0][1]))
-        return StepTimes(nodes, host, outside)
+        return StepTimes(list(nodes.values()), host, outside)
 
     def _forward(self) -> tuple[list[float], float]:
         """Return the forward seconds of each node, and the seconds before and between the traced graphs."""

@@ -24,6 +24,7 @@ the activations take.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +80,9 @@ class _Site:
     value: torch.Tensor
     is_parameter: bool
     trains: bool
+    call: int = 0  # of the model in this step
     gradient: Any = None  # a tensor after backward
+    moved: Any = None  # of a weight that several calls read: the movement of its gradient in all of them
 
 
 class Probe:
@@ -93,7 +96,8 @@ class Probe:
         self._eps = torch.ones(())
         self._ops: dict[str, Op] = {}
         self._rounded: Collection[str] = ()
-        self._first: dict[tuple[str, int], _Site] = {}
+        self._first: dict[tuple[str, int, int], _Site] = {}  # by operator, operand and call
+        self._num_calls: Counter[tuple[str, int]] = Counter()
         self._effects: tuple[dict[Any, torch.Tensor], dict[Any, torch.Tensor]] = ({}, {})
 
     def measure(self, calibration: Calibration, batch: int) -> RoundingEffects:
@@ -103,6 +107,7 @@ class Probe:
         and for a gradient that is zero everywhere.
         """
         self._sites, self._effects = [], ({}, {})
+        self._num_calls.clear()
         self._visit = self._record
         loss = calibration.forward(batch)
         self._visit = None
@@ -114,6 +119,7 @@ class Probe:
             loss = calibration.forward(batch)
             self._visit = None
             calibration.backward(loss, batch)
+        self._add_weights_of_several_calls()
         self._sites.clear()
         self._first.clear()
         return self._to_host()
@@ -124,6 +130,8 @@ class Probe:
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand, whose gradient is that of this operator alone."""
         if self._visit is None or index >= MAX_OPERANDS or not takes_gradient(operand):
+            return operand
+        if not torch.is_grad_enabled():  # a call of the model that the loss does not differentiate
             return operand
         view = own_view(operand)
         self._visit(op, index, view, isinstance(operand, torch.nn.Parameter), operand.requires_grad)
@@ -142,7 +150,9 @@ class Probe:
     def _record(
         self, op: str, index: int, tensor: torch.Tensor, is_parameter: bool = False, trains: bool = True
     ) -> None:
-        self._sites.append(_Site(op, index, tensor, tensor.detach(), is_parameter, trains))
+        call = self._num_calls[op, index]
+        self._num_calls[op, index] += 1
+        self._sites.append(_Site(op, index, tensor, tensor.detach(), is_parameter, trains, call))
 
     def _hook(self, graph: OpGraph) -> None:
         """Register hooks for the gradients of all sites that some precision rounds; drop the others.
@@ -161,7 +171,7 @@ class Probe:
             if op.kind in PRECISIONS_BY_KIND or site.op in self._rounded:
                 on_gradient(tensor, partial(_receive, site))
                 sites.append(site)
-                self._first.setdefault((site.op, site.index), site)
+                self._first[site.op, site.index, site.call] = site
         self._sites = sites
 
     def _check(self, loss: torch.Tensor, gradient: Sequence[torch.Tensor]) -> None:
@@ -219,7 +229,7 @@ class Probe:
             self._add(1, site, type_name, _squares(error * moved, op, site.is_parameter))
         first = 1 if op.kind == "addmm" else 0
         if site.index == first and Precision.INT8_ALL in self._usable(op):
-            weight, result = self._first[op.name, first + 1], self._first[op.name, RESULT]
+            weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
             dx, dw = stochastic_errors(result.gradient, site.value, matrix)
             self._add(1, site, STOCHASTIC, (dx * moved.square()).sum())
@@ -228,11 +238,24 @@ class Probe:
 
     @torch.no_grad()
     def _add_value_effects(self, site: _Site, gradient: torch.Tensor) -> None:
-        op = self._ops[site.op]
         moved = (gradient - site.gradient) / self._eps
+        if site.is_parameter and self._num_calls[site.op, site.index] > 1:
+            first = self._first[site.op, site.index, 0]  # all calls read the same rounded weight
+            first.moved = moved if first.moved is None else first.moved + moved
+            return
+        self._add_value_effect(site, moved)
+
+    def _add_value_effect(self, site: _Site, moved: torch.Tensor) -> None:
+        op = self._ops[site.op]
         for type_name in _value_types(op, site.index, self._precisions):
             error = rounding_error(site.value, type_name)
             self._add(0, site, type_name, _squares(error * moved, op, site.is_parameter))
+
+    @torch.no_grad()
+    def _add_weights_of_several_calls(self) -> None:
+        for site in self._sites:
+            if site.moved is not None:
+                self._add_value_effect(site, site.moved)
 
     def _usable(self, op: Op) -> list[Precision]:
         return [p for p in self._precisions if p in PRECISIONS_BY_KIND.get(op.kind, ())]

@@ -19,7 +19,7 @@ from typing import Any
 from qsync.errors import FormatError, shortened
 from qsync.records.identity_cache import Remembered
 from qsync.records.json_files import check_fields, check_header, field, read_json, write_json
-from qsync.records.precision import PRECISIONS_BY_KIND
+from qsync.records.precision import PRECISIONS_BY_KIND, type_bytes
 
 VERSION = 1
 
@@ -48,6 +48,11 @@ class Input:
     def num_elements(self) -> int:
         """Return the number of elements."""
         return num_elements(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the tensor, and of its gradient."""
+        return type_bytes(self.dtype, self.num_elements)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,8 @@ class OpGraph:
 
     Graph breaks are joined in order. `recomputed` lists the blocks that compute forward once more in
     backward, where a plan wants that (`qsync.records.levers`): each as the positions of its first and last
-    operator. No file holds it.
+    operator. No file holds it. A step calls the model `num_calls` times (three in a triplet loss): profiles
+    and sensitivities are those of all calls together.
     """
 
     model: str
@@ -99,6 +105,7 @@ class OpGraph:
     ops: tuple[Op, ...]
     num_segments: int = 1
     recomputed: tuple[tuple[int, int], ...] = ()
+    num_calls: int = 1
 
     @property
     def adjustable(self) -> tuple[Op, ...]:
@@ -136,6 +143,7 @@ class OpGraph:
     def to_json(self) -> dict[str, Any]:
         """Return the graph as a JSON object."""
         body = {"model": self.model, "num_segments": self.num_segments}
+        body |= {"num_calls": self.num_calls} if self.num_calls > 1 else {}
         inputs = [asdict(value) for value in self.inputs]
         return {
             "kind": "graph",
@@ -160,8 +168,9 @@ class OpGraph:
                 f"the graph file has an operator or input that cannot be read ({shortened(error)})"
             ) from error
         graph = cls(
-            field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph")
-        )
+            field(value, "model", str, "graph"), inputs, ops, field(value, "num_segments", int, "graph"),
+            num_calls=field({"num_calls": 1, **value}, "num_calls", int, "graph"),
+        )  # fmt: skip
         check_fields(graph, "graph")
         graph._check_names()
         return graph

@@ -79,6 +79,7 @@ class Plan:
     budgets: Mapping[str, int] = field(default_factory=dict)  # class -> bytes, where not the cluster's
     together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
     base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
+    batch: tuple[tuple[int, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -248,6 +249,8 @@ class Plan:
             body["together"] = [list(patterns) for patterns in self.together]
         if self.base is not Precision.FP32:
             body["base"] = str(self.base)
+        if self.batch:
+            body["batch"] = [list(shape) for shape in self.batch]
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -287,6 +290,7 @@ class Plan:
             _mapping(value, "budgets"),
             _groups(value),
             _base_of(value),
+            _shapes_of(value),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan
@@ -305,6 +309,13 @@ def _predicted_to_json(predicted: Predicted | None) -> dict[str, Any] | None:
     if predicted is None:
         return None
     return {name: value for name, value in asdict(predicted).items() if value or name != "base_variance"}
+
+
+def _shapes_of(value: Mapping[str, Any]) -> Any:
+    shapes = value.get("batch", [])
+    if not isinstance(shapes, list):
+        return shapes  # `check_fields` refuses it
+    return tuple(tuple(shape) if isinstance(shape, list) else shape for shape in shapes)
 
 
 def _base_of(value: Mapping[str, Any]) -> Precision:

@@ -167,7 +167,7 @@ class Profile:
                 f"{other}{self._other_operators(graph)}); {MEASURE_AGAIN}"
             )
         if (self.setting.captured if self.setting else self.shapes_hash) != graph.shapes_hash:
-            sides = f" ({_shapes(self.batch)}, this one is {_shapes(graph.batch_shapes)})"
+            sides = f" ({shown_shapes(self.batch)}, this one is {shown_shapes(graph.batch_shapes)})"
             raise MismatchError(
                 f"the profile of {name} was measured for another batch shape"
                 f"{sides if self.batch else ''}; capture and profile with the same example batch, or "
@@ -321,7 +321,8 @@ def _some(names: Sequence[str]) -> str:
     return shortened(names[0]) + (f" and {len(names) - 1} others" if names[1:] else "")
 
 
-def _shapes(batch: tuple[tuple[int, ...], ...]) -> str:
+def shown_shapes(batch: tuple[tuple[int, ...], ...]) -> str:
+    """Return the shapes of a batch's tensors as a message shows them."""
     return shortened(", ".join("x".join(map(str, shape)) or "a number" for shape in batch), quote=False)
 
 

@@ -113,6 +113,7 @@ class Program:
         self.prefix = ""  # of the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
+        self.num_calls = 0  # with gradients, so far
         self.device = device_of(model)
         self.kernels = backend.select(self.device)
 
@@ -169,6 +170,7 @@ class Program:
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
         self._check_autocast()
+        self.num_calls += torch.is_grad_enabled()
         model = self._model()
         assert model is not None, "a program outlived its model"
         if not model.training:

@@ -16,6 +16,7 @@ from qsync.progress import is_rank_zero
 from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
+from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage
 from qsync.runtime.program import Chooser, Program, at_base, following, saving, uniform
 from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
@@ -115,16 +116,31 @@ class Wrapping:
         }
 
     @property
+    def _batch(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes that the plan was made for; none under levers, which change a rank's batch."""
+        return self.plan.batch if self.plan is not None and self.plan.levers is None else ()
+
+    @property
     def _asked(self) -> Mapping[str, Precision] | Precision:
         return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
 
     def _report(self, program: Program, is_first: bool) -> None:
-        """Say what is lowered, at the first call; later only if it is little of a new graph."""
-        found = coverage.products(program.lowered, self._asked, program.unsupported)
-        is_good = coverage.is_mostly_lowered(found)
+        """Say what is lowered, at the first call; later only if it is little of a new graph.
+
+        Say once that a plan was made for a batch of other shapes.
+        """
+        planned, found = self._batch, program.graph.batch_shapes
+        if planned and found != planned and torch.is_grad_enabled():
+            coverage.say_once(
+                f"a batch of {shown_shapes(found)} was never profiled: it runs as planned for "
+                f"{shown_shapes(planned)}, and its time and memory are not known",
+                True,
+            )
+        products = coverage.products(program.lowered, self._asked, program.unsupported)
+        is_good = coverage.is_mostly_lowered(products)
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
-            coverage.say_once(coverage.sentence(found, self._asked, where), is_good)
+            coverage.say_once(coverage.sentence(products, self._asked, where), is_good)
 
 
 def check_plan_base(plan: Plan, base: Precision) -> None:
