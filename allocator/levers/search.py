@@ -55,7 +55,9 @@ class Search:
     ) -> None:
         _check_levers(basis, levers, other, options)
         self.basis, self.levers, self.other, self.options = basis, tuple(levers), other, dict(options)
-        self.space = Space(basis.graph, basis.profiles, basis.cluster, self.levers, other)
+        self.space = Space(
+            basis.graph, basis.profiles, basis.cluster, self.levers, other, options.get("base")
+        )
         self._profiles: dict[tuple[str, ClassLevers], Profile] = {}
         self.plain: Plan | None = None
         self.target_s: float | None = options.get("target_s")

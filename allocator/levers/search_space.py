@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
+from qsync.allocator.uniform import uniform
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import (
@@ -22,7 +23,6 @@ from qsync.records.levers import (
 )
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
-from qsync.replayer import replay
 from qsync.replayer.communication import gradient_bytes
 from qsync.replayer.levers.batch_size import Sized, reach
 from qsync.replayer.levers.recomputation import blocks
@@ -71,6 +71,7 @@ class Space:
     cluster: Cluster
     levers: Sequence[str]
     other: Sized | None = None
+    base: str | None = None
 
     def suggest(self, trial: Any) -> Setting | None:
         """Draw a setting; None where the shares or passes are impossible.
@@ -142,7 +143,7 @@ class Space:
         """Yield the settings tried first, as parameters.
 
         First no levers. Then every operator that is able to saves less, then half of these. Then shares half
-        way to equal FP32 compute times (precisions do the rest), and shares of equal FP32 compute times.
+        way to equal compute times in the base (precisions do the rest), and shares of equal compute times.
         """
         captured = samples_of(self.graph)
         equal = dict.fromkeys(self.profiles, float(captured))
@@ -150,8 +151,12 @@ class Space:
         if any(len(self.save_less_steps(c.name)) > 1 for c in self.cluster.classes):
             yield from (self._start(equal, saving=part) for part in (1.0, 0.5))
         if SHARE in self.levers:
-            fp32 = replay(self.graph, {c.name: {} for c in self.cluster.classes}, self.profiles, self.cluster)
-            rate = {c.name: 1.0 / fp32[c.name].compute_s for c in self.cluster.classes}
+            plain = uniform(self.graph, self.profiles, self.cluster, {}, base=self.base)
+            rate = {
+                name: 1.0 / entry.predicted.compute_s
+                for name, entry in plain.classes.items()
+                if entry.predicted
+            }
             each = (
                 self.cluster.num_ranks * captured / sum(c.count * rate[c.name] for c in self.cluster.classes)
             )

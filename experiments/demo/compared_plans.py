@@ -12,7 +12,7 @@ from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, replay
 
-# In a base of 16 bits the run with the weak rank all in 16 bits is that of plain DDP.
+# In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
 NAMES = ("fast_alone", "ddp", "weak_bf16", "weak_int8", "all_int8", "qsync")
 
 
@@ -45,17 +45,18 @@ def planned_runs(
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
+    lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
+    if base is not Precision.FP32:
+        lowest, precision = "weak_int8_all", Precision.INT8_ALL
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),
         "ddp": (basis.cluster, {}),
-        "weak_bf16": (basis.cluster, {WEAK: sixteen_bit(basis.cluster)}),
+        lowest: (basis.cluster, {WEAK: precision}),
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
-    if base is not Precision.FP32:
-        del uniforms["weak_bf16"]
     plans = {
         name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, base=base, **cap))
         for name, (cluster, precisions) in uniforms.items()

@@ -18,6 +18,7 @@ RUN_TITLES = {
     "ddp": "DDP, {base} everywhere",
     "weak_bf16": "weak rank all in 16 bits",
     "weak_int8": "weak rank all in INT8",
+    "weak_int8_all": "weak rank, all products in INT8",
     "all_int8": "every rank in INT8",
     "qsync": "qsync plan",
 }

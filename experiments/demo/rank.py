@@ -42,6 +42,7 @@ from qsync.runtime import program as runtime
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
+PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)  # what is worth choosing below a base of 16 bits
 
 
 def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
@@ -89,11 +90,12 @@ class Measuring:
         self._own = self._rank.device_class
         self._graph = job.form_graph(job.TrainingStep(self._model, self._batch, self._loss_fn))
         on_cpu = place.device.type == "cpu"
+        profiled = PROFILED if base is Precision.FP32 else PROFILED_BELOW_16BIT
         precisions = [
-            p for p in PROFILED if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
+            p for p in profiled if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]
         found = agree("sensitivity", lambda: qsync.sensitivity(
-            self._model, [self._batch], self._loss_fn, precisions=PROFILED).to_json())  # fmt: skip
+            self._model, [self._batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise

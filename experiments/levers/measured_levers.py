@@ -4,14 +4,17 @@
 
 The weak rank is emulated. Each plan takes its turns in one run: FP32 with one lever at a time, then
 precisions without levers and with searched ones, at one target step. With `--tight` the weak rank has little
-memory instead: precisions without levers, and with as many blocks saving less as a search finds.
+memory instead: precisions without levers, and with as many blocks saving less as a search finds. With
+`--base` all run above it: the base alone, with shares by speed, and with precisions and both.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +25,7 @@ from rich.table import Table
 
 import qsync
 from qsync import Plan, api
-from qsync.allocator import allocate, search
+from qsync.allocator import allocate, search, uniform
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
@@ -32,9 +35,12 @@ from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes,
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
 from qsync.experiments.workloads.workload import make_optimizer
+from qsync.records.base import parse_base
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
+from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer.levers.batch_size import reach
 from qsync.replayer.levers.recomputation import blocks
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -42,6 +48,11 @@ PRECISIONS = ("fp32", "bf16", "int8")
 STEPS, WARM = 9, 3
 # How much longer than the least step, where what is compared is variance.
 SLACK = 0.15
+# How much longer than the least step of all shares, above a base; and what those plans are called.
+BASE_SLACK = 0.02
+NOTHING, SHARES, PRECISIONS_ALONE, BOTH = (
+    "the base everywhere", "the base, shares by speed", "precisions alone", "shares and precisions",
+)  # fmt: skip
 # With little memory: the part of what FP32 needs at the least, and how much longer its step may be.
 TIGHT, TIGHT_SLACK = 0.95, 0.1
 
@@ -53,13 +64,15 @@ def main(
     trials: Annotated[int, typer.Option(help="Trials of the search.")] = 30,
     weak_share: Annotated[float, typer.Option(help="Share of its core that the weak rank gets.")] = 0.5,
     tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
+    base: Annotated[str, typer.Option(help="Plans above it: tf32, bf16 or fp16.")] = "fp32",
     fresh: Fresh = False,
 ) -> None:
     """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
     config = {"model": model, "turns": turns, "trials": trials, "weak_share": weak_share, "tight": tight}
+    config |= {"base": base} if parse_base(base) is not Precision.FP32 else {}
     experiment = Experiment("levers", out, settings=config, fresh=fresh)
 
-    name = "tight" if tight else "levers"
+    name = "tight" if tight else " ".join(["levers", *([base] if "base" in config else [])])
     rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
     experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)])
 
@@ -87,14 +100,17 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     model, batch, loss_fn = parts_of(config["model"], rank)
     loss, trials = loss_of(loss_fn), config["trials"]
     own = job.detect_rank(model, share, name)
-    whole = _basis(job.TrainingStep(model, batch, loss), own, save_less=config["tight"])
+    precisions = (*PRECISIONS, "int8_all") if "base" in config else PRECISIONS
+    whole = _basis(job.TrainingStep(model, batch, loss), own, precisions, save_less=config["tight"])
     if config["tight"]:
         found = agree("planning", lambda: None if rank else _tight_plans(whole, trials))[0]
     else:
         smaller = tuple(t[: len(t) // 2] for t in batch)
-        half = _basis(job.TrainingStep(model, smaller, loss), own)
+        half = _basis(job.TrainingStep(model, smaller, loss), own, precisions)
         other = Sized(half.graph, half.profiles)
-        found = agree("planning", lambda: None if rank else _plans(whole, other, trials))[0]
+        base = config.get("base")
+        make = partial(_plans_above, base=base) if base else _plans
+        found = agree("planning", lambda: None if rank else make(whole, other, trials))[0]
     assert found is not None
     plans = {title: Plan.from_json(plan) for title, plan in found.items()}
     times: dict[str, list[float]] = {title: [] for title in plans}
@@ -119,10 +135,12 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _basis(step: job.TrainingStep, rank: job.Rank, save_less: bool = False) -> Basis:
+def _basis(
+    step: job.TrainingStep, rank: job.Rank, precisions: Sequence[str], save_less: bool = False
+) -> Basis:
     torch._dynamo.reset()
     graph = job.form_graph(step)
-    options = ProfileOptions(PRECISIONS, make_optimizer(1e-3), save_less=save_less)
+    options = ProfileOptions(precisions, make_optimizer(1e-3), save_less=save_less)
     return form_basis(step, rank, graph, job.form_cluster(rank), options)
 
 
@@ -150,6 +168,38 @@ def _plans(basis: Basis, other: Sized, trials: int) -> dict[str, Any]:
             solver="greedy",
         ),
     }  # fmt: skip
+    return {title: plan.to_json() for title, plan in plans.items()}
+
+
+def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str, Any]:
+    """Return plans above a base: nothing lowered, shares by speed, precisions alone, and both.
+
+    Shares by speed are those of the least predicted step. The target of both is the least step that any
+    shares reach with lowered precisions.
+    """
+    parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
+    all_samples = basis.cluster.num_ranks * basis.graph.batch_shapes[0][0]
+    ends = {name: reach(basis.profiles[name], basis.graph, other) for name in (FAST, WEAK)}
+    plain, lowered = [], []
+    for weak in range(ends[WEAK][0], ends[WEAK][1] + 1):
+        if not ends[FAST][0] <= all_samples - weak <= ends[FAST][1]:
+            continue
+        levers = Levers({FAST: ClassLevers(all_samples - weak), WEAK: ClassLevers(weak)})
+        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
+        plain.append(uniform(basis.graph, profiles, basis.cluster, {}, base=base))
+        lowered.append(allocate(basis.graph, profiles, *parts[2:], base=base, solver="greedy").target_s)
+    by_speed = min(plain, key=lambda plan: plan.step_s or math.inf)
+    target_s = min([by_speed.step_s, *lowered], key=lambda seconds: seconds or math.inf)
+    both = search(
+        *parts, levers=["share"], other=other, trials=trials, target_s=(1 + BASE_SLACK) * (target_s or 0.0),
+        solver="greedy", base=base,
+    )  # fmt: skip
+    plans = {
+        NOTHING: uniform(basis.graph, basis.profiles, basis.cluster, {}, base=base),
+        SHARES: by_speed,
+        PRECISIONS_ALONE: allocate(*parts, base=base),
+        BOTH: both,
+    }
     return {title: plan.to_json() for title, plan in plans.items()}
 
 

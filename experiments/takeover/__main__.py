@@ -1,8 +1,8 @@
-"""Wrapped models as users treat them: cases that work or are refused, and training in the base bf16.
+"""Wrapped models as users treat them, training in the base bf16, and unequal ranks above it.
 
     python -m qsync.experiments.takeover --out FOLDER
 
-`--publish` writes both tables into `docs/results/takeover.md`.
+`--publish` writes its tables into `docs/results/takeover.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from qsync.experiments.harness import (
     table_of,
     write_between,
 )
+from qsync.experiments.takeover import weak_ranks
 from qsync.experiments.takeover.base_steps import final_losses, loss_difference, step_ratios
 from qsync.experiments.takeover.cases import CASES
 from qsync.experiments.takeover.outcomes import SILENT, judge
@@ -50,7 +51,7 @@ def main(
     publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
     fresh: Fresh = False,
 ) -> None:
-    """Run every case on a plain and a wrapped model; time and train the base bf16 beside torch.autocast."""
+    """Run every case on a plain and a wrapped model; time and train the base bf16 alone, and on two ranks."""
     settings = {"precision": precision, "rounds": rounds, "steps": steps}
     experiment = Experiment("takeover", out, settings=settings, fresh=fresh)
     names = model or NAMES
@@ -65,6 +66,7 @@ def main(
             ]
             for name in names
         }
+        ranks = weak_ranks.measured(experiment)
     differences = {name: loss_difference(found) for name, found in losses.items()}
     counts = Counter(row["verdict"] for row in cases)
     bars = [
@@ -85,14 +87,17 @@ def main(
         ),
     ]
     shown = _cases_table(cases)
-    figures = {"cases": cases, "counts": dict(counts), "steps": timed, "losses": losses}
-    base = _base_table(timed, differences)
-    content = experiment.finish(figures, bars=bars, tables=[shown, base])
+    figures = {"cases": cases, "counts": dict(counts), "steps": timed, "losses": losses, "ranks": ranks}
+    base, unequal = _base_table(timed, differences), weak_ranks.tables(ranks)
+    bars += weak_ranks.bars(ranks)
+    content = experiment.finish(figures, bars=bars, tables=[shown, base, *unequal])
     if publish:
         machine = content["machine"]
         origin = f"{machine['processor']}, one thread, torch {machine['torch']}; commit {content['commit']}."
         write_between([_PAGE], "cases", as_markdown(shown))
         write_between([_PAGE], "base", f"{as_markdown(base)}\n{origin}")
+        both = "\n".join(map(as_markdown, unequal))
+        write_between([_PAGE], "ranks", f"{both}\n{weak_ranks.parts(ranks)}\n{origin}")
 
 
 def _cases_table(cases: list[dict[str, Any]]) -> Table:

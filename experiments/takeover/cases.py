@@ -90,6 +90,27 @@ class Counting(Net):
         return super().forward(x, scale) * min(1.0, self.calls / 100)
 
 
+class Experts(Net):
+    """A mixture of experts as a loop, which nobody can trace: it asks how many tokens each expert has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(32, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU()) for _ in range(2))
+        self.back = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Return logits of every token's one expert."""
+        tokens = x.flatten(0, 1)
+        gates = self.router(tokens).softmax(-1)
+        out = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            chosen = (gates.argmax(-1) == number).nonzero()[:, 0]
+            if len(chosen):
+                out[chosen] = self.back(expert(tokens[chosen])) * gates[chosen, number : number + 1]
+        return self.head(out.view(x.shape)) * scale  # type: ignore[no-any-return]
+
+
 def net(kind: type[Net] = Net, seed: int = 0) -> Any:
     """Return a model, the same each time."""
     torch.manual_seed(seed)
@@ -146,6 +167,17 @@ def _(make: Maker) -> Outcome:
 @case("call", "`model.forward(x)`")
 def _(make: Maker) -> Outcome:
     return make(net()).forward(data())
+
+
+@case("call", "a loop over experts that cannot be traced")
+def _(make: Maker) -> Outcome:
+    return gradients(make(net(Experts)))
+
+
+@case("call", "the same after the user's own `torch.compile`")
+def _(make: Maker) -> Outcome:
+    torch.compile(net(Experts), backend="eager")(data())  # type: ignore[no-untyped-call]
+    return gradients(make(net(Experts)))
 
 
 @case("call", "keyword arguments, then others")

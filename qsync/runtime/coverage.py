@@ -50,7 +50,7 @@ def products(
     for part in lowered:
         modes = {node.op: node.mode for node in part.nodes if isinstance(node, Run)}
         for op in part.graph.ops:
-            if op.kind not in PRECISIONS_BY_KIND or not op.flops:
+            if not op.flops:
                 continue
             runs = modes[op.name]
             wanted = asked if isinstance(asked, Precision) else asked.get(op.name)

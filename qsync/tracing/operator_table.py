@@ -21,6 +21,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "conv1d": ("conv1d", ("input", "weight", "bias")),
     "matmul": ("matmul", ("input", "other")),
     "bmm": ("matmul", ("input", "mat2")),
+    "mm": ("matmul", ("input", "mat2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
     "embedding": ("embedding", ("input", "weight")),
 }
@@ -41,6 +42,12 @@ FOLLOWING: dict[str, str] = {
         "swapaxes",
     )},
 }  # fmt: skip
+
+# Products without a low-precision kernel: they run as traced, and `wrap` says so.
+UNWRITTEN_PRODUCTS = (
+    "einsum", "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+)  # fmt: skip
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
 FIXED: dict[str, str] = {
@@ -70,6 +77,11 @@ def call_name(node: torch.fx.Node) -> str:
         return str(node.target)
     name = getattr(node.target, "__name__", str(node.target))
     return str(name)
+
+
+def bare_name(node: torch.fx.Node) -> str:
+    """Return the bare name of a call, without the library that registered it: `grouped_mm_fallback`."""
+    return call_name(node).rpartition(".")[2]
 
 
 def functional_name(name: str) -> str | None:
@@ -176,6 +188,35 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
         query, key, value = shapes[:3]
         return 2 * num_elements(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return 0
+
+
+def flops_of_unwritten(node: torch.fx.Node) -> int:
+    """Return the forward operations of a product without a low-precision kernel; 0 for any other call."""
+    name = bare_name(node)
+    shapes = [_sizes(argument.meta.get("example_value")) for argument in node.all_input_nodes]
+    result = _sizes(node.meta.get("example_value"))
+    if name not in UNWRITTEN_PRODUCTS or len(shapes) < 2 or not result:
+        return 0
+    if name == "einsum":
+        terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
+        known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
+                 zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
+        return 2 * num_elements(known.values())
+    if name.startswith("conv_transpose"):
+        return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
+    if name.startswith("conv"):
+        return 2 * num_elements(result) * num_elements(shapes[1][1:])
+    if name == "bilinear":
+        return 2 * num_elements(result) * shapes[0][-1] * shapes[1][-1]
+    left = shapes[1] if "bmm" in name else shapes[0]
+    return 2 * num_elements(result) * left[-1]
+
+
+def _sizes(value: Any) -> tuple[int, ...]:
+    """Return the sizes of a traced tensor; a symbolic one as it was traced."""
+    if not isinstance(value, torch.Tensor):
+        return ()
+    return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 
 def _is_torch(target: str | Callable[..., Any]) -> bool:

@@ -14,6 +14,7 @@ from types import CodeType, MethodType
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo import trace_rules
 
 from qsync.errors import UnsupportedError
@@ -22,6 +23,11 @@ NO_DATA_PARALLEL = (
     "DataParallel runs copies of a model that have no plan; use DistributedDataParallel, a process a device"
 )
 _REPLICATE = "_replicate_for_data_parallel"  # what DataParallel calls on every module
+# The files of torch's layers that hold products, and of those that hold such layers.
+LAYER_FILES = {
+    f"{trace_rules._module_dir(torch)}nn/modules/{name}.py"
+    for name in ("activation", "container", "conv", "linear", "sparse", "transformer")
+}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -72,7 +78,14 @@ def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
 def compile_forward(
     module: torch.nn.Module, backend: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-    """Return the module's plain forward, to be traced at its first call and run by a backend."""
+    """Return the module's plain forward, to be traced at its first call and run by a backend.
+
+    Another torch.compile may have marked torch's layers to be skipped; they are traced again from now on.
+    """
+    codes = {getattr(type(layer).forward, "__code__", None) for layer in module.modules()}
+    for code in codes:
+        if code is not None and code.co_filename in LAYER_FILES:
+            reset_code(code)
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):
         forward = MethodType(_framed, module)

@@ -23,11 +23,14 @@ from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.operator_table import (
     NORMS,
     PASSES_MAGNITUDE,
+    UNWRITTEN_PRODUCTS,
+    bare_name,
     call_name,
     classify,
     constants,
     dropped,
     flops,
+    flops_of_unwritten,
     is_dilated,
     names_a_type,
     operands,
@@ -247,7 +250,7 @@ class _Reader:
             else:
                 because = self._why_fixed(read, value, kind, role, magnitude, node)
             role = Role.FIXED if because else role
-        name = self._name(node, kind)
+        name = self._name(node, bare_name(node) if bare_name(node) in UNWRITTEN_PRODUCTS else kind)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
         self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, drops, because))
@@ -297,11 +300,14 @@ class _Reader:
         product = call.role is Role.ADJUSTABLE and kind != "embedding"
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
+        because = call.because
+        if kind == "other" and (unwritten := flops_of_unwritten(node)):
+            count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
         drops = call.drops if kind == "attention" else 0.0
         dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
-            call.value.requires_grad, call.magnitude, depth, drops, dilated, call.because,
+            call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth

@@ -23,7 +23,7 @@ from qsync.backend.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
-from qsync.tracing.replaced_forward import compiled_by
+from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by
 from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
 
@@ -193,8 +193,12 @@ def dynamo_settings() -> Iterator[None]:
     FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it. A counter on a
     module (`self.step += 1`) is no constant of the graph, and a hook added to an inner module later is traced
     in. nn.MultiheadAttention is traced into its products: torch takes it for one operator, or two layers for
-    one in evaluation.
+    one in evaluation. Of a forward that cannot be traced (a loop over experts that asks how many tokens each
+    has) the layers are traced one by one: torch would skip its own modules there.
     """
+    traced_files = trace_rules.get_legacy_mod_inlinelist()
+    layers = LAYER_FILES - traced_files
+    traced_files |= layers
     in_graph, fast = trace_rules.get_torch_obj_rule_map(), torch.backends.mha.get_fastpath_enabled()
     rule = in_graph.pop(multi_head_attention_forward, None)  # none inside another context like this one
     if rule is not None:  # under `with torch.device(...)` the tracer cannot get into the method
@@ -212,6 +216,7 @@ def dynamo_settings() -> Iterator[None]:
         ):
             yield
     finally:
+        traced_files -= layers
         torch.backends.mha.set_fastpath_enabled(fast)
         if rule is not None:
             del in_graph[torch.Tensor.unflatten]
