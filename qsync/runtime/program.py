@@ -206,6 +206,7 @@ class Program:
                 f"base={dtype!r} to qsync.hybrid, plan or wrap, or call the model outside of autocast"
             )
 
+    @untraced("it speaks to the user")
     def _report_new_graphs(self) -> None:
         """Report what runs now, after a call in which a graph was traced."""
         if self._report is not None and len(self._entries) > self._num_reported:
