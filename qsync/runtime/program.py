@@ -47,7 +47,9 @@ from qsync.tracing.tracer import (
     dynamo_settings,
     graph_breaks,
     nothing_to_lower,
+    num_skipped_frames,
     tensor_names,
+    why_skipped,
     why_untraced,
     without_autocast,
 )
@@ -114,6 +116,7 @@ class Program:
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
         self.num_calls = 0  # with gradients, so far
+        self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.device = device_of(model)
         self.kernels = backend.select(self.device)
 
@@ -180,7 +183,7 @@ class Program:
             self._report_new_graphs()
             return result
         # The first call shows whether the plan fits the model. If it fails, running statistics are restored.
-        breaks = graph_breaks()
+        breaks, num_skipped = graph_breaks(), num_skipped_frames()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)
@@ -194,6 +197,7 @@ class Program:
                     buffer.copy_(saved)
             raise
         self._checked = True
+        self.skipped = why_skipped(model, breaks, num_skipped)
         self._report_new_graphs()
         return result
 

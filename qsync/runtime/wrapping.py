@@ -140,7 +140,10 @@ class Wrapping:
         is_good = coverage.is_mostly_lowered(products)
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
-            coverage.say_once(coverage.sentence(products, self._asked, where), is_good)
+            text = coverage.sentence(products, self._asked, where)
+            if program.skipped:
+                text += f"; of code that torch.compile gives up only layers are lowered: {program.skipped}"
+            coverage.say_once(text, is_good)
 
 
 def check_plan_base(plan: Plan, base: Precision) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +57,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 
         return run
 
-    breaks = graph_breaks()
+    breaks, num_skipped = graph_breaks(), num_skipped_frames()
     # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
     device = device_of(model)
     plain = compiled_by(model, record, dynamic=False)
@@ -67,6 +68,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
             raise error.inner_exception from None
         except torch._dynamo.exc.TorchDynamoException as error:
             raise cannot_trace(model, error) from error
+    why_skipped(model, breaks, num_skipped)
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):
         raise nothing_to_lower(model, breaks, ops)
@@ -76,6 +78,26 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
 def graph_breaks() -> dict[str, int]:
     """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
     return {**counters["unimplemented"], **counters["graph_break"]}
+
+
+def num_skipped_frames() -> int:
+    """Return how many frames the tracer gave up so far: what such a frame computes itself is not lowered."""
+    return int(counters["frames"]["total"] - counters["frames"]["ok"])
+
+
+def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int) -> str:
+    """Return why the tracer gave up a frame of a model; empty if it did not.
+
+    `breaks` and `num_skipped` are from before the model ran. The tracer gives a frame up once and for all, so
+    that the reason is kept for later models of this class.
+    """
+    if num_skipped_frames() > num_skipped:
+        new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
+        _SKIPPED[type(model)] = _reason("\n".join(new))
+    return _SKIPPED.get(type(model), "")
+
+
+_SKIPPED: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def why_untraced() -> str | None:

@@ -16,6 +16,7 @@ from traced_models import Applied, Broken, Checkpointed, X
 import qsync
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
+from qsync.runtime import coverage
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.tracer import trace
 
@@ -522,15 +523,29 @@ def test_a_model_of_other_types_or_products_says_that_its_operators_were_traced(
 class BreaksInALoop(nn.Module):
     """Torch does not resume in the middle of a loop: it skips the frame."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_layer: bool = False) -> None:
         super().__init__()
-        self.fc = nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.fc = nn.Linear(8, 8) if has_layer else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
             if x.sum() > 0:
-                x = self.fc(x)
+                x = self.fc(x) if self.fc is not None else x
+            x = x.abs() @ self.weight.abs()
         return x
+
+
+def test_layers_of_a_frame_that_is_skipped_are_lowered_and_the_rest_is_told(capsys):
+    torch._dynamo.reset()
+    coverage.say_once.cache_clear()
+    graph = qsync.capture(BreaksInALoop(has_layer=True), X.abs())
+    assert {op.kind for op in graph.ops if op.flops} == {"linear"}
+    model = BreaksInALoop(has_layer=True)
+    expected = model(X.abs())
+    assert not torch.equal(qsync.wrap(model, "bf16")(X.abs()), expected)
+    said = capsys.readouterr().err
+    assert "of code that torch.compile gives up only layers are lowered: Data-dependent branching" in said
 
 
 def test_a_frame_that_is_skipped_names_what_the_tracer_met_in_it():
