@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -56,7 +57,7 @@ def main(
     experiment = Experiment("takeover", out, settings=settings, fresh=fresh)
     names = model or NAMES
     with experiment.progress():
-        tasks = {f"case {number:02}": case for number, case in enumerate(CASES)}
+        tasks = {f"case {re.sub('[^A-Za-z0-9]+', ' ', case.name).strip()}": case for case in CASES}
         cases = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
         timed = [experiment.piece(f"steps {name}", partial(step_ratios, name, rounds)) for name in names]
         losses = {

@@ -477,6 +477,47 @@ def _(make: Maker) -> Outcome:
         return [gradient.to_local() for gradient in found]
 
 
+@case("wrap", "`fully_shard` on a bare `nn.Linear`, two steps")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with one_process():
+        model = make(net().head)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = model(data())
+            out.square().mean().backward()
+            optimizer.step()
+        return out
+
+
+@case("wrap", "`fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with one_process():
+        model, mesh = make(net()), init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model(data()).float().square().mean().backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+
+@case("wrap", "`parallelize_module` (tensor parallelism)")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with one_process():
+        layers = {"first.up": ColwiseParallel(), "first.down": RowwiseParallel()}
+        return parallelize_module(make(net()), init_device_mesh("cpu", (1,)), layers)(data())
+
+
 @case("wrap", "a framework that replaces `model.forward`")
 def _(make: Maker) -> Outcome:
     model = make(net())

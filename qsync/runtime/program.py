@@ -32,7 +32,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
-from qsync.runtime.weight_cache import forget_copies
+from qsync.runtime.weight_cache import check_copies, forget_copies
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
     compile_forward,
@@ -176,7 +176,9 @@ class Program:
         self.num_calls += torch.is_grad_enabled()
         model = self._model()
         assert model is not None, "a program outlived its model"
-        if not model.training:
+        if model.training:
+            check_copies()
+        else:
             forget_copies()
         if self._checked:
             result = self._run(compiled, args, kwargs)

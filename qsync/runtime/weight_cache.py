@@ -1,9 +1,10 @@
 """Cast weights once per optimizer step: micro-batches that accumulate gradients share one copy.
 
 A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
-optimizer has stepped since, a gradient is being accumulated, and a sample of its elements is unchanged (a
-step by hand, `p.data -= lr * p.grad`, leaves no other mark). It serves training only: evaluation may swap
-weights, so every call of a model in evaluation, or without gradients, casts anew.
+optimizer has stepped since, and a gradient is being accumulated. A step by hand, `p.data -= lr * p.grad`,
+leaves no mark but the numbers: at every call samples of all weights are compared with those that were cast.
+A copy serves training only: evaluation may swap weights, so every call of a model in evaluation, or without
+gradients, casts anew.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qsync.backend.kernels.convolution import weight_gradient
 from qsync.records.precision import is_encoded
+from qsync.tracing.replaced_forward import untraced
 
 _SAMPLED = 16  # elements of a weight that are compared
 
@@ -35,15 +37,12 @@ class WeightCast(torch.nn.Module):
         self._kernels, self._target = kernels, target
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
-        self._sample: torch.Tensor | None = None
+        self.sampled: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
         _steps.casts.add(self)
 
     def forget(self) -> None:
         """Free the copy: it does not last from one step to the next."""
-        self._key = self._copy = self._sample = None
-
-    def _is_unchanged(self, weight: torch.Tensor) -> bool:
-        return self._sample is not None and torch.equal(self._sample, _sample(weight))
+        self._key = self._copy = self.sampled = None
 
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
@@ -53,12 +52,12 @@ class WeightCast(torch.nn.Module):
         # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
         # that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        if key != self._key or first or not self._is_unchanged(weight):
+        if key != self._key or first:
             self.forget()
             with torch.set_grad_enabled(not is_encoded(self._target)):
                 made = self._kernels.cast_weight(weight, self._target)
             self._copy = made.detach() if isinstance(made, torch.Tensor) else made
-            self._key, self._sample = key, _sample(weight).clone()
+            self._key, self.sampled = key, (weakref.ref(weight), _sample(weight).clone())
             if isinstance(made, torch.Tensor) and made.requires_grad:
                 return made
         if isinstance(self._copy, torch.Tensor):
@@ -87,6 +86,27 @@ class _Copied(torch.autograd.Function):
         if gradient.ndim == 4:
             return weight_gradient(gradient, ctx.dtype, ctx.contiguous), None
         return gradient.to(ctx.dtype), None
+
+
+@untraced("it compares weights")
+def check_copies() -> None:
+    """Free every copy if a weight was written to by hand; one comparison for all weights of a type."""
+    samples: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for cast in _steps.casts:
+        weight = cast.sampled[0]() if cast.sampled is not None else None
+        if cast.sampled is None or weight is None:
+            continue
+        before = cast.sampled[1]
+        moved = (before.device, before.dtype) != (weight.device, weight.dtype)
+        if moved or weight.untyped_storage().nbytes() < weight.nbytes:  # FSDP frees it between calls
+            cast.forget()
+        else:
+            samples.setdefault((before.device, before.dtype), []).append((before, _sample(weight)))
+    for pairs in samples.values():
+        before, now = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+        if not torch.equal(before, now):
+            forget_copies()
+            return
 
 
 def forget_copies() -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.fx
 from torch._C._functorch import is_functorch_wrapped_tensor
 
+from qsync.errors import UnsupportedError
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
 from qsync.tracing.inplace_calls import make_out_of_place
@@ -110,8 +111,13 @@ def read_segment(
     """Read one traced graph into a segment.
 
     `names` maps the id of each parameter and buffer to its name. `earlier` segments ran before it in the same
-    call, and their names are in use.
+    call, and their names are in use. Raises UnsupportedError for tensor-parallel parameters.
     """
+    if any(type(value).__name__ == "DTensor" for value in example_inputs):
+        raise UnsupportedError(
+            "the model has tensor-parallel parameters (DTensor), which qsync has no kernels for: wrap the "
+            "modules that are not parallelized, or shard with fully_shard instead"
+        )
     private = _copy(module)
     reader = _Reader(names, earlier)
     segment = Segment(private)

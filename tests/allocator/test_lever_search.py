@@ -185,6 +185,25 @@ def test_the_first_shares_are_equal_then_half_way_to_equal_times_then_there():
     assert found == [(32, 32), (40, 24), (48, 16)]
 
 
+def test_above_a_base_the_first_shares_are_by_speed_in_the_base():
+    """infer is three times slower in FP32, and in BF16 as fast as train: shares are equal there."""
+    train, slow = PROFILES["train"], PROFILES["infer"]
+    ops = {
+        op: {mode: cost if mode == "fp32" else train.ops[op][mode] for mode, cost in modes.items()}
+        for op, modes in slow.ops.items()
+    }
+    profiles = {"train": train, "infer": replace(slow, ops=ops, cast_fit=train.cast_fit)}
+    profiles = {name: replace(profile, outside=Cost(0.0), host_s=0.0) for name, profile in profiles.items()}
+
+    def first_shares(base):
+        space = Space(GRAPH, profiles, CLUSTER, ["share"], OTHER, base)
+        *_, last = space.starts()
+        setting = space.suggest(SimpleNamespace(suggest_float=lambda name, *_: last[name]))
+        return setting.levers["train"].samples
+
+    assert first_shares(None) > 40 and abs(first_shares("bf16") - 32) <= 2
+
+
 def test_bucket_caps_double_from_1_mib_up_to_one_bucket_for_all():
     offered = []
     trial = SimpleNamespace(suggest_categorical=lambda name, choices: offered.append((name, choices)))

@@ -8,17 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
 
 from qsync.allocator import check_plan, explain
 from qsync.errors import QSyncError
 from qsync.experiments.demo import publish
-from qsync.experiments.demo.compared_plans import NAMES
+from qsync.experiments.demo.compared_plans import NAMES, planned_runs
 from qsync.experiments.demo.launch import run_demo
+from qsync.experiments.demo.picture import run_title
 from qsync.experiments.demo.report import heldout_difference, table
+from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 
 WEAK_SHARE = 0.35
+BELOW_FP32 = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
 OF_A_RUN = (
     "measured_step_s", "predicted_step_s", "wait_fraction", "low_precision_op_fraction",
     "low_precision_flop_fraction", "added_variance", "heldout_loss", "peak_memory_bytes",
@@ -185,3 +190,17 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
         assert "| **qsync plan** |" in text and " | 2.00 | " in text
     assert (tmp_path / "docs" / "figures" / "steps.png").read_bytes() == b"steps"
     assert "training_losses" not in (tmp_path / publish.FIGURES).read_text()
+
+
+def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():
+    graph = encoder(1)
+    profiles = {
+        name: profile_of(graph, name, BELOW_FP32, slow=slow, latency_s=1e-8, cast_s=1e-11)
+        for name, slow in ((ALONE, 1.0), (FAST, 1.0), (WEAK, 1.4))
+    }
+    cluster = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
+    planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)), base=Precision.BF16)
+    assert tuple(planned) == tuple("weak_int8_all" if name == "weak_bf16" else name for name in NAMES)
+    assert Precision.INT8_ALL in planned["weak_int8_all"].plan[WEAK].assignment.values()
+    assert {entry.plan.base for entry in planned.values()} == {Precision.BF16}
+    assert all(run_title(name, "bf16") != name for name in planned)

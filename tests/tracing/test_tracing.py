@@ -162,6 +162,48 @@ def test_grouped_convolutions_count_only_their_own_channels():
 def test_products_of_activations_are_counted():
     graph = qsync.capture(Products(), (torch.randn(2, 3, 4), torch.randn(2, 4, 5)))
     assert [(op.kind, op.flops) for op in graph.adjustable] == [("matmul", 2 * 2 * 3 * 5 * 4)] * 4
+    graph = qsync.capture(OneProduct(), (torch.randn(3, 4), torch.randn(4, 5)))
+    assert [(op.kind, op.flops) for op in graph.adjustable] == [("matmul", 2 * 3 * 5 * 4)]
+
+
+class OneProduct(nn.Module):
+    """The spelling for two matrices."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.mm(x, y)
+
+
+class Unwritten(nn.Module):
+    """Products that qsync has no kernel for, and one that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4, 6))
+        self.up, self.volume, self.pair = (
+            nn.ConvTranspose2d(2, 3, 2),
+            nn.Conv3d(1, 2, 3),
+            nn.Bilinear(4, 4, 5),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.einsum("b i j, jk -> b i k", self.fc(x), self.weight)
+        total = y.sum() + torch.baddbmm(y, x, self.weight.expand(2, 4, 6)).sum()
+        total = total + self.up(x.view(2, 2, 3, 2)).sum() + self.pair(x, x).sum()
+        return total + self.volume(torch.ones(1, 1, 3, 4, 5)).sum()
+
+
+def test_products_without_a_kernel_are_named_and_counted():
+    graph = qsync.capture(Unwritten(), torch.randn(2, 3, 4))
+    found = {op.name: (op.flops, op.fixed_because) for op in graph.ops if op.role is Role.FIXED and op.flops}
+    assert {name: flops for name, (flops, _) in found.items()} == {
+        "einsum": 2 * 2 * 3 * 4 * 6,
+        "baddbmm": 2 * 2 * 3 * 6 * 4,
+        "up.conv_transpose2d": 2 * (2 * 2 * 3 * 2) * (3 * 2 * 2),
+        "pair.bilinear": 2 * (2 * 3 * 5) * 4 * 4,
+        "volume.conv3d": 2 * (2 * 1 * 2 * 3) * 27,
+    }
+    assert found["einsum"][1] == "qsync has no kernel for einsum in low precision"
+    assert [op.name for op in graph.adjustable] == ["fc"]
 
 
 class Products(nn.Module):
