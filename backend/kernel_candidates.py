@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qsync.backend import cutlass
-from qsync.backend.kernels.attention_bf16 import attention_bf16, attention_of_torch
+from qsync.backend.kernels.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention_int8 import attention_int8
 from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
@@ -79,8 +79,7 @@ def _torch_candidates(
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
-        pieces = _candidate("products in pieces", attention_bf16, None)
-        return (pieces, _candidate("torch, unless it drops", attention_of_torch, None))
+        return (_candidate("products in pieces, or torch", fastest_attention_bf16, None),)
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, reason),)
     if precision is Precision.FP16:

@@ -17,7 +17,6 @@ from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
 from qsync.backend.kernel_timing import synchronize
-from qsync.backend.kernels.convolution import weight_to_bf16_channels_last
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
@@ -95,19 +94,6 @@ class Kernels:
         if target_type == "bf16" and tensor.dtype is torch.float32:
             return to_bf16(tensor)
         return tensor.to(DTYPES[target_type])
-
-    def cast_weight(self, weight: Tensor, target_type: str) -> Tensor | Encoded:
-        """Cast a parameter into the memory order in which products are fastest.
-
-        Only a cast in the parameter's own order, to a float, passes gradients on.
-
-        A convolution's BF16 weight gets channels-last order, without a gradient. oneDNN would reorder any
-        other at every call (5.1 against 3.4 ms forward and 13.7 against 10.5 backward for 32x512x2x2, 3x3;
-        Zen 5).
-        """
-        if target_type == "bf16" and weight.ndim == 4 and weight.device.type == "cpu":
-            return weight_to_bf16_channels_last(weight.detach())
-        return self.cast(weight, target_type)
 
     def kernel(self, kind: str, precision: Precision | str, reference: bool = False) -> Kernel:
         """Return the fastest kernel that this device has.

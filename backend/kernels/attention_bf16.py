@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,12 +13,15 @@ from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
 from qsync.backend.block_sizes import SCORES_PER_BLOCK
+from qsync.backend.kernel_timing import least_s
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.softmax import Scores, softmax, softmax_gradient
 
 # Rows that a block has under a causal mask, so that few scores right of the diagonal are computed.
 _CAUSAL_ROWS = 128
+_SHORT = 128  # keys, up to which torch's kernel takes longer on every CPU that was measured
+_TIMED_SCORES = 2**19  # of the heads on which kernels are timed: enough that their calls cost nothing
 
 
 def attention_bf16(
@@ -58,7 +62,7 @@ def attention_bf16(
     return differentiable(_Bf16Attention, query, key, value, attn_mask, options, DTYPES[out_type])
 
 
-def attention_of_torch(
+def fastest_attention_bf16(
     target: Callable[..., Tensor],
     out_type: str,
     query: Tensor,
@@ -70,19 +74,41 @@ def attention_of_torch(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Run torch's kernel where no weights are dropped, else `attention_bf16`.
+    """Compute `attention_bf16`, or run torch's kernel where that is faster: with long sequences.
 
-    With dropout torch writes all scores out on CPUs, in FP32, and saves them three times: 25 MB in the
-    place of 0.5 for a layer of 32 heads of 128x128. The saved tensors must not depend on which kernel was
-    faster.
+    Each number of keys above 128, rounded up to a power of two, is timed once. One thread of a Zen 4 takes 0.7 times as
+    long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Both kernels save the same tensors.
+    With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
+    for a layer of 32 heads of 128x128), so it is not used.
 
-    >>> attention_of_torch(F.scaled_dot_product_attention, "bf16", q.bfloat16(), k.bfloat16(), v.bfloat16())
+    >>> fastest_attention_bf16(F.scaled_dot_product_attention, "bf16", q, k, v)
     """
     options = (attn_mask, dropout_p, is_causal)
-    if dropout_p:
-        return attention_bf16(target, out_type, query, key, value, *options, scale, enable_gqa)
-    y = target(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
-    return y.to(DTYPES[out_type])
+    if not dropout_p and key.shape[-2] > _SHORT and key.numel():
+        keys = 1 << (key.shape[-2] - 1).bit_length()
+        if _torch_is_faster(keys, key.shape[-1], is_causal, torch.get_num_threads()):
+            y = target(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
+            return y.to(DTYPES[out_type])
+    return attention_bf16(target, out_type, query, key, value, *options, scale, enable_gqa)
+
+
+@cache
+def _torch_is_faster(keys: int, width: int, is_causal: bool, threads: int) -> bool:
+    """Return whether torch's kernel takes less time forward and backward, on some heads of these lengths."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    heads = min(max(2, _TIMED_SCORES // keys**2), 64)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        operands = [torch.randn(1, heads, keys, width).bfloat16().requires_grad_() for _ in range(3)]
+        gradient = torch.randn(1, heads, keys, width).bfloat16()
+
+        def seconds(kernel: Callable[..., Tensor]) -> float:
+            def run() -> None:
+                torch.autograd.grad(kernel(*operands, is_causal=is_causal), operands, gradient)
+
+            run()
+            return least_s(run)
+
+        return seconds(attend) < seconds(partial(attention_bf16, attend, "bf16"))
 
 
 class _Bf16Attention(torch.autograd.Function):

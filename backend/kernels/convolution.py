@@ -413,15 +413,6 @@ def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
     return decoded.view(flat.shape).permute(0, 3, 1, 2)
 
 
-def weight_to_bf16_channels_last(weight: Tensor) -> Tensor:
-    """Return BF16 of a convolution's FP32 weight (c, C, kh, kw), in channels-last order."""
-    if not weight.is_contiguous():
-        return weight.to(torch.bfloat16, memory_format=torch.channels_last)
-    shape = (len(weight), weight.shape[1], math.prod(weight.shape[2:]))
-    last = transpose_last(weight.view(shape), torch.bfloat16)
-    return last.view(len(weight), *weight.shape[2:], weight.shape[1]).movedim(-1, 1)
-
-
 def weight_gradient(gradient: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
     """Return a weight's gradient (c, C, kh, kw) in `dtype`, contiguous if the weight is.
 

@@ -32,7 +32,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
-from qsync.runtime.weight_cache import check_copies, forget_copies
+from qsync.runtime.weight_cache import check_copies, forget_copies, note_copies
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
     compile_forward,
@@ -232,6 +232,7 @@ class Program:
             ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise cannot_trace(self._model(), error) from error
+        note_copies()
         if not self._ran and (reason := why_untraced()):
             raise TracingError(
                 f"{type(self._model()).__name__} ran without its kernels: {reason}; call it without that, or "

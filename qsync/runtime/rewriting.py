@@ -38,9 +38,6 @@ class KernelTable(Protocol):
     def cast(self, tensor: torch.Tensor, target: str) -> Any:
         """Return a tensor in another type."""
 
-    def cast_weight(self, weight: torch.Tensor, target: str) -> Any:
-        """Return a weight in another type, without a gradient."""
-
     def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]:
         """Return the kernel of a kind of operator in a precision."""
 

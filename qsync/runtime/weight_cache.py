@@ -13,9 +13,9 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from qsync.backend.kernels.convolution import weight_gradient
 from qsync.records.precision import is_encoded
 from qsync.tracing.replaced_forward import untraced
 
@@ -25,8 +25,8 @@ _SAMPLED = 16  # elements of a weight that are compared
 class Caster(Protocol):
     """What makes the copy: see qsync.backend.select."""
 
-    def cast_weight(self, weight: torch.Tensor, target: str) -> Any:
-        """Return the weight in another type; it may pass gradients on, and need not."""
+    def cast(self, tensor: torch.Tensor, target: str) -> Any:
+        """Return a tensor in another type."""
 
 
 class WeightCast(torch.nn.Module):
@@ -34,35 +34,45 @@ class WeightCast(torch.nn.Module):
 
     def __init__(self, kernels: Caster, target: str) -> None:
         super().__init__()
-        self._kernels, self._target = kernels, target
+        self._cast, self._target, self._encoded = kernels.cast, target, is_encoded(target)
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
-        self.sampled: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
+        self.sample: torch.Tensor | None = None  # a view of a few elements of the weight's memory
+        self._sampled_at = 0
         _steps.casts.add(self)
 
     def forget(self) -> None:
         """Free the copy: it does not last from one step to the next."""
-        self._key = self._copy = self.sampled = None
+        self._key = self._copy = None
 
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
         if not torch.is_grad_enabled():
-            return self._kernels.cast_weight(weight, self._target)
-        key = (weight.data_ptr(), weight._version, _steps.count)
+            return self._cast(weight, self._target)
         # Without a gradient this is the first micro-batch. Inside backward it is activation recomputation
         # that runs forward again.
         first = weight.requires_grad and weight.grad is None and torch._C._current_graph_task_id() == -1
-        if key != self._key or first:
-            self.forget()
-            with torch.set_grad_enabled(not is_encoded(self._target)):
-                made = self._kernels.cast_weight(weight, self._target)
-            self._copy = made.detach() if isinstance(made, torch.Tensor) else made
-            self._key, self.sampled = key, (weakref.ref(weight), _sample(weight).clone())
-            if isinstance(made, torch.Tensor) and made.requires_grad:
-                return made
+        if first or self._key != (weight.data_ptr(), weight._version, _steps.count):
+            return self._made_anew(weight)
         if isinstance(self._copy, torch.Tensor):
             return _Copied.apply(weight, self._copy)  # type: ignore[no-untyped-call]
         return self._copy
+
+    def _made_anew(self, weight: torch.Tensor) -> Any:
+        self.forget()  # before the new copy is made, so that both are never there
+        if self._encoded:
+            with torch.no_grad():
+                made = self._copy = self._cast(weight, self._target)
+        else:
+            made = self._cast(weight, self._target)
+            self._copy = made.detach()
+        if not is_functorch_wrapped_tensor(weight):  # else it is gone after this call
+            pointer = weight.data_ptr()
+            if pointer != self._sampled_at:
+                self.sample, self._sampled_at = _sample(weight), pointer
+            self._key = (pointer, weight._version, _steps.count)
+            _steps.fresh.append(self)
+        return made
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
@@ -77,36 +87,48 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
         """Return the copy; `weight` is there for autograd alone."""
-        ctx.dtype, ctx.contiguous = weight.dtype, weight.is_contiguous()
+        ctx.dtype = weight.dtype
         return copy.view_as(copy)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the gradient in the type and order of the weight."""
-        if gradient.ndim == 4:
-            return weight_gradient(gradient, ctx.dtype, ctx.contiguous), None
+        """Return the gradient in the type of the weight."""
         return gradient.to(ctx.dtype), None
 
 
 @untraced("it compares weights")
 def check_copies() -> None:
-    """Free every copy if a weight was written to by hand; one comparison for all weights of a type."""
-    samples: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
-    for cast in _steps.casts:
-        weight = cast.sampled[0]() if cast.sampled is not None else None
-        if cast.sampled is None or weight is None:
-            continue
-        before = cast.sampled[1]
-        moved = (before.device, before.dtype) != (weight.device, weight.dtype)
-        if moved or weight.untyped_storage().nbytes() < weight.nbytes:  # FSDP frees it between calls
-            cast.forget()
-        else:
-            samples.setdefault((before.device, before.dtype), []).append((before, _sample(weight)))
-    for pairs in samples.values():
-        before, now = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        if not torch.equal(before, now):
+    """Free the copies of weights that were written to by hand since `note_copies`."""
+    for casts, before in _steps.samples:
+        now = _samples(casts)
+        if now is None or not torch.equal(before, now):
             forget_copies()
             return
+
+
+@untraced("it compares weights")
+def note_copies() -> None:
+    """Keep a sample of every weight that was cast in this call."""
+    by_type: dict[tuple[torch.device, torch.dtype], list[WeightCast]] = {}
+    for cast in _steps.fresh:
+        if cast.sample is not None:
+            by_type.setdefault((cast.sample.device, cast.sample.dtype), []).append(cast)
+    _steps.fresh.clear()
+    for casts in by_type.values():
+        samples = _samples(casts)
+        if samples is None:
+            for cast in casts:
+                cast.forget()
+        else:
+            _steps.samples.append((casts, samples))
+
+
+def _samples(casts: list[WeightCast]) -> torch.Tensor | None:
+    """Return the samples of these weights; None if the memory of one is freed (FSDP, between calls)."""
+    views = [cast.sample for cast in casts if cast.sample is not None]
+    if any(not view.untyped_storage().nbytes() for view in views):
+        return None
+    return torch.cat(views)
 
 
 def forget_copies() -> None:
@@ -120,11 +142,15 @@ class _Steps:
     def __init__(self) -> None:
         self.count = 0
         self.casts: weakref.WeakSet[WeightCast] = weakref.WeakSet()
+        self.fresh: list[WeightCast] = []  # made in this call
+        self.samples: list[tuple[list[WeightCast], torch.Tensor]] = []  # of weights that were cast
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: Any) -> None:
         """Count a step and free every copy."""
         self.count += 1
+        self.fresh.clear()
+        self.samples.clear()
         for cast in self.casts:
             cast.forget()
 

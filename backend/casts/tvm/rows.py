@@ -45,7 +45,6 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
             programs[f"{name}_{dtype}"] = _dequantize(loops, dtype, biased)
         programs[f"scale_images_{dtype}"] = _scale_images(loops, dtype)
     programs["to_bf16"] = _to_bf16(loops)
-    programs["transpose_to_bf16"] = _transpose(loops, "float32", "bfloat16")
     programs["transpose_to_fp32"] = _transpose(loops, "bfloat16", "float32")
     programs["transpose_int8"] = _transpose(loops, "int8", "int8")
     programs["unfold_uint8"] = _unfold(loops, "uint8")
