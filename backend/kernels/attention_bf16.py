@@ -76,8 +76,9 @@ def fastest_attention_bf16(
 ) -> Tensor:
     """Compute `attention_bf16`, or run torch's kernel where that is faster: with long sequences.
 
-    Each number of keys above 128, rounded up to a power of two, is timed once. One thread of a Zen 4 takes 0.7 times as
-    long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Both kernels save the same tensors.
+    Each number of keys above 128, rounded up to a power of two, is timed once. One thread of a Zen 4 takes
+    0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Both kernels save the
+    same tensors.
     With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
     for a layer of 32 heads of 128x128), so it is not used.
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.table import Table
 
@@ -56,6 +57,7 @@ def main(
     settings = {"precision": precision, "rounds": rounds, "steps": steps}
     experiment = Experiment("takeover", out, settings=settings, fresh=fresh)
     names = model or NAMES
+    torch.set_num_threads(1)
     with experiment.progress():
         tasks = {f"case {re.sub('[^A-Za-z0-9]+', ' ', case.name).strip()}": case for case in CASES}
         cases = [row for _, row in experiment.pieces(tasks, lambda case: asdict(judge(case, precision)))]
