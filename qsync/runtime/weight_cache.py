@@ -10,6 +10,7 @@ gradients, casts anew.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
@@ -38,12 +39,13 @@ class WeightCast(torch.nn.Module):
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
         self.sample: torch.Tensor | None = None  # a view of a few elements of the weight's memory
+        self.before: torch.Tensor | None = None  # their numbers when the copy was made
         self._sampled_at = 0
         _steps.casts.add(self)
 
     def forget(self) -> None:
         """Free the copy: it does not last from one step to the next."""
-        self._key = self._copy = None
+        self._key = self._copy = self.before = None
 
     def forward(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
@@ -98,10 +100,10 @@ class _Copied(torch.autograd.Function):
 
 @untraced("it compares weights")
 def check_copies() -> None:
-    """Free the copies of weights that were written to by hand since `note_copies`."""
-    for casts, before in _steps.samples:
-        now = _samples(casts)
-        if now is None or not torch.equal(before, now):
+    """Free all copies if a weight was written to by hand since `note_copies`: one comparison for all."""
+    for casts in _by_type(cast for cast in _steps.casts if cast.before is not None):
+        before = torch.cat([cast.before for cast in casts if cast.before is not None])
+        if not torch.equal(before, _samples(casts)):
             forget_copies()
             return
 
@@ -109,26 +111,29 @@ def check_copies() -> None:
 @untraced("it compares weights")
 def note_copies() -> None:
     """Keep a sample of every weight that was cast in this call."""
-    by_type: dict[tuple[torch.device, torch.dtype], list[WeightCast]] = {}
-    for cast in _steps.fresh:
-        if cast.sample is not None:
-            by_type.setdefault((cast.sample.device, cast.sample.dtype), []).append(cast)
+    for casts in _by_type(_steps.fresh):
+        samples = _samples(casts).split([len(cast.sample) for cast in casts if cast.sample is not None])
+        for cast, sample in zip(casts, samples, strict=True):
+            cast.before = sample
     _steps.fresh.clear()
-    for casts in by_type.values():
-        samples = _samples(casts)
-        if samples is None:
-            for cast in casts:
-                cast.forget()
+
+
+def _by_type(casts: Iterable[WeightCast]) -> list[list[WeightCast]]:
+    """Group casts by the device and type of their weights.
+
+    A copy of a weight whose memory is freed is freed too (FSDP does that between calls).
+    """
+    found: dict[tuple[torch.device, torch.dtype], list[WeightCast]] = {}
+    for cast in casts:
+        if cast.sample is None or not cast.sample.untyped_storage().nbytes():
+            cast.forget()
         else:
-            _steps.samples.append((casts, samples))
+            found.setdefault((cast.sample.device, cast.sample.dtype), []).append(cast)
+    return list(found.values())
 
 
-def _samples(casts: list[WeightCast]) -> torch.Tensor | None:
-    """Return the samples of these weights; None if the memory of one is freed (FSDP, between calls)."""
-    views = [cast.sample for cast in casts if cast.sample is not None]
-    if any(not view.untyped_storage().nbytes() for view in views):
-        return None
-    return torch.cat(views)
+def _samples(casts: list[WeightCast]) -> torch.Tensor:
+    return torch.cat([cast.sample for cast in casts if cast.sample is not None])
 
 
 def forget_copies() -> None:
@@ -143,14 +148,12 @@ class _Steps:
         self.count = 0
         self.casts: weakref.WeakSet[WeightCast] = weakref.WeakSet()
         self.fresh: list[WeightCast] = []  # made in this call
-        self.samples: list[tuple[list[WeightCast], torch.Tensor]] = []  # of weights that were cast
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: Any) -> None:
         """Count a step and free every copy."""
         self.count += 1
         self.fresh.clear()
-        self.samples.clear()
         for cast in self.casts:
             cast.forget()
 
