@@ -112,7 +112,8 @@ def check_copies() -> None:
 def note_copies() -> None:
     """Keep a sample of every weight that was cast in this call."""
     for casts in _by_type(_steps.fresh):
-        samples = _samples(casts).split([len(cast.sample) for cast in casts if cast.sample is not None])
+        sizes = [len(cast.sample) for cast in casts if cast.sample is not None]
+        samples = torch.split(_samples(casts), sizes)
         for cast, sample in zip(casts, samples, strict=True):
             cast.before = sample
     _steps.fresh.clear()
