@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from qsync import backend
 from qsync.backend.device_detection import default_precisions, detect_class, device_of, machine
-from qsync.errors import CalibrationError, QSyncError, UnsupportedError, shortened
+from qsync.errors import CalibrationError, QSyncError, TracingError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import clock_for
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.predictor.sensitivity.calibration import Calibration
@@ -242,13 +242,23 @@ def in_bf16(model: torch.nn.Module) -> bool:
 
 @contextmanager
 def _in_fp32(model: torch.nn.Module) -> Iterator[None]:
-    """Hold a model's BF16 tensors in FP32, inside; afterwards they are as before, bitwise."""
+    """Hold a model's BF16 tensors in FP32, inside; afterwards they are as before, bitwise.
+
+    Raises CalibrationError for a model that does not run so: one that casts to BF16 by itself.
+    """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.dtype is torch.bfloat16]
     before = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.float()
         yield
+    except (RuntimeError, TracingError) as error:
+        if not tensors:
+            raise
+        raise CalibrationError(
+            f"{type(model).__name__} does not run with its weights in FP32, from which its sensitivity is "
+            f'measured ({shortened(error, quote=False)}); load it in FP32, and give base="bf16"'
+        ) from error
     finally:
         for tensor, data in zip(tensors, before, strict=True):
             tensor.grad = None

@@ -16,6 +16,7 @@ from qsync.errors import CalibrationError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast
 from qsync.lowering.vectorized import Tabulated
+from qsync.records.base import base_of_graph
 from qsync.records.cluster import Link
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.runtime.program import program_of
@@ -134,6 +135,39 @@ def test_a_model_that_is_another_in_fp32_is_refused():
     model, ids = Switching().to(torch.bfloat16), torch.randint(50, (4, 8))
     with pytest.raises(CalibrationError, match="Switching has no operator extra when its .* FP32"):
         qsync.sensitivity(model, [ids], loss_of)
+
+
+class Casting(Loaded):
+    """A model that casts by itself."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.up(self.table(ids).bfloat16())
+
+
+def test_a_model_that_casts_by_itself_is_refused_in_a_sentence():
+    model, ids = Casting().to(torch.bfloat16), torch.randint(50, (4, 8))
+    with pytest.raises(CalibrationError, match='Casting does not run with its weights in FP32.*base="bf16"'):
+        qsync.sensitivity(model, [ids], lambda model, ids: model(ids).float().square().mean())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_parameters_of_both_types_are_lowered_from_their_own():
+    torch.manual_seed(0)
+    model, ids = Loaded().to(torch.bfloat16), torch.randint(50, (4, 8))
+    model.head.float()
+    model.head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+    expected = gradients(copy.deepcopy(model), ids)
+    graph = qsync.capture(model, ids)
+    assert {op.name: op.dtype for op in graph.adjustable}["head"] == "fp32" and graph.ops[0].dtype == "bf16"
+    assert base_of_graph(graph) is Precision.FP32
+    assert min(modes["int8"] for modes in qsync.sensitivity(model, [ids], loss_of).omega.values()) > 0
+    found = gradients(qsync.wrap(model, "int8"), ids)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype is other.dtype
+        assert 0 < (one.float() - other.float()).norm() < 0.2 * other.float().norm()
+    nodes = [node for part in program_of(model).lowered for node in part.nodes]
+    runs = {node.op: (node.mode, node.output) for node in nodes if not isinstance(node, Cast)}
+    assert runs["up"] == ("int8", "bf16") and runs["head"] == ("int8", "fp32")
 
 
 @pytest.mark.parametrize("solver", ["milp", "greedy"])
