@@ -30,7 +30,7 @@ class Product:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether it runs in another type than the model has it in."""
+        """Return whether it runs in another type than the model has it in."""
         return self.runs not in (Precision.FP32, self.op.dtype)
 
 

@@ -117,7 +117,7 @@ class Wrapping:
 
     @property
     def _batch(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes that the plan was made for; none under levers, which change a rank's batch."""
+        """Return the shapes that the plan was made for; none under levers, which change a rank's batch."""
         return self.plan.batch if self.plan is not None and self.plan.levers is None else ()
 
     @property

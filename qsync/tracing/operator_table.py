@@ -193,9 +193,11 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
 def flops_of_unwritten(node: torch.fx.Node) -> int:
     """Return the forward operations of a product without a low-precision kernel; 0 for any other call."""
     name = bare_name(node)
-    shapes = [_sizes(argument.meta.get("example_value")) for argument in node.all_input_nodes]
-    result = _sizes(node.meta.get("example_value"))
-    if name not in UNWRITTEN_PRODUCTS or len(shapes) < 2 or not result:
+    values = [other.meta.get("example_value") for other in (node, *node.all_input_nodes)]
+    if name not in UNWRITTEN_PRODUCTS:
+        return 0
+    result, *shapes = [traced_shape(value) if isinstance(value, torch.Tensor) else () for value in values]
+    if len(shapes) < 2 or not result:
         return 0
     if name == "einsum":
         terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
@@ -212,10 +214,8 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     return 2 * num_elements(result) * left[-1]
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
-    """Return the sizes of a traced tensor; a symbolic one as it was traced."""
-    if not isinstance(value, torch.Tensor):
-        return ()
+def traced_shape(value: torch.Tensor) -> tuple[int, ...]:
+    """Return sizes as plain integers; a symbolic size as it was traced, without guarding on it."""
     return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 

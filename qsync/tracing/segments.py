@@ -35,6 +35,7 @@ from qsync.tracing.operator_table import (
     is_dilated,
     names_a_type,
     operands,
+    traced_shape,
     why_traced_as_is,
 )
 
@@ -178,7 +179,7 @@ class _Reader:
             kind = "parameter" if isinstance(value, torch.nn.Parameter) else "buffer"
             if name in self._entered:  # each segment casts for itself
                 kind, name = "alias" if kind == "parameter" else kind, f"{name}@segment{self._place}"
-        self._declare(Input(name, kind, _dtype(value), _shape(value), value.requires_grad))
+        self._declare(Input(name, kind, _dtype(value), traced_shape(value), value.requires_grad))
         segment.value_of[node] = name
 
     def read(self, segment: Segment, nested: bool = False) -> None:
@@ -224,7 +225,7 @@ class _Reader:
         value = node.meta.get("example_value")
         if isinstance(value, torch.Tensor):
             name = f"constant:{node.name}"
-            self._declare(Input(name, "buffer", _dtype(value), _shape(value)))
+            self._declare(Input(name, "buffer", _dtype(value), traced_shape(value)))
             segment.value_of[node] = name
 
     def _read_call(
@@ -302,7 +303,7 @@ class _Reader:
 
     def _add(self, segment: Segment, node: torch.fx.Node, call: _Call) -> None:
         name, kind, read, kept = call.name, call.kind, call.read, call.kept
-        shape = _shape(call.value)
+        shape = traced_shape(call.value)
         product = call.role is Role.ADJUSTABLE and kind != "embedding"
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
@@ -413,17 +414,12 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
     """Return the traced result of a call: of several tensors (split) the largest, for all of them."""
     value = node.meta.get("example_value")
     if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
-        return max(value, key=lambda item: num_elements(_shape(item)))  # type: ignore[no-any-return]
+        return max(value, key=lambda item: num_elements(traced_shape(item)))  # type: ignore[no-any-return]
     return value if isinstance(value, torch.Tensor) else None
 
 
 def _dtype(value: torch.Tensor) -> str:
     return DTYPES.get(value.dtype, str(value.dtype).removeprefix("torch."))
-
-
-def _shape(value: torch.Tensor) -> tuple[int, ...]:
-    """Return sizes as plain integers; a symbolic size as it was traced, without guarding on it."""
-    return tuple(size if isinstance(size, int) else int(size.node.hint) for size in value.shape)
 
 
 def _argument_name(text: str) -> str:

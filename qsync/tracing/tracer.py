@@ -80,6 +80,10 @@ def graph_breaks() -> dict[str, int]:
     return {**counters["unimplemented"], **counters["graph_break"]}
 
 
+def _breaks_since(breaks: dict[str, int]) -> list[str]:
+    return [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
+
+
 def num_skipped_frames() -> int:
     """Return how many frames the tracer gave up so far: what such a frame computes itself is not lowered."""
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
@@ -92,8 +96,7 @@ def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int
     that the reason is kept for later models of this class.
     """
     if num_skipped_frames() > num_skipped:
-        new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
-        _SKIPPED[type(model)] = _reason("\n".join(new))
+        _SKIPPED[type(model)] = _reason("\n".join(_breaks_since(breaks)))
     return _SKIPPED.get(type(model), "")
 
 
@@ -119,7 +122,7 @@ def nothing_to_lower(model: torch.nn.Module, breaks: dict[str, int], ops: Sequen
 
     It says where the graph broke since `breaks`, or why the traced operators stay as they are.
     """
-    new = [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
+    new = _breaks_since(breaks)
     reason = _reason("\n".join(new)) if new else "no tensor operator was reached"
     fixed = [op for op in ops if is_fixed_despite_kernels(op)]
     instead = "train it without qsync.wrap, or make its forward traceable"
