@@ -17,7 +17,7 @@ from qsync.allocator.explanation.lowering_reasons import Reason, explain
 from qsync.allocator.explanation.plan_warnings import find_warnings
 from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, shadow_prices
 from qsync.allocator.explanation.unsupported import UnsupportedPrecision, unsupported_precisions
-from qsync.allocator.levers.search import search
+from qsync.allocator.levers.search import check_options, search
 from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.pareto import fastest_within, frontier
 from qsync.allocator.planner import allocate
@@ -25,6 +25,6 @@ from qsync.allocator.uniform import uniform
 
 __all__ = [
     "Alternative", "Certificate", "Reason", "ShadowPrice", "UnsupportedPrecision", "allocate",
-    "check_plan", "explain", "fastest_within", "find_warnings", "frontier", "matched_groups", "search",
-    "shadow_prices", "uniform", "unsupported_precisions",
+    "check_options", "check_plan", "explain", "fastest_within", "find_warnings", "frontier",
+    "matched_groups", "search", "shadow_prices", "uniform", "unsupported_precisions",
 ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
+from collections.abc import Iterable
 
 _LONGEST_RUN = 200  # characters of a quoted value or an unbroken token that a message repeats as they are
 # A quote opens a value only where no word precedes it, and closes one where none follows.
@@ -34,6 +36,19 @@ def shortened(value: object, most: int = 80, quote: bool = True) -> str:
     num_characters = len(value) if isinstance(value, str) else len(text)
     end = text[-1] if isinstance(value, str) and quote else ""
     return f"{text[:most]}...{end} ({num_characters} characters)"
+
+
+def unknown_name(name: object, known: Iterable[str], what: str = "argument") -> str:
+    """Say that there is no such argument, and which known one is nearest.
+
+    Example:
+        >>> unknown_name("slak", ["slack", "margin"])
+        "there is no argument 'slak'; did you mean slack?"
+    """
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, 1)
+    instead = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+    return f"there is no {what} {shortened(name)}; {instead}"
 
 
 def _bounded(message: str) -> str:

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+import torch.distributed as dist
 
 from qsync import api
-from qsync.allocator import find_warnings
+from qsync.allocator import check_options, find_warnings
 from qsync.backend.device_detection import device_of
-from qsync.distributed import ddp_profiling, drift_monitor, job, liveness
+from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
+from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.gradient_weighting import weigh_gradients
+from qsync.distributed.drift_monitor import Monitor, Prediction
+from qsync.distributed.framework_ddp import FirstCall
+from qsync.distributed.gradient_weighting import set_share
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
+from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
 from qsync.records.base import parse_base
@@ -49,6 +55,8 @@ def hybrid(
     timeout_s: float = 60.0,
     loader: Iterable[Any] | None = None,
     base: str | None = None,
+    ddp: bool = True,
+    ddp_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -78,20 +86,27 @@ def hybrid(
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with.
         base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
-            what the others are lowered from. Without it the type of the torch.autocast that is on here, else
-            "fp32". The training loop may keep its torch.autocast of that type.
+            what the others are lowered from. Without it the type of the torch.autocast that is on here, or of
+            Accelerate's mixed precision, else "fp32". The training loop may keep its torch.autocast of that
+            type.
+        ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
+            training call that DDP is found, its steps are watched, and its gradients weighed.
+        ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
+            `broadcast_buffers`, `init_sync`, `bucket_cap_mb`, `process_group` (of all ranks). Profiling uses
+            them too.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
     Returns:
-        The model in DistributedDataParallel. Without a job (plain `python script.py`) the model itself.
+        The model in DistributedDataParallel. With `ddp=False`, and without a job (plain `python script.py`),
+        the model itself.
 
     Raises:
         MismatchError: ranks differ in software, model, plan, batch shapes or options.
         CalibrationError: the batch cannot be used: missing, empty, with NaN or Inf, or without a scalar loss.
         TracingError: the model cannot be traced.
-        UnsupportedError: a device lacks a precision.
-        FormatError: an option that cannot be used.
+        UnsupportedError: a device lacks a precision, or the model is in DDP already.
+        FormatError: an option that does not exist or cannot be used, found before anything is profiled.
         InfeasibleError: no plan fits the memory or reaches the target.
         Every rank raises the same error.
 
@@ -99,14 +114,19 @@ def hybrid(
         >>> model = qsync.hybrid(model, batch, lambda model, batch: loss(model(batch["x"]), batch["y"]))
     """
     device = device_of(model)
-    base = base or autocast_type(device)
+    base = base or autocast_type(device) or accelerate_state.mixed_precision()
     job.join_job(device)
     if job.world_size() > 1:
         liveness.watch_once(timeout_s)
+    ddp_options = ddp_options if ddp_options is not None else {}
+    agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
+    bucket_cap_mb = bucket_cap_mb or ddp_options.get("bucket_cap_mb")
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
+        "ddp": ddp,
+        **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
     agree_locally("checking options", ddp_profiling.profile_seconds)
@@ -117,15 +137,65 @@ def hybrid(
         options |= {"base": str(parse_base(base))} if base not in (None, Precision.FP32) else {}
         with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
             profiling = ProfileOptions(
-                precisions, make_optimizer, loader, bucket_cap_mb, _may_save_less(options), progress
+                precisions,
+                make_optimizer,
+                loader,
+                bucket_cap_mb,
+                ddp_options,
+                _may_save_less(options),
+                progress,
             )
             plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
     elif base is not None:
         agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
-    wrapped = _wrap(model, plan, rank.device_class.name, bucket_cap_mb)
-    if folder is not None and isinstance(wrapped, DistributedDataParallel):
-        drift_monitor.watch(wrapped, plan, folder, rank.device_class.name)
-    return wrapped
+    own = rank.device_class.name
+    is_first = job.is_first_of(own)
+    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
+    prediction = Prediction.of(plan, folder) if folder is not None else None
+    if not dist.is_initialized():
+        return model
+    if not ddp:
+        FirstCall(model, partial(_attend, plan=plan, device_class=own, prediction=prediction))
+        return model
+    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
+        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
+    share = plan.levers[own] if plan.levers else None
+    parallel = in_ddp(model, bucket_cap_mb, ddp_options, base=plan.base, share=share)
+    _attend(parallel, model, plan, own, prediction)
+    return parallel
+
+
+def _check_options(
+    model: object, options: Mapping[str, Any], ddp: object, ddp_options: object, bucket_cap_mb: float | None
+) -> None:
+    """Raise an error for arguments that do not exist, unusable DDP options, or a model in DDP."""
+    check_options(options, also=list(inspect.signature(hybrid).parameters)[1:-1])
+    if not isinstance(ddp, bool):
+        raise FormatError(
+            f"ddp must be True or False, found {shortened(ddp)}; leave it out for qsync's own DDP"
+        )
+    if not ddp and ddp_options:
+        raise FormatError("ddp=False leaves DDP to a framework; give ddp_options to that")
+    check_ddp_options(ddp_options, bucket_cap_mb)
+    check_not_parallel(model)
+
+
+def _attend(
+    called: torch.nn.Module,
+    model: torch.nn.Module,
+    plan: Plan,
+    device_class: str,
+    prediction: Prediction | None,
+) -> None:
+    """Weigh the gradients of a planned model as its plan says, and watch its steps.
+
+    `called` is what the loop calls: DDP, or the model itself.
+    """
+    share = plan.levers[device_class] if plan.levers else None
+    if share is not None and share.samples is not None:
+        set_share(called, share.samples, share.passes)
+    if prediction is not None and job.world_size() > 1:
+        Monitor(called, model, prediction, device_class)
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:
@@ -176,20 +246,3 @@ def save_with_warnings(folder: Path, plan: Plan, basis: Basis, budgets: Mapping[
     profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
     for warning in find_warnings(basis.graph, plan, profiles, basis.cluster, budgets):
         logger.warning("qsync: %s", warning)
-
-
-def _wrap(
-    model: torch.nn.Module, plan: Plan, device_class: str, bucket_cap_mb: float | None
-) -> torch.nn.Module:
-    """Rewrite the model as the plan says and put it in DDP, in a job; weigh its gradients under levers."""
-    is_first = job.is_first_of(device_class)
-    agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, device_class, speaks=is_first))
-    if job.world_size() == 1:
-        return model
-    if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
-        bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
-    parallel = job.in_ddp(model, bucket_cap_mb)
-    share = plan.levers[device_class] if plan.levers else None
-    if share is not None and share.samples is not None:
-        weigh_gradients(parallel, share.samples, passes=share.passes)
-    return parallel

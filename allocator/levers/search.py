@@ -8,18 +8,26 @@ from, the objective of every trial is its least step time.
 
 from __future__ import annotations
 
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from qsync.allocator.levers.save_less_steps import save_less_steps
 from qsync.allocator.levers.search_space import Setting, Space
-from qsync.allocator.planner import allocate
-from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
+from qsync.allocator.planner import Options, allocate
+from qsync.errors import (
+    FormatError,
+    InfeasibleError,
+    MismatchError,
+    QSyncError,
+    shortened,
+    unknown_name,
+)
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, digest
 from qsync.records.levers import (
@@ -114,6 +122,24 @@ class Search:
             return _INFEASIBLE, None
         assert self.target_s is not None and plan.step_s is not None
         return _TOO_SLOW * plan.step_s / self.target_s, plan
+
+
+def check_options(options: Mapping[str, Any], also: Sequence[str] = ()) -> None:
+    """Raise FormatError for options of `qsync.plan` that do not exist or are out of their range.
+
+    `also` are more names that the caller has, to suggest for a misspelt one.
+    """
+    own = [p.name for p in inspect.signature(search).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    of_planner = [field.name for field in fields(Options)]
+    for name in options:
+        if name not in (*own, *of_planner):
+            raise FormatError(unknown_name(name, (*also, *own, *of_planner)))
+    try:
+        Options(**{name: value for name, value in options.items() if name in of_planner}).check()
+    except TypeError as error:
+        raise FormatError(
+            f"an option has a value of another type ({shortened(error, quote=False)}); see qsync.plan"
+        ) from error
 
 
 def search(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from qsync import Plan
-from qsync.distributed.job import in_ddp
+from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import state_bytes, step_peak_bytes
 from qsync.experiments.harness.pairing import synchronize
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place

@@ -29,6 +29,7 @@ from qsync.allocator import allocate, search, uniform
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
+from qsync.distributed.data_parallel import in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
 from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
@@ -245,7 +246,7 @@ class _Steps:
         torch._dynamo.reset()
         api.wrap(model, plan, device_class=name)
         cap = plan.bucket_cap_bytes
-        self._ddp, self._loss = job.in_ddp(model, cap / 2**20 if cap else None), loss
+        self._ddp, self._loss = in_ddp(model, cap / 2**20 if cap else None), loss
         share = plan.levers[name] if plan.levers else ClassLevers()
         samples = share.samples or len(batch[0])
         twice = [torch.cat([t, t]) for t in batch]  # shares of more than the batch that was profiled

@@ -22,6 +22,7 @@ from qsync import Cluster, Link, OpGraph, Precision, Profile
 from qsync.backend.device_detection import detect_class
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
+from qsync.distributed.data_parallel import in_ddp
 from qsync.errors import InfeasibleError
 from qsync.experiments.harness.measured_memory import (
     bucket_bytes,
@@ -79,7 +80,7 @@ class Trained:
     ) -> None:
         self.model, self.batch, self.loss_fn = model.train(), batch, loss_fn
         self.program = program.attach(model, lambda graph: {})
-        self.ddp = job.in_ddp(model, bucket_cap_mb)
+        self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self.buckets: list[int] = []  # bytes of each, as the last step had them
         for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from qsync import api
 from qsync.backend.device_detection import machine
-from qsync.distributed import job
+from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally
 from qsync.errors import FormatError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
@@ -53,6 +53,7 @@ class ProfileOptions:
 
     `precisions` are the precisions to profile; None means all that are worth choosing from. `loader` is the
     loader of this rank's training loop: before every step a batch is fetched from it, timed and not used.
+    `ddp_options` are DDP's arguments in steps of the job.
     With `save_less` following operators are also timed in their forms that save less for backward, which
     takes twice as many steps.
     """
@@ -61,6 +62,7 @@ class ProfileOptions:
     make_optimizer: MakeOptimizer = torch.optim.AdamW
     loader: Iterable[Any] | None = None
     bucket_cap_mb: float | None = None
+    ddp_options: Mapping[str, Any] | None = None
     save_less: bool = False
     progress: job.Progress = job.silent
 
@@ -176,7 +178,11 @@ class DdpProfiler:
         self.profiler.set_typical_s(typical_s)
         if self.in_ddp:
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
-            self.model = job.in_ddp(step.model, options.bucket_cap_mb, dist.new_group(timeout=patience))
+            ddp_options = dict(options.ddp_options or {})
+            given = ddp_options.get("process_group")
+            backend = dist.get_backend(given) if given is not None else None
+            ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
+            self.model = data_parallel.in_ddp(step.model, options.bucket_cap_mb, ddp_options)
             self._loss = replace(step, model=self.model).loss()
 
     @property

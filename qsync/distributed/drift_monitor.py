@@ -2,10 +2,15 @@
 
 Now and then each rank publishes the medians of its phases in the job's store, and rank 0 compares. No rank
 waits for another, and no collective is added.
+
+A prediction is of the profiled step. A step that calls the model several times as often (gradient
+accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
+trains something else in the step (a GAN's other network), or calls the model in another pattern.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import statistics
@@ -15,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.nn.parallel import DistributedDataParallel
 
 from qsync.distributed import step_phases
 from qsync.distributed.agreement import from_rank_zero
@@ -115,28 +120,84 @@ def find_drift(
     )  # fmt: skip
 
 
-class Monitor:
-    """A watch over the steps of a model in DDP: rank 0 logs once when they drift from the prediction.
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What replay predicts of a job: by class the phases of a step, and a rank's calls of the model in it."""
 
-    >>> monitor = Monitor(ddp, expected(timeline), "infer")
+    phases: Mapping[str, Phases]
+    num_calls: Mapping[str, int]
+
+    @classmethod
+    def of(cls, plan: Plan, folder: Path) -> Prediction | None:
+        """Return the prediction of a plan whose basis rank 0 has in `folder`; None where it has none."""
+
+        def predict() -> dict[str, Any] | None:
+            try:
+                basis = Basis.load(folder)
+                profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
+                timeline = replay(
+                    basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
+                )
+            except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
+                return None
+            return {
+                name: [
+                    phases.to_json(),
+                    basis.graph.num_calls * (plan.levers[name].passes if plan.levers else 1),
+                ]
+                for name, phases in expected(timeline).items()
+            }
+
+        found = from_rank_zero("predicting the step", predict)
+        if found is None:
+            return None
+        return cls(
+            {name: Phases(**seconds) for name, (seconds, _) in found.items()},
+            {name: num_calls for name, (_, num_calls) in found.items()},
+        )
+
+    def repeated(self, times: int) -> dict[str, Phases]:
+        """Return the phases of a step that takes the profiled passes several times."""
+        return {
+            name: replace(
+                one,
+                host_s=one.host_s * times,
+                compute_s=one.compute_s * times,
+                loading_s=one.loading_s * times,
+            )
+            for name, one in self.phases.items()
+        }
+
+
+class Monitor:
+    """A watch over the steps of a model: rank 0 logs once when they drift from the prediction.
+
+    `model` is what the loop calls: the model `trained`, or DDP around it.
+
+    >>> monitor = Monitor(ddp, ddp.module, prediction, "infer")
     >>> monitor.drift            # on rank 0: the last drift, None if all is as predicted
+    >>> monitor.incomparable     # why nothing is compared, empty if it is
     """
 
     def __init__(
         self,
-        parallel: DistributedDataParallel,
-        predicted: Mapping[str, Phases],
+        model: torch.nn.Module,
+        trained: torch.nn.Module,
+        prediction: Prediction,
         device_class: str,
         num_steps: int = STEPS_PER_COMPARISON,
         tolerance: float = TOLERANCE,
     ) -> None:
         self.drift: Drift | None = None
-        self._predicted, self._class, self._tolerance = dict(predicted), device_class, tolerance
-        self._timer = step_phases.PhaseTimer(parallel, parallel.module, num_steps)
+        self.incomparable = ""
+        self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
+        self._timer = step_phases.PhaseTimer(model, trained, num_steps)
         self._timer.when_full = self._publish
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
-        self._store: Any = distributed_c10d.PrefixStore("qsync/drift", store)
+        key = f"qsync/drift/{next(_numbers)}"  # ranks wrap models in the same order
+        self._store: Any = distributed_c10d.PrefixStore(key, store)
+        monitors[model] = self
 
     def stop(self) -> None:
         """Time no more steps."""
@@ -144,18 +205,37 @@ class Monitor:
 
     def _publish(self) -> None:
         own = step_phases.median(self._timer.steps)
-        self._timer.steps.clear()
-        self._store.set(str(self._rank), json.dumps([self._class, own.to_json()]))
+        times = self._times()
+        self._timer.clear()
+        self._store.set(str(self._rank), json.dumps([self._class, own.to_json(), times]))
         if self._rank == 0:
             self._compare()
+
+    def _times(self) -> int:
+        """Return how many times a step takes the profiled calls; 0 if it cannot be compared."""
+        num_calls, profiled = (
+            statistics.median_low(self._timer.num_calls),
+            self._prediction.num_calls[self._class],
+        )
+        self.incomparable = ""
+        if self._timer.others:
+            self.incomparable = f"{', '.join(sorted(self._timer.others))} trains in the same step"
+        elif num_calls % profiled:
+            self.incomparable = f"a step calls the model {num_calls} times, the profiled one {profiled} times"
+        return 0 if self.incomparable else num_calls // profiled
 
     def _compare(self) -> None:
         keys = [str(rank) for rank in range(self._world_size)]
         if not self._store.check(keys):  # some rank has not got so far yet: compare next time
             return
         entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        measured = [(name, Phases(**seconds)) for name, seconds in entries]
-        found = find_drift(self._predicted, measured, self._tolerance)
+        measured = [(name, Phases(**seconds)) for name, seconds, _ in entries]
+        times = {times for *_, times in entries}
+        if times == {0} or len(times) > 1:
+            self.incomparable = self.incomparable or "ranks call the model in different patterns"
+            self.drift = None
+            return
+        found = find_drift(self._prediction.repeated(*times), measured, self._tolerance)
         if found is not None and (
             self.drift is None or (found.rank, found.phase) != (self.drift.rank, self.drift.phase)
         ):
@@ -163,25 +243,6 @@ class Monitor:
         self.drift = found
 
 
-# The monitor of each model, for as long as the model lives.
-monitors: weakref.WeakKeyDictionary[DistributedDataParallel, Monitor] = weakref.WeakKeyDictionary()
-
-
-def watch(parallel: DistributedDataParallel, plan: Plan, folder: Path, device_class: str) -> None:
-    """Start a monitor of a model in DDP against its plan, whose basis rank 0 has in `folder`."""
-
-    def predict() -> dict[str, dict[str, float]] | None:
-        try:
-            basis = Basis.load(folder)
-            profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
-            timeline = replay(
-                basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
-            )
-        except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
-            return None
-        return {name: phases.to_json() for name, phases in expected(timeline).items()}
-
-    predicted = from_rank_zero("predicting the step", predict)
-    if predicted is not None:
-        phases = {name: Phases(**seconds) for name, seconds in predicted.items()}
-        monitors[parallel] = Monitor(parallel, phases, device_class)
+_numbers = itertools.count()
+# The monitor of each model that a loop calls (DDP, or the model), for as long as that lives.
+monitors: weakref.WeakKeyDictionary[torch.nn.Module, Monitor] = weakref.WeakKeyDictionary()

@@ -5,13 +5,14 @@ computes the mean over its own b_r samples (in k_r passes, whose gradients autog
 
     b_r / (k_r B),   B = sum over ranks of b_r
 
-The sum of the scaled gradients is the gradient of the mean over all B samples, exactly.
+The sum of the scaled gradients is the gradient of the mean over all B samples, exactly. B itself travels at
+the end of the first bucket that is all-reduced, so that every step may have other numbers: of samples, or of
+tokens that `token_mean` counts.
 """
 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -21,19 +22,88 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync.distributed import accelerate_state
 from qsync.distributed.agreement import agree, check_same
-from qsync.errors import FormatError, MismatchError, UnsupportedError
+from qsync.distributed.data_parallel import ddp_of
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
+from qsync.tracing.replaced_forward import untraced
 
 
-class _Share:
-    """The state of DDP's hook: the factor of this rank's gradients before they are summed."""
+class _Weights:
+    """The state of DDP's hook: what this rank's gradients of a step are the mean over.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    `num_counted` is the number of tokens that `token_mean` has counted since the last all-reduce.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
-        self.factor = 1.0 / group.size()
+        self.samples, self.passes = 1, 1
+        self.num_counted: torch.Tensor | None = None
+        self.has_run = True  # forward, since the last all-reduce: not on a rank that has joined
+        self.loss_is_divided = False  # by the number of passes, before backward
+        self._factor = 1.0
+        self._first: Any = None  # the all-reduce of the step's first bucket, with the weights at its end
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "group": None, "_first": None, "num_counted": None}
+
+    @untraced("it only counts")
+    def begin(self, parallel: torch.nn.Module, *_: Any) -> None:
+        """Note that the model runs: a hook before its forward."""
+        self.has_run |= torch.is_grad_enabled()
+        self.loss_is_divided = bool(getattr(parallel, "loss_is_divided", False))
+
+    def _take(self) -> tuple[float, torch.Tensor | float, bool]:
+        """Return the factor of this step's gradients, their weight, and whether it is counted; begin anew."""
+        counted, has_run = self.num_counted, self.has_run
+        self.num_counted, self.has_run = None, False
+        if counted is not None:  # token_mean has multiplied the losses
+            return 1.0, counted, True
+        passes = 1 if self.loss_is_divided else self.passes
+        return self.samples / passes, float(self.samples if has_run else 0), False
+
+    def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
+        if is_first:
+            self._factor, weight, is_counted = self._take()
+            # Sums of 16-bit gradients could not hold a weight.
+            wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
+            weights = torch.stack([torch.as_tensor(weight, dtype=wide.dtype, device=wide.device)] * 2)
+            sent = torch.cat([wide, weights if is_counted else weights * weights.new_tensor([1.0, 0.0])])
+        else:
+            sent = buffer.mul_(self._factor)
+        future = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
+        if is_first:
+            self._first = future
+        first = self._first
+
+        def mean(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            total, counted = first.wait()[0][-2:]
+            torch._assert_async((counted == 0) | (counted == total), _MIXED)
+            found = done.value()[0][: buffer.numel()]
+            return buffer.copy_(found / total.clamp(min=torch.finfo(total.dtype).tiny))
+
+        averaged: torch.futures.Future[torch.Tensor] = future.then(mean)
+        return averaged
 
 
-_shares: weakref.WeakKeyDictionary[DistributedDataParallel, _Share] = weakref.WeakKeyDictionary()
+_MIXED = "token_mean was called on some ranks only; call it on every rank, before backward of every loss"
+
+
+def _weights_of(parallel: DistributedDataParallel) -> _Weights:
+    """Return the weights of a model in DDP; with its hook, which takes effect from the next backward on."""
+    for _, state in parallel._comm_hooks:
+        if isinstance(state, _Weights):
+            return state
+    if parallel._comm_hooks:
+        raise UnsupportedError(
+            f"gradients are weighed in DDP's communication hook, and this DDP has one "
+            f"({getattr(parallel._comm_hooks[0][0], '__name__', 'unnamed')}); leave that one out"
+        )
+    weights = _Weights(parallel.process_group)
+    parallel.register_comm_hook(weights, _weighted_mean)
+    parallel.register_forward_pre_hook(weights.begin)
+    return weights
 
 
 def weigh_gradients(
@@ -41,20 +111,22 @@ def weigh_gradients(
 ) -> torch.nn.Module:
     """Make DDP's gradient the mean over all samples of a step, however many of them this rank has.
 
-    Called on every rank; again when the shares change (a last, smaller batch). The loss must be a mean over
-    samples. Warns where the model holds BatchNorm, whose statistics are those of one rank and pass.
+    Called on every rank; again when the shares change. The loss must be a mean over samples. Warns where the
+    model holds BatchNorm, whose statistics are those of one rank and pass. Where every step has other
+    numbers, count them: `qsync.token_mean`.
 
     Args:
         model: in DistributedDataParallel.
         samples: how many samples this rank has per optimizer step.
-        passes: in how many micro-batches of equal size it takes them (see `micro_batches`).
+        passes: in how many micro-batches of equal size it takes them (see `micro_batches`). Under Accelerate,
+            which divides losses by its own number of passes, they are not divided again.
         total: how many samples all ranks should have together, as a plan says; checked if given.
 
     Returns:
         The model.
 
     Raises:
-        UnsupportedError: the model is not in DistributedDataParallel.
+        UnsupportedError: the model is not in DistributedDataParallel, or that has a communication hook.
         FormatError: no samples or passes, or samples that the passes do not divide.
         MismatchError: the ranks do not have `total` samples.
         Every rank raises the same error.
@@ -62,19 +134,12 @@ def weigh_gradients(
     Example:
         >>> model = qsync.weigh_gradients(DistributedDataParallel(model), samples=12 if strong else 4)
     """
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    parallel = ddp_of(model)
+    group = parallel.process_group if parallel is not None else None
 
     def own() -> int:
-        if not isinstance(model, DistributedDataParallel):
-            raise UnsupportedError(
-                f"gradients are weighed where they are averaged: give the model in DistributedDataParallel, "
-                f"found {type(model).__name__}"
-            )
+        _weights_of(_in_ddp(model))
         check_share(samples, passes)
-        if model not in _shares:
-            share = _Share(model.process_group)
-            model.register_comm_hook(share, _sum_scaled)
-            _shares[model] = share
         return samples
 
     each = agree("weighing gradients", own, group)
@@ -84,11 +149,64 @@ def weigh_gradients(
             f"the ranks have {' + '.join(map(str, each))} = {sum(each)} samples a step, to be {total}; give "
             "each rank the samples of its class in the plan"
         )
-    assert isinstance(model, DistributedDataParallel)
-    _shares[model].factor = samples / (passes * sum(each))
+    set_share(model, samples, passes)
     if passes > 1 or len(set(each)) > 1:
         _warn_of_batch_norm(model)
     return model
+
+
+def set_share(model: torch.nn.Module, samples: int, passes: int) -> None:
+    """Weigh the gradients of this rank by its samples. The same on every rank, as of a plan."""
+    weights = _weights_of(_in_ddp(model))
+    weights.samples, weights.passes = samples, passes
+
+
+def _in_ddp(model: torch.nn.Module) -> DistributedDataParallel:
+    parallel = ddp_of(model)
+    if parallel is None:
+        raise UnsupportedError(
+            f"gradients are weighed where they are averaged: give the model in DistributedDataParallel, "
+            f"found {type(model).__name__}"
+        )
+    return parallel
+
+
+def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | torch.Tensor) -> torch.Tensor:
+    """Make the gradient of a step the mean over its tokens, on all ranks and in all passes.
+
+    A loss that is a mean over tokens weighs ranks and passes with few tokens as much as those with many. This
+    returns `loss * num_tokens`. The counts travel with the first gradients that are all-reduced, and the sum
+    of gradients is divided by the sum of counts. Nothing else is exchanged. Call it on every rank, for every
+    loss, before its backward; do not divide losses by the number of passes. (As ByteScale, arXiv:2502.21231.)
+
+    Args:
+        model: what `qsync.hybrid` returned, or any model in DistributedDataParallel.
+        loss: the mean over this pass's tokens, a scalar.
+        num_tokens: how many they are, at least 0; of a pass without tokens the loss counts as 0.
+
+    Returns:
+        The loss to call backward of.
+
+    Raises:
+        UnsupportedError: the model is not in DistributedDataParallel, or that has a communication hook.
+        FormatError: a number that is none.
+
+    Example:
+        >>> for part in qsync.micro_batches(model, batch, passes=4):
+        ...     counted = (part["labels"] != -100).sum()
+        ...     qsync.token_mean(model, model(**part).loss, counted).backward()
+        >>> optimizer.step()
+    """
+    parallel = _in_ddp(model)
+    weights = _weights_of(parallel)
+    if not isinstance(num_tokens, torch.Tensor) and not (type(num_tokens) is int and num_tokens >= 0):
+        raise FormatError(f"num_tokens must be a whole number of at least 0, found {shortened(num_tokens)}")
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    count = torch.as_tensor(num_tokens, device=loss.device).detach().to(wide)
+    weights.num_counted = count if weights.num_counted is None else weights.num_counted + count
+    if getattr(parallel, "loss_is_divided", False):
+        count = count * accelerate_state.num_passes()
+    return torch.where(count > 0, loss * count, torch.zeros_like(loss))
 
 
 def check_share(samples: int, passes: int = 1) -> None:
@@ -126,14 +244,15 @@ def micro_batches(model: torch.nn.Module, batch: Any, passes: int) -> Iterator[A
         ...     loss_fn(model, part).backward()
         >>> optimizer.step()
     """
-    if not isinstance(model, DistributedDataParallel):
+    parallel = ddp_of(model)
+    if parallel is None:
         raise UnsupportedError(
             f"passes are told apart by DDP: give the model in DistributedDataParallel, found "
             f"{type(model).__name__}"
         )
     check_share(passes, passes)
     for k in range(passes):
-        with nullcontext() if k == passes - 1 else model.no_sync():
+        with nullcontext() if k == passes - 1 else parallel.no_sync():
             yield _part(batch, k, passes)
 
 
@@ -152,11 +271,9 @@ def _part(batch: Any, k: int, passes: int) -> Any:
     return batch
 
 
-def _sum_scaled(share: _Share, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-    """Scale this rank's gradients, then sum over ranks: DDP's communication hook."""
-    buffer = bucket.buffer().mul_(share.factor)
-    work = dist.all_reduce(buffer, group=share.group, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+def _weighted_mean(weights: _Weights, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+    """Average a bucket by weight: DDP's communication hook."""
+    return weights.reduce(bucket.buffer(), bucket.index() == 0)
 
 
 def _warn_of_batch_norm(model: torch.nn.Module) -> None:

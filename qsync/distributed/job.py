@@ -15,7 +15,6 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import qsync
 from qsync import api
@@ -196,17 +195,3 @@ def _check_alike(known: DeviceClass, found: DeviceClass, rank: int) -> None:
                 f"rank {rank} calls itself {found.name!r}, but its {what} is {own}, and that of others of "
                 f"that class {theirs}; give it another device_class"
             )
-
-
-def in_ddp(
-    model: torch.nn.Module, bucket_cap_mb: float | None = None, group: dist.ProcessGroup | None = None
-) -> DistributedDataParallel:
-    """Wrap the model in DDP with gradients living in the buckets, as replay assumes."""
-    device = device_of(model)
-    return DistributedDataParallel(
-        model,
-        device_ids=[device.index] if device.type == "cuda" else None,
-        bucket_cap_mb=bucket_cap_mb,
-        gradient_as_bucket_view=True,
-        process_group=group,
-    )

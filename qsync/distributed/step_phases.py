@@ -2,15 +2,17 @@
 
 A step, as a rank sees it, from one optimizer step to the next:
 
-    host        from the end of the optimizer's step to the start of forward, less loading (zero_grad, logs)
-    loading     the wait for the next batch in that time, if a torch DataLoader serves it
-    compute     forward, loss and backward, to this rank's own last gradient
-    blocked     from this rank's own last gradient to the start of the optimizer's step (communication, and
-                waiting for other ranks), plus, before forward, the time in which DDP hands out buffers
-                (running statistics)
-    optimizer   the optimizer's step
+    loading     the wait for the next batch before a pass, if a torch DataLoader serves it
+    compute     forward, loss and backward of every pass, to this rank's own last gradient
+    blocked     from this rank's own last gradient to the end of backward (communication, and waiting for
+                other ranks), plus, before forward, the time in which DDP hands out buffers (running
+                statistics)
+    optimizer   the optimizer's step, without a closure's passes
+    host        all else (zero_grad, clipping, logs)
 
-and `period_s` is their sum. A timing hook costs about a microsecond and runs once per parameter and step.
+and `period_s` is their sum. A pass begins with the first forward after a backward, and ends with the next
+backward: a step of gradient accumulation has several. A timing hook costs about a microsecond and runs once
+per parameter and step.
 """
 
 from __future__ import annotations
@@ -70,31 +72,35 @@ class PhaseTimer:
     """A timer of all further steps of `model`, in any training loop; `steps` holds the last of them.
 
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
-    gradients. A step in which forward runs more than once (gradient accumulation) counts once, from the
-    first forward on. Evaluation between two steps counts as host. The first step is not counted. Waiting
+    gradients. Evaluation between two steps counts as host. The first step is not counted. Waiting
     for a batch of no DataLoader counts as host, unless the loop fetches the batch in `with timer.fetching()`.
     `when_full`, if set, is called whenever there are `num_kept` steps.
+
+    `num_calls` holds the calls of the model with gradients in each of these steps, and `others` names what
+    else trained in them: another timed model, or an optimizer of other parameters.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
     >>> median(timer.steps).blocked_s
     """
 
+    _running: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
+
     def __init__(
         self, model: torch.nn.Module, trained: torch.nn.Module, num_kept: int = NUM_KEPT_STEPS
     ) -> None:
         self.steps: deque[Phases] = deque(maxlen=num_kept)
+        self.num_calls: deque[int] = deque(maxlen=num_kept)
+        self.others: set[str] = set()
         self.when_full: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
+        self._name = type(trained).__name__
         self._clock: Clock = CudaClock() if cuda else WallClock()
         self._marks: list[_Marks] = []
         self._ended: Any = None
-        self._begun: Any = None
-        self._inside: Any = None
-        self._last_gradient: Any = None
         self._stepping: Any = None
-        self._fetches: list[tuple[Any, Any]] = []
+        self._reset()
         self._fetching = False
         self._thread = threading.get_ident()
         self._own = {id(p) for p in parameters}
@@ -106,6 +112,17 @@ class PhaseTimer:
             *(_on_gradient(p, lambda: _notify(here, "_gradient")) for p in parameters),
             *self._optimizer_hooks(here),
         ]
+        self._running.add(self)
+
+    def _reset(self) -> None:
+        """Forget the step under way."""
+        self._passes: list[_Pass] = []
+        self._begun: Any = None  # of the pass under way
+        self._inside: Any = None
+        self._last_gradient: Any = None
+        self._in_backward = False
+        self._num_calls = 0
+        self._fetches: list[tuple[Any, Any]] = []
 
     def _optimizer_hooks(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
         """Time the steps of all optimizers of the process until the timer is gone, stopped or not."""
@@ -121,6 +138,7 @@ class PhaseTimer:
 
     def stop(self) -> None:
         """Time no more steps, and remove all hooks."""
+        self._running.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -131,21 +149,26 @@ class PhaseTimer:
         between = self._clock.seconds
         for step in self._marks:
             loading_s = sum(between(start, end) for start, end in step.fetches)
-            self.steps.append(
-                Phases(
-                    between(step.ended, step.begun) - loading_s,
-                    between(step.inside, step.gradient),
-                    between(step.begun, step.inside) + between(step.gradient, step.stepping),
-                    between(step.stepping, step.end),
-                    loading_s,
-                )
+            compute_s = sum(between(one.inside, one.gradient) for one in step.passes)
+            blocked_s = sum(
+                between(one.begun, one.inside) + between(one.gradient, one.reduced) for one in step.passes
             )
+            optimizer_s = between(step.stepping, step.end)
+            host_s = between(step.ended, step.end) - loading_s - compute_s - blocked_s - optimizer_s
+            self.steps.append(Phases(host_s, compute_s, blocked_s, optimizer_s, loading_s))
+            self.num_calls.append(step.num_calls)
         self._marks.clear()
 
     def restart(self) -> None:
         """Forget the step under way: the time since its start is not the loop's."""
-        self._ended = self._begun = self._inside = None
-        self._fetches = []
+        self._ended = None
+        self._reset()
+
+    def clear(self) -> None:
+        """Forget all steps so far."""
+        self.steps.clear()
+        self.num_calls.clear()
+        self.others.clear()
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
@@ -166,15 +189,37 @@ class PhaseTimer:
             self._fetches.append((start, self._clock.now()))
 
     def _forward(self) -> None:
-        if self._begun is None and torch.is_grad_enabled():
-            self._begun = self._inside = self._clock.now()
+        for timer in self._running:
+            if timer is not self and timer._own.isdisjoint(self._own):
+                timer.others.add(self._name)
+        if torch.is_grad_enabled():
+            self._num_calls += 1
+            if self._begun is None:
+                self._begun = self._inside = self._clock.now()
 
     def _forward_inside(self) -> None:
-        if self._inside is self._begun and torch.is_grad_enabled():
+        if self._begun is not None and self._inside is self._begun and torch.is_grad_enabled():
             self._inside = self._clock.now()
 
     def _gradient(self) -> None:
         self._last_gradient = self._clock.now()
+        if self._in_backward:
+            return
+        self._in_backward = True
+        if self._begun is None:  # a second backward after one forward
+            self._begun = self._inside = self._passes[-1].reduced if self._passes else self._last_gradient
+        here = weakref.ref(self)
+        # DDP queues the wait for its all-reduces while backward runs: what is queued after backward is later.
+        _queue(lambda: _queue(lambda: _notify(here, "_backward_ended")))
+
+    def _backward_ended(self) -> None:
+        if self._begun is None:
+            return
+        now = self._clock.now()
+        self._passes.append(_Pass(self._begun, self._inside, self._last_gradient, now))
+        self._begun, self._in_backward = None, False
+        if self._stepping is not None:  # the optimizer's step has called a closure
+            self._stepping = now
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours(optimizer):
@@ -182,15 +227,15 @@ class PhaseTimer:
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_ours(optimizer):
+            self.others.add(type(optimizer).__name__)
             return
         now = self._clock.now()
-        if self._ended is not None and self._begun is not None and self._last_gradient is not None:
-            self._marks.append(_Marks(
-                self._ended, self._begun, self._inside, self._last_gradient, self._stepping, now,
-                self._fetches,
-            ))  # fmt: skip
-        self._ended, self._begun, self._inside, self._last_gradient = now, None, None, None
-        self._fetches = []
+        if self._ended is not None and self._passes:
+            self._marks.append(
+                _Marks(self._ended, self._passes, self._stepping, now, self._fetches, self._num_calls)
+            )
+        self._ended, self._stepping = now, None
+        self._reset()
         if len(self._marks) == self.steps.maxlen:
             self.settle()
             if self.when_full is not None:
@@ -203,16 +248,25 @@ class PhaseTimer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Marks:
-    """The instants of one step, of a clock."""
+class _Pass:
+    """The instants of one forward and backward, of a clock."""
 
-    ended: Any  # end of the previous optimizer step
     begun: Any  # call of the model, or of DDP around it
     inside: Any  # call of the model inside DDP: later if buffers are handed out
-    gradient: Any
+    gradient: Any  # the rank's own last
+    reduced: Any  # end of backward
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """The instants of one step, of a clock, and its calls of the model."""
+
+    ended: Any  # end of the previous optimizer step
+    passes: list[_Pass]
     stepping: Any
     end: Any
     fetches: list[tuple[Any, Any]]
+    num_calls: int
 
 
 class _LoaderHook:
@@ -249,19 +303,41 @@ def _timed_next_batch(batches: Any) -> Any:
 
 
 class CallHook:
-    """A hook that calls `then` before every call of `model`, outside of what torch.compile traces."""
+    """A hook that calls `then` before every call of `model`, outside of what torch.compile traces.
+
+    Copies and pickles of the model have a hook in its place that does nothing.
+    """
 
     def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
-        hook = untraced("it takes the time")(lambda *_: then())
-        self._hook = model.register_forward_pre_hook(hook)
+        self._then = then
+        self._hook = model.register_forward_pre_hook(self)
+
+    @untraced("it takes the time")
+    def __call__(self, *_: Any) -> None:
+        """Call `then`."""
+        self._then()
+
+    def __reduce__(self) -> Any:
+        return _NoHook, ()
 
     def remove(self) -> None:
         """Call `then` no more."""
         self._hook.remove()
 
 
+class _NoHook:
+    """A hook that does nothing."""
+
+    def __call__(self, *_: Any) -> None: ...
+
+
 def _on_gradient(parameter: torch.nn.Parameter, then: Callable[[], None]) -> Any:
     return parameter.register_post_accumulate_grad_hook(lambda _: then())  # type: ignore[no-untyped-call]
+
+
+def _queue(then: Callable[[], None]) -> None:
+    """Call `then` at the end of the backward pass under way."""
+    torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
 def _notify(here: weakref.ref[PhaseTimer], method: str, *args: Any) -> None:

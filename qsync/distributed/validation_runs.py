@@ -16,6 +16,7 @@ from qsync import api
 from qsync.backend.device_detection import machine
 from qsync.distributed import job, step_phases
 from qsync.distributed.agreement import agree
+from qsync.distributed.data_parallel import in_ddp
 from qsync.distributed.ddp_profiling import (
     DdpProfiler,
     ProfileOptions,
@@ -61,7 +62,7 @@ class PlanRunner:
         self._profiler = DdpProfiler(self._program, step, rank, options)
         self._model = self._profiler.model
         if job.world_size() > 1 and not self._profiler.in_ddp:
-            self._model = job.in_ddp(step.model, options.bucket_cap_mb)
+            self._model = in_ddp(step.model, options.bucket_cap_mb)
         self._loss = job.TrainingStep(self._model, step.batch, step.loss_fn).loss()
         trained = api.trained_parameters(step.model)
         self._optimizer = options.make_optimizer(trained)
@@ -124,7 +125,7 @@ class PlanRunner:
         for _ in range(_NUM_WARM_UP_STEPS + 1):  # the first one ends no period
             self._step()
         self._timer.settle()
-        self._timer.steps.clear()
+        self._timer.clear()
         begun_s = time.thread_time()
         for _ in range(num_steps):
             self._step()

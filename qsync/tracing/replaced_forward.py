@@ -67,6 +67,11 @@ class ReplacedForward:
         )
 
 
+def is_replaced(module: torch.nn.Module) -> bool:
+    """Return whether a module runs a replacement of its forward."""
+    return isinstance(module.__dict__.get("forward"), ReplacedForward)
+
+
 def plain_forward(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the forward that a module would run without a replacement."""
     forward = module.__dict__.get("forward")

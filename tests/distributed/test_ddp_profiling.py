@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 def test_ranks_with_other_precisions_keep_step_and_copies_count_once(tmp_path):
     body = """
-from qsync.distributed import job
+from qsync.distributed import data_parallel, job
 from qsync.predictor.profiling.profiler import Profiler
 
 if rank == 1:  # as where one rank's steps are long, and would be timed in another way
@@ -24,14 +24,14 @@ if rank == 1:  # as where one rank's steps are long, and would be timed in anoth
 chosen = ["fp32", "bf16"] if rank else ["fp32"]
 names = ["strong", "weak"]
 calls = []
-in_ddp = job.in_ddp
+in_ddp = data_parallel.in_ddp
 
 def counted(*args, **options):
     parallel = in_ddp(*args, **options)
     parallel.register_forward_pre_hook(lambda *_: calls.append(1))
     return parallel
 
-job.in_ddp = counted
+data_parallel.in_ddp = counted
 validation, basis = qsync.validate(
     make(), batch(seed=rank), loss_fn, num_plans=2, turns=2, steps=2, precisions=chosen,
     device_class=names[rank],

@@ -1,0 +1,201 @@
+"""DDP around a planned model: its options are checked first, and gradients are averaged exactly once.
+
+DDP inside DDP divides gradients by the world size twice, without a word. Frameworks wrap whatever they are
+given, so a wrapped model refuses to be wrapped again, and tells Accelerate that it is wrapped already.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from qsync.backend.device_detection import device_of
+from qsync.distributed import accelerate_state
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened, unknown_name
+from qsync.records.levers import ClassLevers
+from qsync.records.precision import Precision
+from qsync.tracing.replaced_forward import is_replaced, untraced
+
+_DDP_ARGUMENTS = inspect.signature(DistributedDataParallel.__init__).parameters
+_FLAGS = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "broadcast_buffers",
+          "init_sync", "skip_all_reduce_unused_params")  # fmt: skip
+DDP_OPTIONS = tuple(name for name in (*_FLAGS, "bucket_cap_mb", "process_group") if name in _DDP_ARGUMENTS)
+_WHY_NOT = {
+    "module": "the model is hybrid's first argument",
+    "device_ids": "a rank trains where its parameters are",
+    "output_device": "a rank trains where its parameters are",
+    "mixed_precision": 'the plan decides every cast; base="bf16" is what trains in BF16',
+    "device_mesh": "give its process_group",
+}
+_TWICE = (
+    "the model is in qsync's DistributedDataParallel already, and a second one would divide its gradients by "
+    "the world size again; leave the second one out, or plan with qsync.hybrid(..., ddp=False)"
+)
+
+
+class HybridDDP(DistributedDataParallel):
+    """DDP around a planned model, as `qsync.hybrid` returns it. It copies and pickles as DDP does.
+
+    A call through another DDP raises UnsupportedError. A trained parameter that DDP does not know raises
+    MismatchError: added, unfrozen, replaced or sharded after wrapping, it would never be averaged.
+
+    Args:
+        module: the model.
+        base: the plan's base.
+        share: this rank's samples and passes a step, under a plan with levers.
+        **options: DDP's.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        base: Precision = Precision.FP32,
+        share: ClassLevers | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(module, **options)
+        self._base, self._share = base, share
+        self.loss_is_divided = False  # by the number of passes, before backward
+        self._register()
+
+    def _register(self) -> None:
+        self._averaged = {id(p) for p in self.module.parameters() if p.requires_grad}
+        note_ddp(self.module, self)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the model once; its gradients are averaged in backward."""
+        self._check_call()
+        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    @untraced("it only checks")
+    def _check_call(self) -> None:
+        if DistributedDataParallel._active_ddp_module is not None:
+            raise UnsupportedError(_TWICE)
+        if torch.is_grad_enabled():
+            self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        unknown = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and id(p) not in self._averaged and name not in self.parameters_to_ignore
+        ]
+        if unknown:
+            raise MismatchError(
+                f"DDP does not average {shortened(unknown[0], quote=False)} (and {len(unknown) - 1} more), "
+                "which was added, unfrozen or sharded after qsync.hybrid; do that to the plain model, then "
+                "call qsync.hybrid"
+            )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Refuse a second DDP, whose constructor asks for this first."""
+        raise UnsupportedError(_TWICE)
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Let Accelerate leave the model as it is, once it was not asked for what that forbids."""
+        accelerate_state.check_prepared(self._base, self._share)
+        self.loss_is_divided = accelerate_state.num_passes() > 1
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """Take what Accelerate sets on all that it has prepared."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        hooks = state.pop("_comm_hooks", [])
+        super().__setstate__({**state, "_comm_hooks": []})  # type: ignore[no-untyped-call]
+        for hook, of_hook in hooks:
+            self.register_comm_hook(of_hook, hook)
+        self._register()
+
+
+# The DDP that averages a model's gradients: qsync's, or that of a framework which was seen to call the model.
+_ddp_of: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[DistributedDataParallel]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def note_ddp(module: torch.nn.Module, parallel: DistributedDataParallel) -> None:
+    """Remember which DDP averages the gradients of a model."""
+    _ddp_of[module] = weakref.ref(parallel)
+
+
+def ddp_of(model: Any) -> DistributedDataParallel | None:
+    """Return the DDP that averages a model's gradients: the model itself, or the DDP around it, if known."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found = _ddp_of.get(model) if isinstance(model, torch.nn.Module) else None
+    return found() if found else None
+
+
+def check_not_parallel(model: Any) -> None:
+    """Raise UnsupportedError for a model that is, holds, or is inside a DDP already."""
+    if not isinstance(model, torch.nn.Module):
+        return  # which is refused for what it is
+    is_planned = isinstance(model, DistributedDataParallel) or is_replaced(model)
+    outer = ddp_of(model) if is_planned else None
+    inner = [
+        name for name, module in model.named_modules() if name and isinstance(module, DistributedDataParallel)
+    ]
+    if outer is None and not inner:
+        return
+    what = f"its {inner[0]} is" if outer is None else "the model is"
+    raise UnsupportedError(
+        f"{what} in DistributedDataParallel already, and gradients would be averaged twice; give "
+        "qsync.hybrid the plain module (qsync.unwrap takes it out of qsync's)"
+    )
+
+
+def check_ddp_options(options: object, bucket_cap_mb: float | None = None) -> None:
+    """Raise FormatError for options that hybrid's DDP does not take, UnsupportedError for a partial group."""
+    if not isinstance(options, Mapping):
+        raise FormatError(
+            f"ddp_options must be a mapping of DDP's arguments, found {shortened(options)}; give "
+            '{"find_unused_parameters": True}'
+        )
+    for name in options:
+        if name in _WHY_NOT:
+            raise FormatError(f"ddp_options takes no {name}: {_WHY_NOT[name]}")
+        if name not in DDP_OPTIONS:
+            raise FormatError(f"ddp_options: {unknown_name(name, DDP_OPTIONS)}")
+    for name in _FLAGS:
+        if not isinstance(options.get(name, False), bool):
+            raise FormatError(
+                f"ddp_options: {name} must be True or False, found {shortened(options[name])}; leave it out"
+            )
+    if options.get("bucket_cap_mb") is not None and bucket_cap_mb is not None:
+        raise FormatError("bucket_cap_mb is given twice, also in ddp_options; leave one of them out")
+    group = options.get("process_group")
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        raise FormatError(
+            f"ddp_options: process_group must be torch.distributed's, found {shortened(group)}; leave it out"
+        )
+    if group.size() != dist.get_world_size():
+        raise UnsupportedError(
+            f"process_group has {group.size()} of the job's {dist.get_world_size()} ranks, and a plan is for "
+            "all of them; start a job for each group"
+        )
+
+
+def in_ddp(
+    model: torch.nn.Module, bucket_cap_mb: float | None = None, options: Mapping[str, Any] | None = None,
+    **planned: Any,
+) -> HybridDDP:  # fmt: skip
+    """Wrap the model in DDP with gradients living in the buckets, as replay assumes, unless options differ.
+
+    `planned` is the plan's base and share of the batch.
+    """
+    device = device_of(model)
+    given = {"gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb, **(options or {})}
+    device_ids = [device.index] if device.type == "cuda" else None
+    return HybridDDP(model, device_ids=device_ids, **planned, **given)
