@@ -93,7 +93,7 @@ def hybrid(
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
             `broadcast_buffers`, `init_sync`, `bucket_cap_mb`, `process_group` (of all ranks). Profiling uses
-            them too.
+            them too; with `ddp=False` they are those that the framework gives its DDP.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
@@ -174,8 +174,6 @@ def _check_options(
         raise FormatError(
             f"ddp must be True or False, found {shortened(ddp)}; leave it out for qsync's own DDP"
         )
-    if not ddp and ddp_options:
-        raise FormatError("ddp=False leaves DDP to a framework; give ddp_options to that")
     check_ddp_options(ddp_options, bucket_cap_mb)
     check_not_parallel(model)
 

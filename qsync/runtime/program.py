@@ -111,7 +111,7 @@ class Program:
         self._base = base  # the type of torch.autocast that a call may be in; None: any
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
-        self._checked = False
+        self._checked = self._has_run = False  # against the plan; at all
         self.prefix = ""  # of the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
@@ -180,25 +180,27 @@ class Program:
             check_copies()
         else:
             forget_copies()
-        if self._checked:
+        is_evaluation = self._check is not None and not torch.is_grad_enabled()
+        if self._checked or (is_evaluation and self._has_run):
             result = self._run(compiled, args, kwargs)
             self._report_new_graphs()
             return result
-        # The first call shows whether the plan fits the model. If it fails, running statistics are restored.
+        # The first call with gradients shows whether the plan fits the model: evaluation, which may come first,
+        # has other operators. If it fails, running statistics are restored.
         breaks, num_skipped = graph_breaks(), num_skipped_frames()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)
             if not any(entry.graph.adjustable for entry in self._ran):
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
-            if self._check is not None:
+            if self._check is not None and not is_evaluation:
                 self._check(self.graph)
         except QSyncError:
             with torch.no_grad():
                 for buffer, saved in buffers:
                     buffer.copy_(saved)
             raise
-        self._checked = True
+        self._checked, self._has_run = not is_evaluation, True
         self.skipped = why_skipped(model, breaks, num_skipped)
         self._report_new_graphs()
         return result
@@ -268,14 +270,14 @@ class PlannedForward(ReplacedForward):
 
     def __init__(self, module: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> None:
         super().__init__(module)
-        self._make = make
+        self.make = make
         self._compiled: Callable[..., Any] | None = None
 
     def program(self) -> Program:
         """Return the program, made where there is none yet for the model's device."""
         program = programs.get(self.module)
         if self._compiled is None or program is None or program.device != device_of(self.module):
-            program = programs[self.module] = self._make(self.module)
+            program = programs[self.module] = self.make(self.module)
             self._compiled = compile_forward(self.module, program.compile)
         return program
 
@@ -299,7 +301,7 @@ class PlannedForward(ReplacedForward):
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "own": self.own, "_make": self._make}
+        return {"module": self.module, "own": self.own, "make": self.make}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _compiled=None)

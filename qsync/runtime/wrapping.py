@@ -146,6 +146,12 @@ class Wrapping:
             coverage.say_once(text, is_good)
 
 
+def plan_of(model: torch.nn.Module) -> Plan | None:
+    """Return the plan that a model, or the model in DDP, runs under; None without any."""
+    wrapping = getattr(wrapped_module(model).__dict__.get("forward"), "make", None)
+    return wrapping.plan if isinstance(wrapping, Wrapping) else None
+
+
 def check_plan_base(plan: Plan, base: Precision) -> None:
     """Raise MismatchError unless a plan was made above this base."""
     if base != plan.base:

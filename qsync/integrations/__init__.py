@@ -1,0 +1,9 @@
+"""qsync in the training loops of other libraries: a thin adapter for each.
+
+`transformers`        `QSyncTrainer`, and a mixin for other trainers
+`lightning`           `QSyncStrategy`
+`supported_versions`  the versions that these are tested with
+
+Accelerate needs none: `accelerator.prepare(qsync.hybrid(model, ...))`. Nor do FSDP2, peft and
+torch.distributed.checkpoint: see docs/guide/frameworks.md.
+"""

@@ -1,0 +1,241 @@
+"""Lightning over unequal devices: a strategy that plans the model before Lightning wraps it in DDP."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+
+from qsync.distributed.agreement import agree_locally, check_same
+from qsync.distributed.data_parallel import check_ddp_options
+from qsync.errors import FormatError, QSyncError, UnsupportedError
+from qsync.hybrid_training import hybrid
+from qsync.integrations.supported_versions import check_version
+from qsync.records.plans import Plan
+from qsync.runtime.wrapping import plan_of
+
+logger = logging.getLogger("qsync")
+
+_PLAN_KEY = "qsync_plan"  # in a checkpoint
+_BASES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
+
+
+class QSyncStrategy(DDPStrategy):
+    """Lightning's DDPStrategy over unequal ranks.
+
+    Before Lightning wraps the LightningModule in DDP, the network that its `training_step` calls is planned on a
+    batch of the training data: the LightningModule itself where that is called (`self(x)`), else the one
+    submodule with trained parameters that is. All else is Lightning's: `precision="bf16-mixed"` is the plan's
+    base, DDP's arguments those of profiling too. A checkpoint holds its plan, and loads with and without qsync.
+
+    Args:
+        hybrid_options: arguments of `qsync.hybrid` by name, such as `emulated_share`, `make_optimizer` or
+            `example_batch`. With manual optimization `loss_fn` is needed, too.
+        **options: DDPStrategy's, with DDP's arguments among them.
+
+    Raises:
+        UnsupportedError: another version of the library, or a training_step that calls several networks.
+        FormatError: options that the strategy states itself, or a plan with shares of the batch.
+        MismatchError: ranks with different settings.
+
+    Example:
+        >>> trainer = pl.Trainer(devices=2, strategy=QSyncStrategy(hybrid_options={"slack": 0.05}))
+    """
+
+    strategy_name = "qsync"
+
+    def __init__(self, *, hybrid_options: Mapping[str, Any] | None = None, **options: Any) -> None:
+        check_version("lightning")
+        super().__init__(**options)
+        check_ddp_options(self._ddp_kwargs)
+        self._hybrid_options = dict(hybrid_options or {})
+        self._plan_before: Plan | None = None
+
+    def configure_ddp(self) -> None:
+        """Plan the network of the LightningModule, then let Lightning wrap that in DDP."""
+        module = self.lightning_module
+        assert module is not None
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(self.num_processes))
+        agree_locally("checking the Trainer's arguments", self._check_options)
+        trainer = module.trainer
+        check_same({f"the Trainer's {name}": getattr(trainer, name) for name in (
+            "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
+        )})  # fmt: skip
+        module.train()
+        network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
+        hybrid(network, ddp=False, **arguments)
+        plan = plan_of(network)
+        if self._plan_before is not None and plan is not None and self._plan_before.diff(plan):
+            logger.warning(
+                "qsync: the checkpoint was made under another plan; training goes on under this one"
+            )
+        super().configure_ddp()
+
+    def _check_options(self) -> None:
+        given = {"base", "ddp", "ddp_options"} & set(self._hybrid_options)
+        if given:
+            raise FormatError(
+                f"the Trainer and QSyncStrategy state {', '.join(sorted(given))} themselves; leave it out of "
+                "hybrid_options"
+            )
+        plan = self._hybrid_options.get("plan")
+        if self._hybrid_options.get("levers") or (isinstance(plan, Plan) and plan.levers):
+            raise FormatError(
+                "a Trainer takes the batches of its loaders; plan without levers, or write the loop with "
+                "qsync.micro_batches"
+            )
+
+    def _arguments(self, module: pl.LightningModule) -> tuple[nn.Module, dict[str, Any]]:
+        """Return the network to plan, and the arguments of `qsync.hybrid`."""
+        base = _BASES.get(str(self.precision_plugin.precision))
+        found = {"base": base, "ddp_options": self._ddp_kwargs, **self._hybrid_options}
+        if "plan" in found and "module" in found:
+            return found.pop("module"), found
+        batch = found.get("example_batch")
+        if batch is None:
+            batch = found["example_batch"] = self._example_batch(module)
+        if "loss_fn" in found:
+            return module, found
+        if not module.automatic_optimization:
+            raise FormatError(
+                "with manual optimization training_step returns no loss to profile; give "
+                'hybrid_options={"loss_fn": lambda module, batch: ...}'
+            )
+        step = _TrainingStep(module)
+        network, found["loss_fn"] = step.network(batch), step
+        return network, found
+
+    def _example_batch(self, module: pl.LightningModule) -> Any:
+        """Return a batch of the training data, the same on every rank, as training_step gets it."""
+        source = module.trainer.fit_loop._data_source
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            batch, *_ = next(iter(CombinedLoader(source.dataloader(), "max_size_cycle")))
+            return self.batch_to_device(batch)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save a checkpoint with its plan."""
+        plan = self._plan()
+        if plan is not None:
+            checkpoint[_PLAN_KEY] = plan.to_json()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint, and remember its plan."""
+        checkpoint = super().load_checkpoint(*args, **kwargs)
+        if _PLAN_KEY in checkpoint:
+            try:
+                self._plan_before = Plan.from_json(checkpoint[_PLAN_KEY])
+            except QSyncError as error:
+                logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
+        return checkpoint
+
+    def _plan(self) -> Plan | None:
+        module = self.lightning_module
+        plans = (plan_of(one) for one in module.modules()) if module is not None else iter(())
+        return next((plan for plan in plans if plan is not None), None)
+
+
+class _TrainingStep:
+    """The loss that a LightningModule's training_step returns, as `qsync.hybrid` takes a loss."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._path = ""  # of the network in the module
+
+    def network(self, batch: Any) -> nn.Module:
+        """Return the network that training_step calls, outermost, with trained parameters."""
+        called: dict[str, nn.Module] = {}
+        depth = 0
+
+        def enter(name: str, one: nn.Module) -> None:
+            nonlocal depth
+            if depth == 0 and any(p.requires_grad for p in one.parameters()):
+                called[name] = one
+            depth += 1
+
+        def leave() -> None:
+            nonlocal depth
+            depth -= 1
+
+        with ExitStack() as hooks, torch.random.fork_rng():
+            for name, one in self._module.named_modules():
+                before = one.register_forward_pre_hook(lambda *_, name=name, one=one: enter(name, one))
+                after = one.register_forward_hook(lambda *_: leave(), always_call=True)
+                hooks.callback(before.remove)
+                hooks.callback(after.remove)
+            self(self._module, batch)
+        if len(called) != 1:
+            names = " and ".join(called) or "no module with trained parameters"
+            raise UnsupportedError(
+                f"training_step of {type(self._module).__name__} calls {names}; call one network, or "
+                "self(...) with a forward that calls them all"
+            )
+        ((self._path, network),) = called.items()
+        return network
+
+    def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        """Run training_step with `model`, the network or DDP around it, in the network's place."""
+        with _without_logs(self._module), self._in_place(model) as step:
+            found = step(batch, 0)
+        loss = found.get("loss") if isinstance(found, Mapping) else found
+        if not isinstance(loss, torch.Tensor):
+            raise FormatError(
+                f"training_step of {type(self._module).__name__} returns no loss; return one, or give "
+                'hybrid_options={"loss_fn": lambda module, batch: ...}'
+            )
+        return loss
+
+    @contextmanager
+    def _in_place(self, model: nn.Module) -> Iterator[Any]:
+        """Yield training_step, with `model` in the network's place."""
+        module = self._module
+        if self._path == "":  # DDP around the LightningModule itself: its forward runs training_step once
+            if model is module:
+                yield module.training_step
+                return
+            yield lambda *args: self._redirected(model, *args)
+            return
+        parent_path, _, name = self._path.rpartition(".")
+        siblings = module.get_submodule(parent_path)._modules
+        before = siblings[name]
+        siblings[name] = model
+        try:
+            yield module.training_step
+        finally:
+            siblings[name] = before
+
+    def _redirected(self, model: nn.Module, *args: Any) -> Any:
+        """Call DDP around the LightningModule such that training_step runs inside."""
+        module, forward = self._module, self._module.forward
+
+        def once(*args: Any) -> Any:
+            module.forward = forward
+            return module.training_step(*args)
+
+        module.forward = once
+        try:
+            return model(*args)
+        finally:
+            module.forward = forward
+
+
+@contextmanager
+def _without_logs(module: pl.LightningModule) -> Iterator[None]:
+    """Let a LightningModule log nothing, inside: no loop is running yet that could take it."""
+    names = ("log", "log_dict")
+    for name in names:
+        object.__setattr__(module, name, lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        for name in names:
+            object.__delattr__(module, name)

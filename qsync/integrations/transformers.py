@@ -1,0 +1,179 @@
+"""Hugging Face's Trainer over unequal devices: the model is planned where a Trainer would wrap it in DDP."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch.utils.data import IterableDataset
+
+from qsync.api import unwrap
+from qsync.distributed.agreement import agree_locally, check_same
+from qsync.distributed.job import is_rank_zero
+from qsync.errors import FormatError, QSyncError, UnsupportedError
+from qsync.hybrid_training import hybrid
+from qsync.integrations.supported_versions import check_version
+from qsync.records.plans import Plan
+from qsync.runtime.wrapping import plan_of
+from qsync.tracing.replaced_forward import is_replaced
+
+logger = logging.getLogger("qsync")
+
+_PLAN_FILE = "qsync_plan.json"  # in a checkpoint
+# What the batches of a step depend on: ranks that differ in it would wait for each other for ever.
+_SAME_ON_RANKS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "max_grad_norm",
+    "max_steps", "num_train_epochs", "gradient_checkpointing", "label_smoothing_factor", "optim",
+)  # fmt: skip
+_Base: Any = transformers.Trainer if TYPE_CHECKING else object
+
+
+class QSyncMixin(_Base):
+    """Make a Trainer class plan its model and train it over unequal ranks. Put it before that class.
+
+    At the start of training the model is planned on a batch of the training data, with the Trainer's own
+    loss, and wrapped in DDP. All else is the Trainer's: its `bf16` and `fp16` are the plan's base, its DDP
+    arguments those of profiling too. A checkpoint names its plan, and loads with and without qsync.
+
+    Args:
+        *args: the Trainer's.
+        hybrid_options: arguments of `qsync.hybrid` by name, such as `emulated_share` or `slack`.
+        **kwargs: the Trainer's.
+
+    Raises:
+        UnsupportedError: another version of the library, or arguments that wrap or compile the model in
+            another way (FSDP, DeepSpeed, DataParallel, torch_compile).
+        FormatError: options that the Trainer states itself, or a plan with shares of the batch.
+        MismatchError: ranks with different arguments.
+
+    Example:
+        >>> class MyTrainer(QSyncMixin, transformers.Seq2SeqTrainer): ...
+    """
+
+    def __init__(self, *args: Any, hybrid_options: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        check_version("transformers")
+        check_version("accelerate")
+        super().__init__(*args, **kwargs)
+        self._hybrid_options = dict(hybrid_options or {})
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:
+        """Plan and wrap the model before training; the Trainer asks for this once for each `train`."""
+        if not training or self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
+            return super()._wrap_model(model, training, dataloader)
+        if is_replaced(model):  # a batch size was too large: the Trainer wraps anew
+            unwrap(model)
+        agree_locally("checking the Trainer's arguments", self._check_arguments)
+        check_same({f"the Trainer's {name}": getattr(self.args, name) for name in _SAME_ON_RANKS})
+        model.train()
+        wrapped = hybrid(model, **self._arguments())
+        if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
+            model._is_accelerate_prepared = True
+            return model
+        return self.accelerator.prepare_model(wrapped)
+
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of `qsync.hybrid`, those from the user last."""
+        ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
+        kind = type(self.optimizer)
+        settings = {n: v for n, v in self.optimizer.defaults.items() if n in inspect.signature(kind).parameters}
+        found = {
+            "base": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None,
+            "ddp_options": {**ddp, **(self._hybrid_options.get("ddp_options") or {})},
+            "make_optimizer": partial(kind, **settings),
+        }
+        if "plan" not in self._hybrid_options:
+            batch = self._hybrid_options.get("example_batch")
+            if batch is None:
+                batch = agree_locally("making the example batch", self._example_batch)
+            # All ranks exchange this number: not in steps that are profiled.
+            num_items = self._get_num_items_in_batch([batch], self.args.device)
+            found["example_batch"] = batch
+            found["loss_fn"] = partial(self._planned_loss, num_items=num_items)
+        return {**self._hybrid_options, **found}
+
+    def _check_arguments(self) -> None:
+        given = {"base", "make_optimizer", "loss_fn", "ddp"} & set(self._hybrid_options)
+        if given:
+            raise FormatError(
+                f"the Trainer states {', '.join(sorted(given))} itself; leave it out of hybrid_options"
+            )
+        plan = self._hybrid_options.get("plan")
+        if self._hybrid_options.get("levers") or (isinstance(plan, Plan) and plan.levers):
+            raise FormatError(
+                "a Trainer takes per_device_train_batch_size samples on every rank; plan without levers, or "
+                "write the loop with qsync.micro_batches"
+            )
+        for what, is_on in {
+            "FSDP (qsync.hybrid(..., ddp=False), then fully_shard, works in a loop of your own)": (
+                self.is_fsdp_enabled
+            ),
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "torch_compile (qsync traces the model itself)": self.args.torch_compile,
+            "DataParallel (start one process a GPU, with torchrun)": self.args.n_gpu > 1,
+        }.items():
+            if is_on:
+                raise UnsupportedError(f"QSyncTrainer wraps the model in DDP, not in {what}; leave that out")
+
+    def _example_batch(self) -> dict[str, Any]:
+        """Return a batch of the training data, the same on every rank, as `compute_loss` gets it."""
+        loader = self.callback_handler.train_dataloader or self._loader
+        dataset, size = loader.dataset, self._train_batch_size
+        with torch.random.fork_rng():
+            if isinstance(dataset, IterableDataset):
+                items = list(itertools.islice(iter(dataset), size))
+            else:
+                generator = torch.Generator().manual_seed(self.args.seed)
+                items = [dataset[int(i)] for i in torch.randperm(len(dataset), generator=generator)[:size]]
+            return dict(self._prepare_inputs(loader.collate_fn(items)))
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        self._loader = train_dataloader
+        found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            self._compare_plans(Path(resume_from_checkpoint) / _PLAN_FILE)
+        return found
+
+    def _planned_loss(self, model: torch.nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
+        """Return the Trainer's loss of a batch, with its normalisation."""
+        with self.compute_loss_context_manager():
+            loss: torch.Tensor = self.compute_loss(model, dict(batch), num_items_in_batch=num_items)
+        return loss
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        plan = plan_of(self.model)
+        if plan is not None and is_rank_zero():
+            folder = f"{transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            plan.save(os.path.join(self._get_output_dir(trial), folder, _PLAN_FILE))
+
+    def _compare_plans(self, path: Path) -> None:
+        """Log that training goes on under another plan than a checkpoint was made under."""
+        if not path.exists() or not is_rank_zero():
+            return
+        try:
+            before, now = Plan.load(path), plan_of(self.model)
+        except QSyncError as error:
+            logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
+            return
+        if now is not None and before.diff(now):
+            logger.warning(
+                "qsync: the checkpoint was made under another plan (%s); training goes on under this one",
+                path,
+            )
+
+
+class QSyncTrainer(QSyncMixin, transformers.Trainer):
+    """A transformers.Trainer that trains over unequal ranks: see `QSyncMixin` for what it adds.
+
+    Example:
+        >>> trainer = QSyncTrainer(model=model, args=TrainingArguments("out", bf16=True), train_dataset=rows)
+        >>> trainer.train()
+    """
