@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.api import unwrap as unwrap
     from qsync.api import wrap as wrap
     from qsync.distributed.gradient_weighting import micro_batches as micro_batches
+    from qsync.distributed.gradient_weighting import token_mean as token_mean
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
+    from qsync.distributed.length_sampler import LengthSampler as LengthSampler
     from qsync.distributed.validation import validate as validate
     from qsync.errors import QSyncError as QSyncError
     from qsync.expansion.apply.lr_schedule import ExpandedSchedule as ExpandedSchedule
@@ -57,6 +59,8 @@ _PUBLIC = {
     "hybrid": "qsync.hybrid_training",
     "weigh_gradients": "qsync.distributed.gradient_weighting",
     "micro_batches": "qsync.distributed.gradient_weighting",
+    "token_mean": "qsync.distributed.gradient_weighting",
+    "LengthSampler": "qsync.distributed.length_sampler",
     "validate": "qsync.distributed.validation",
     "Recipe": "qsync.expansion.recipe.recipe",
     "recipe_of": "qsync.expansion.recipe.shipped_recipes",

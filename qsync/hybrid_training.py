@@ -20,7 +20,7 @@ from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.drift_monitor import Monitor, Prediction
+from qsync.distributed.drift_monitor import Monitor, Prediction, note_prediction
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import set_share
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
@@ -152,6 +152,8 @@ def hybrid(
     is_first = job.is_first_of(own)
     agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
     prediction = Prediction.of(plan, folder) if folder is not None else None
+    if prediction is not None:
+        note_prediction(model, prediction, own)
     if not dist.is_initialized():
         return model
     if not ddp:

@@ -3,6 +3,7 @@
 `simulate`          replay one step of all ranks
 `costs`             the price of each node of a lowered graph
 `vectorized_costs`  the same prices of a whole graph, in arrays
+`sequence_costs`    what a sequence costs by its length, and who takes which
 `communication`     DDP's buckets, and the time of an all-reduce
 `events`            the events of one class, laid out in time
 `timeline`          the record that replay returns

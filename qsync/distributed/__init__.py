@@ -4,8 +4,12 @@
 `agreement`           share results; raise the error of one rank on all
 `liveness`            name a rank that dies, and stop
 `ddp_profiling`       profile every class in steps of the job
+`data_parallel`       DDP around a planned model, averaged once
+`framework_ddp`       the DDP that a framework puts around a planned model
+`accelerate_state`    what Accelerate was asked for
 `plan_cache`          find and read a cached plan
-`gradient_weighting`  unequal batches: the gradient of the mean over all samples
+`gradient_weighting`  unequal batches: the gradient of the mean over all samples or tokens
+`length_sampler`      sequences for each rank, by predicted time
 `step_phases`         the time of each phase of a training step
 `drift_monitor`       a running job against its prediction
 `validation`          random plans, predicted against measured

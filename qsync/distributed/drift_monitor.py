@@ -31,6 +31,7 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Timeline, profiles_under_levers, replay
+from qsync.replayer.sequence_costs import SequenceCost, sequence_costs
 
 logger = logging.getLogger("qsync")
 
@@ -122,10 +123,14 @@ def find_drift(
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What replay predicts of a job: by class the phases of a step, and a rank's calls of the model in it."""
+    """What replay predicts of a job: by class the phases of a step, and a rank's calls of the model in it.
+
+    `sequence_costs` are by class, too; None where the batch is not of sequences.
+    """
 
     phases: Mapping[str, Phases]
     num_calls: Mapping[str, int]
+    sequence_costs: Mapping[str, SequenceCost] | None = None
 
     @classmethod
     def of(cls, plan: Plan, folder: Path) -> Prediction | None:
@@ -140,20 +145,24 @@ class Prediction:
                 )
             except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
                 return None
+            costs = sequence_costs(basis.graph, timeline, profiles)
+            calls = basis.graph.num_calls
             return {
-                name: [
-                    phases.to_json(),
-                    basis.graph.num_calls * (plan.levers[name].passes if plan.levers else 1),
-                ]
-                for name, phases in expected(timeline).items()
+                "phases": {name: phases.to_json() for name, phases in expected(timeline).items()},
+                "num_calls": {
+                    name: calls * (plan.levers[name].passes if plan.levers else 1) for name in plan.classes
+                },
+                "sequence_costs": costs and {name: cost.to_json() for name, cost in costs.items()},
             }
 
         found = from_rank_zero("predicting the step", predict)
         if found is None:
             return None
+        costs = found["sequence_costs"]
         return cls(
-            {name: Phases(**seconds) for name, (seconds, _) in found.items()},
-            {name: num_calls for name, (_, num_calls) in found.items()},
+            {name: Phases(**seconds) for name, seconds in found["phases"].items()},
+            found["num_calls"],
+            costs and {name: SequenceCost(**fields) for name, fields in costs.items()},
         )
 
     def repeated(self, times: int) -> dict[str, Phases]:
@@ -244,5 +253,19 @@ class Monitor:
 
 
 _numbers = itertools.count()
+_predictions: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Prediction, str]] = weakref.WeakKeyDictionary()
+
+
+def note_prediction(model: torch.nn.Module, prediction: Prediction, device_class: str) -> None:
+    """Remember what is predicted of a planned model, and this rank's class."""
+    _predictions[model] = (prediction, device_class)
+
+
+def prediction_of(model: torch.nn.Module) -> tuple[Prediction, str] | None:
+    """Return what is predicted of a planned model, or of the one in DDP, and this rank's class."""
+    found = _predictions.get(model)
+    return found or _predictions.get(getattr(model, "module", model))
+
+
 # The monitor of each model that a loop calls (DDP, or the model), for as long as that lives.
 monitors: weakref.WeakKeyDictionary[torch.nn.Module, Monitor] = weakref.WeakKeyDictionary()

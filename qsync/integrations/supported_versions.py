@@ -16,7 +16,9 @@ def check_version(package: str) -> None:
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise UnsupportedError(f"{package} is not installed: pip install '{package}>={first},<{last}'") from None
+        raise UnsupportedError(
+            f"{package} is not installed: pip install '{package}>={first},<{last}'"
+        ) from None
     if not _numbers(first) <= _numbers(found) < _numbers(last):
         raise UnsupportedError(
             f"qsync works with {package}>={first},<{last}, found {found}; install one of those versions"

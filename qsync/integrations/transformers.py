@@ -36,7 +36,7 @@ _SAME_ON_RANKS = (
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
 
-class QSyncMixin(_Base):
+class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     """Make a Trainer class plan its model and train it over unequal ranks. Put it before that class.
 
     At the start of training the model is planned on a batch of the training data, with the Trainer's own
@@ -75,15 +75,17 @@ class QSyncMixin(_Base):
         model.train()
         wrapped = hybrid(model, **self._arguments())
         if wrapped is model:  # one process: Accelerate must not put torch.autocast around the plan
-            model._is_accelerate_prepared = True
+            setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
             return model
         return self.accelerator.prepare_model(wrapped)
 
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `qsync.hybrid`, those from the user last."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
-        kind = type(self.optimizer)
-        settings = {n: v for n, v in self.optimizer.defaults.items() if n in inspect.signature(kind).parameters}
+        kind: Any = type(self.optimizer)
+        settings = {
+            n: v for n, v in self.optimizer.defaults.items() if n in inspect.signature(kind).parameters
+        }
         found = {
             "base": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None,
             "ddp_options": {**ddp, **(self._hybrid_options.get("ddp_options") or {})},
@@ -134,7 +136,9 @@ class QSyncMixin(_Base):
                 items = [dataset[int(i)] for i in torch.randperm(len(dataset), generator=generator)[:size]]
             return dict(self._prepare_inputs(loader.collate_fn(items)))
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
+    ) -> Any:
         self._loader = train_dataloader
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:

@@ -185,8 +185,8 @@ class Program:
             result = self._run(compiled, args, kwargs)
             self._report_new_graphs()
             return result
-        # The first call with gradients shows whether the plan fits the model: evaluation, which may come first,
-        # has other operators. If it fails, running statistics are restored.
+        # The first call with gradients shows whether the plan fits the model: evaluation, which may come
+        # first, has other operators. If it fails, running statistics are restored.
         breaks, num_skipped = graph_breaks(), num_skipped_frames()
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:

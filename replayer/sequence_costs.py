@@ -1,0 +1,189 @@
+"""What a sequence costs by its length on each device class, and who takes which of a step's sequences.
+
+A profile is of one batch, B sequences of length L. Operators whose result holds a number per pair of tokens
+(attention and what stands inside it) take time in proportion to B L^2, weights and the optimizer take a fixed
+time, and all else takes time in proportion to B L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+
+from qsync.errors import FormatError, MismatchError
+from qsync.lowering.lowered_graph import Cast
+from qsync.records.graph import OpGraph
+from qsync.records.profiles import Profile
+from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.timeline import Timeline
+
+_PRODUCTS_OF_ACTIVATIONS = ("matmul", "bmm", "baddbmm")
+_NUM_HALVINGS = 40  # of the interval in which the least time lies
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCost:
+    """Seconds of a step of one rank: `fixed_s + n (L linear_s + L^2 quadratic_s)`.
+
+    n is the number of sequences and L the length that they are padded to.
+    """
+
+    fixed_s: float
+    linear_s: float
+    quadratic_s: float
+
+    def seconds(self, num_sequences: int, length: int) -> float:
+        """Return the seconds of a step on sequences padded to a length."""
+        return self.fixed_s + num_sequences * length * (self.linear_s + length * self.quadratic_s)
+
+    def to_json(self) -> dict[str, float]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def sequence_costs(
+    graph: OpGraph, timeline: Timeline, profiles: Mapping[str, Profile]
+) -> dict[str, SequenceCost] | None:
+    """Return what a sequence costs on every class, from the replay of a step of the graph.
+
+    The first tensor of the batch must be of shape (sequences, length, ...); None where it is not.
+    """
+    shape = next((shape for shape in graph.batch_shapes if len(shape) >= 2), None)
+    if shape is None:
+        return None
+    num, length = shape[:2]
+    ops, quadratic = {op.name: op for op in graph.ops}, quadratic_ops(graph, num, length)
+    found = {}
+    for name, entry in timeline.classes.items():
+        profile = profiles[name]
+        own = [event for event in timeline.events if event.device_class == name]
+        fixed = sum(event.duration_s for event in own if event.kind in ("host", "optimizer"))
+        of_pairs = 0.0
+        for node in entry.nodes:
+            if isinstance(node, Cast):
+                cost = cast_cost(profile, node).total_s
+                fixed += cost if node.of_parameter else 0.0
+                of_pairs += cost if node.value in quadratic else 0.0
+            elif node.op in quadratic:
+                of_pairs += run_cost(profile, node, ops[node.op]).total_s
+        linear = max(0.0, entry.compute_s - entry.loading_s - fixed - of_pairs)
+        found[name] = SequenceCost(fixed, linear / (num * length), of_pairs / (num * length**2))
+    return found
+
+
+def quadratic_ops(graph: OpGraph, num_sequences: int, length: int) -> set[str]:
+    """Return the operators whose time grows with the square of the length.
+
+    They are attention, products of two activations, and operators whose result has a number per pair of
+    tokens: a shape that ends in (length, length). Activations as wide as they are long have that shape, too;
+    they are told by what they are computed from.
+    """
+    parameters = {value.name for value in graph.inputs if value.kind == "parameter"}
+    found = set()
+    for op in graph.ops:
+        of_activations = op.kind in _PRODUCTS_OF_ACTIVATIONS and not parameters & set(op.inputs)
+        of_pairs = op.shape[-2:] == (length, length)
+        if op.shape == (num_sequences, length, length):
+            of_pairs = not parameters & set(op.inputs) and bool(found & set(op.inputs))
+        if op.kind == "attention" or of_activations or of_pairs:
+            found.add(op.name)
+    return found
+
+
+def hand_out(
+    lengths: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None = None
+) -> list[list[int]]:
+    """Return by rank the positions of the sequences that it takes, such that the slowest rank is fast.
+
+    Sequences are sorted by length and cut into one run a rank: what a rank takes is padded to its longest
+    sequence, so that neighbours belong together. The cuts are those of least time (by bisection), with the
+    longest sequences on the fast ranks or on the slow ones, whichever takes less.
+
+    Args:
+        lengths: tokens of every sequence of a step.
+        costs: by rank.
+        max_tokens: the most padded tokens that a rank may take; None for no bound.
+
+    Raises:
+        FormatError: fewer sequences than ranks, or sequences that fit nowhere.
+
+    Example:
+        >>> hand_out([9, 1, 2, 8], [SequenceCost(0, 1, 0), SequenceCost(0, 2, 0)])
+        [[0, 3], [2, 1]]
+    """
+    if len(lengths) < len(costs):
+        raise FormatError(
+            f"a step has {len(lengths)} sequences for {len(costs)} ranks; give at least one for each rank"
+        )
+    longest_first = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    ordered = [lengths[i] for i in longest_first]
+    by_speed = sorted(range(len(costs)), key=lambda rank: (costs[rank].seconds(1, ordered[0]), rank))
+    best: tuple[float, list[int], list[int]] | None = None
+    for ranks in (by_speed, by_speed[::-1]):
+        found = _least_cuts(ordered, [costs[rank] for rank in ranks], max_tokens)
+        if found is not None and (best is None or found[0] < best[0]):
+            best = (found[0], found[1], ranks)
+    if best is None:
+        raise FormatError(
+            f"sequences of {sum(lengths)} tokens do not fit in {max_tokens} tokens a rank when padded; give "
+            "more, or fewer sequences a step"
+        )
+    _, counts, ranks = best
+    ends = list(accumulate(counts))
+    taken: list[list[int]] = [[] for _ in costs]
+    for rank, count, end in zip(ranks, counts, ends, strict=True):
+        taken[rank] = longest_first[end - count : end]
+    return taken
+
+
+def _least_cuts(
+    ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
+) -> tuple[float, list[int]] | None:
+    """Return the least time in which ranks in this order take all sequences, and how many each takes."""
+    high = max(cost.seconds(len(ordered), ordered[0]) for cost in costs)
+    counts = _counts_within(high, ordered, costs, max_tokens)
+    if counts is None:
+        return None
+    low = 0.0
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        within = _counts_within(middle, ordered, costs, max_tokens)
+        low, high, counts = (low, middle, within) if within is not None else (middle, high, counts)
+    return high, counts
+
+
+def _counts_within(
+    time_s: float, ordered: Sequence[int], costs: Sequence[SequenceCost], max_tokens: int | None
+) -> list[int] | None:
+    """Return how many sequences each rank takes within a time; None where some are left over."""
+    counts, start = [], 0
+    for k, cost in enumerate(costs):
+        left_for_others = len(costs) - 1 - k
+        most, length = len(ordered) - start - left_for_others, ordered[start]
+        per_sequence = cost.seconds(1, length) - cost.fixed_s
+        count = most if per_sequence <= 0 else min(most, int((time_s - cost.fixed_s) / per_sequence + 1e-9))
+        if max_tokens is not None:
+            count = min(count, max_tokens // length)
+        if count < 1:
+            return None
+        counts.append(count)
+        start += count
+    return counts if start == len(ordered) else None
+
+
+def waiting(lengths: Sequence[int], taken: Sequence[Sequence[int]], costs: Sequence[SequenceCost]) -> float:
+    """Return the part of all ranks' time that they wait for the slowest, as the costs say."""
+    times = [
+        cost.seconds(len(own), max(lengths[i] for i in own)) for own, cost in zip(taken, costs, strict=True)
+    ]
+    return 1.0 - sum(times) / (len(times) * max(times))
+
+
+def check_same_classes(classes: Sequence[str], costs: Mapping[str, SequenceCost]) -> None:
+    """Raise MismatchError unless the costs of every rank's class are known."""
+    missing = [name for name in classes if name not in costs]
+    if missing:
+        raise MismatchError(
+            f"no sequence costs are known of {missing[0]}; there are those of {', '.join(costs)}"
+        )
