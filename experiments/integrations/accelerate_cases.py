@@ -1,0 +1,207 @@
+"""Accelerate's loop around planned models."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import qsync
+from qsync.experiments.integrations.cases import (
+    Arm,
+    Outcome,
+    batch,
+    case,
+    facts,
+    loss_of,
+    net,
+    norm,
+    same_state,
+    sgd,
+    trained,
+)
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plans import ClassPlan, Plan
+
+_GROUP = "Accelerate"
+
+
+def rows() -> TensorDataset:
+    """Return a small set of training data."""
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randn(64, 32, generator=generator), torch.randint(0, 8, (64,), generator=generator)
+    )
+
+
+def prepared(arm: Arm, accelerator: Accelerator, **options: Any) -> tuple[Any, Any, Any]:
+    """Return what `accelerator.prepare` makes of a model, its optimizer and its loader."""
+    model = net() if arm.is_plain else arm.hybrid(net(), batch(), loss_of, **options)
+    found: tuple[Any, Any, Any] = accelerator.prepare(model, sgd(model), DataLoader(rows(), 4))
+    return found
+
+
+def loop(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, steps: int = 6, clip: float | None = None
+) -> list[float]:
+    """Train as Accelerate's documentation says, and return the gradient norms."""
+    norms = []
+    for one in itertools.islice(loader, steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, one))
+            if accelerator.sync_gradients:
+                found = accelerator.clip_grad_norm_(model.parameters(), clip) if clip else norm(model)
+                norms.append(float(found))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **settings: Any) -> Outcome:
+    accelerator = Accelerator(cpu=True, **settings)
+    model, optimizer, loader = prepared(arm, accelerator, **(options or {}))
+    return Outcome(loop(accelerator, model, optimizer, loader, clip=clip), model)
+
+
+@case(_GROUP, "`accelerator.prepare(hybrid, optimizer, loader)`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm)
+
+
+@case(_GROUP, "`gradient_accumulation_steps=2`, `accelerator.accumulate`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, gradient_accumulation_steps=2)
+
+
+@case(_GROUP, "`accelerator.clip_grad_norm_`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, clip=0.1, gradient_accumulation_steps=2)
+
+
+@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base')
+def _(arm: Arm) -> Outcome:
+    found = _outcome(arm if arm.precision != "fp32" else _in_bf16(arm), mixed_precision="bf16")
+    return found
+
+
+def _in_bf16(arm: Arm) -> Arm:
+    """Return the arm whose plan is the base: BF16 wherever torch.autocast has it."""
+    return _Base(arm.precision, arm.folder)
+
+
+class _Base(Arm):
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"cache_dir": self.folder / "plans", "precisions": ["fp32", "bf16"]}
+
+
+@case(_GROUP, '`mixed_precision="bf16"` around a hybrid of another base')
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, mixed_precision="bf16", options={} if arm.is_plain else {"base": "fp32"})
+
+
+@case(_GROUP, "`ddp_options` of the hybrid, `find_unused_parameters=True`")
+def _(arm: Arm) -> Outcome:
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    options = {} if arm.is_plain else {"ddp_options": {"find_unused_parameters": True}}
+    return _outcome(arm, kwargs_handlers=handlers, options=options)
+
+
+@case(_GROUP, "`save_state`, `load_state`")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(arm, accelerator)
+    norms = loop(accelerator, model, optimizer, loader, 2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    folder = str(arm.folder / "state") if not arm.is_plain else str(arm.folder.parent / "plain state")
+    accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    others = facts(same=same_state(before, model.state_dict()))
+    return Outcome([*norms, *loop(accelerator, model, optimizer, loader, 2)], model, others)
+
+
+@case(_GROUP, "`unwrap_model`, `get_state_dict`")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(arm, accelerator)
+    norms = loop(accelerator, model, optimizer, loader, 2)
+    plain = net()
+    plain.load_state_dict(accelerator.get_state_dict(model))
+    inner = accelerator.unwrap_model(model)
+    others = facts(inner=inner is model.module, same=same_state(plain.state_dict(), inner.state_dict()))
+    return Outcome(norms, model, others)
+
+
+@case(_GROUP, "two hybrids in one Accelerator")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True)
+    one, of_one, loader = prepared(arm, accelerator)
+    other, of_other, _ = prepared(arm, accelerator)
+    norms = loop(accelerator, one, of_one, loader, 2) + loop(accelerator, other, of_other, loader, 2)
+    return Outcome(norms, nn.ModuleList([one, other]))
+
+
+@case(_GROUP, "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, options={} if arm.is_plain else {"ddp": False})
+
+
+@case(_GROUP, "prepared twice")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = prepared(arm, accelerator)
+    model = accelerator.prepare(model)
+    return Outcome(loop(accelerator, model, optimizer, loader), model)
+
+
+def _plan(passes: int) -> Plan:
+    """Return a plan of shares: twelve samples on rank 0, in passes, and four on rank 1."""
+    graph = qsync.capture(net(), batch()[0])
+    classes = {f"class{rank}": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable}) for rank in (0, 1)}
+    levers = Levers({"class0": ClassLevers(12, passes=passes), "class1": ClassLevers(4)})
+    return Plan(graph.model, graph.hash, classes, levers=levers)
+
+
+def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
+    rank, (x, y) = dist.get_rank(), rows().tensors
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+    x, y = x[:16], y[:16]
+    if arm.is_plain:
+        model = accelerator.prepare(net())
+        loss_of(model, (x, y)).backward()
+        return Outcome([norm(model)], model)
+    own = (slice(0, 12), slice(12, 16))[rank]
+    model = qsync.hybrid(net(), plan=_plan(passes), device_class=f"class{rank}")
+    model = accelerator.prepare(model)
+    if arm.precision == "int8":
+        model = qsync.wrap(model, "int8")
+    for part in zip(x[own].chunk(accumulation), y[own].chunk(accumulation), strict=True):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, part))
+    return Outcome([norm(model)], model)
+
+
+@case(_GROUP, "a plan with shares, one pass")
+def _(arm: Arm) -> Outcome:
+    return _shares(arm, 1, 1)
+
+
+@case(_GROUP, "a plan with shares and other passes than `gradient_accumulation_steps`")
+def _(arm: Arm) -> Outcome:
+    return _shares(arm, 2, 3)
+
+
+@case(_GROUP, "a hybrid that Accelerate never sees")
+def _(arm: Arm) -> Outcome:
+    Accelerator(cpu=True)
+    model = arm.hybrid(net(), batch(), loss_of)
+    return Outcome(trained(model), model)

@@ -1,0 +1,268 @@
+"""Cases: training loops that users write, each run in plain DDP and by qsync, on two ranks.
+
+A case is a function of an `Arm`, which wraps its model: in plain DDP, or by qsync in one precision. It
+returns the gradient norms that its user would see, and the trained model.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import logging
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync
+from qsync.distributed.agreement import agree
+from qsync.runtime import coverage
+
+WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
+# Norms in an FP32 plan are those of plain DDP up to this; those in INT8 differ by no more than that.
+NORM_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 0.2
+_EVERYTHING = {"lower_all": True, "precisions": ["fp32", "bf16", "int8"]}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a case saw: gradient norms, other numbers that must agree with plain DDP, and the model."""
+
+    norms: list[float]
+    model: nn.Module
+    others: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How a case wraps its model: in plain DDP (no precision), or by qsync with every product in one."""
+
+    precision: str | None
+    folder: Path
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether qsync is left out."""
+        return self.precision is None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Return arguments of `qsync.hybrid`."""
+        lowered = {"pins": {"*": self.precision}, **_EVERYTHING}
+        chosen = {"precisions": ["fp32"]} if self.precision == "fp32" else lowered
+        return {"cache_dir": self.folder / "plans", **chosen}
+
+    def hybrid(
+        self, model: nn.Module, batch: Any, loss_fn: Any = None, *, ddp: bool = True, **options: Any
+    ) -> Any:
+        """Return the model in DDP; without `ddp` as a framework takes it."""
+        if not self.is_plain:
+            return qsync.hybrid(model, batch, loss_fn, ddp=ddp, **self.options, **options)
+        ddp_options = {"gradient_as_bucket_view": True, **options.get("ddp_options", {})}
+        return DistributedDataParallel(model, **ddp_options) if ddp else model
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training loop, as a user writes it."""
+
+    group: str
+    name: str
+    do: Callable[[Arm], Outcome]
+
+
+CASES: list[Case] = []
+
+
+def case(group: str, name: str) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
+    """List a function as a case."""
+
+    def listed(do: Callable[[Arm], Outcome]) -> Callable[[Arm], Outcome]:
+        CASES.append(Case(group, name, do))
+        return do
+
+    return listed
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a case, and the sentence that its user reads.
+
+    `norm_error` is the largest relative difference of a gradient norm from plain DDP's, under an FP32 plan.
+    """
+
+    group: str
+    name: str
+    verdict: str
+    sentence: str = ""
+    norm_error: float | None = None
+
+
+def judge(case: Case, folder: Path) -> dict[str, Any]:
+    """Run a case in plain DDP, under an FP32 plan and in INT8, and compare; the same on every rank."""
+    own = folder / f"rank {dist.get_rank()}"
+    shutil.rmtree(own, ignore_errors=True)
+    arms = [Arm(precision, own if precision is None else folder) for precision in (None, "fp32", "int8")]
+    said: list[str] = []
+    results: list[Outcome | str] = []
+    for number, arm in enumerate(arms):
+        with _apart(), _listening(said if number == 1 else []):
+            results.append(_result(case, arm))
+            if number == 1 and not isinstance(results[1], Outcome):
+                return asdict(Verdict(case.group, case.name, REFUSED, results[1]))
+    return asdict(_verdict(case, results, said))
+
+
+def _result(case: Case, arm: Arm) -> Outcome | str:
+    """Return the outcome of a case on all ranks, or the sentence of the first error."""
+    try:
+        found: Outcome | None = case.do(arm)
+        sentence = ""
+    except Exception as error:
+        found, sentence = None, str(error).splitlines()[0]
+    sentences = [text for text in agree("comparing outcomes", lambda: sentence) if text]
+    return found if found is not None and not sentences else (sentences or [""])[0]
+
+
+def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> Verdict:
+    plain, exact, lowered = results
+    assert isinstance(exact, Outcome)
+    if isinstance(plain, str) or isinstance(lowered, str):
+        text = plain if isinstance(plain, str) else lowered
+        return Verdict(case.group, case.name, SILENT, f"runs only under an FP32 plan: {text}")
+    error = max(agree("comparing norms", lambda: difference(plain, exact)))
+    is_good = error <= NORM_TOLERANCE
+    same = all(replicas_agree(one.model) for one in (exact, lowered))
+    off = max(agree("comparing norms", lambda: difference(plain, lowered)))
+    if is_good and same and 0.0 < off < LARGEST_DIFFERENCE:
+        return Verdict(case.group, case.name, WORKS, "; ".join(said), error)
+    why = f"norms differ by {error:.1e}, in INT8 by {off:.1e}, replicas {'agree' if same else 'differ'}"
+    return Verdict(case.group, case.name, WARNS if said else SILENT, "; ".join(said) or why, error)
+
+
+def difference(one: Outcome, other: Outcome) -> float:
+    """Return the largest relative difference of two outcomes' numbers."""
+    pairs = list(zip([*one.norms, *one.others], [*other.norms, *other.others], strict=True))
+    return max(abs(b - a) / max(abs(a), 1e-30) for a, b in pairs)
+
+
+def replicas_agree(model: nn.Module) -> bool:
+    """Return whether all ranks hold bitwise the same parameters; those of a sharded model are whole first."""
+    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().double() for p in model.parameters()]
+    mine = torch.cat(whole)
+    theirs = mine.clone()
+    dist.broadcast(theirs, 0)
+    return all(agree("comparing replicas", lambda: torch.equal(mine, theirs)))
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Let a case leave nothing behind for the next one."""
+    coverage.say_once.cache_clear()
+    torch.manual_seed(dist.get_rank())
+    yield
+    gc.collect()
+    torch._dynamo.reset()
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState):
+        state._reset_state()
+    PartialState._reset_state()
+
+
+@contextmanager
+def _listening(said: list[str]) -> Iterator[None]:
+    """Collect what qsync logs and warns of; what other libraries say is not shown."""
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("qsync")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class Net(nn.Module):
+    """A small classifier with dropout switched off."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(width, 64), nn.GELU(), nn.Linear(64, width))
+        self.head = nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.head(x + self.body(x))  # type: ignore[no-any-return]
+
+
+def net(kind: Callable[[], nn.Module] = Net) -> Any:
+    """Return a model, the same each time and on every rank."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind()
+
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def batch(number: int = 0, size: int = 8) -> Batch:
+    """Return a batch of this rank."""
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return torch.randn(size, 32, generator=generator), torch.randint(0, 8, (size,), generator=generator)
+
+
+def batches() -> Iterator[Batch]:
+    """Yield batches of this rank for ever."""
+    return (batch(number) for number in itertools.count(1))
+
+
+def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+    """Return the loss of a classifier."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def norm(model: Any) -> float:
+    """Return the norm of a model's gradients."""
+    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters() if p.grad is not None]
+    return float(torch.cat([grad.flatten().double() for grad in grads]).norm())
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    """Return an optimizer: of plain steps, so that differences of gradients stay as small as they are."""
+    return torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def trained(model: Any, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Train for some steps, and return the gradient norms."""
+    norms, optimizer = [], optimizer or sgd(model)
+    for number in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()  # type: ignore[no-untyped-call]
+        norms.append(norm(model))
+        optimizer.step()
+    return norms
+
+
+def facts(**checks: bool) -> list[float]:
+    """Return what must be true as numbers to compare; raise an error that names what is false."""
+    false = [name for name, holds in checks.items() if not holds]
+    if false:
+        raise AssertionError(f"not true: {', '.join(false)}")
+    return [1.0] * len(checks)
+
+
+def same_state(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether two state dicts hold bitwise the same tensors under the same names."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,249 @@
+"""Lightning's Trainer around planned models."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from qsync.experiments.integrations.accelerate_cases import rows
+from qsync.experiments.integrations.cases import (
+    Arm,
+    Net,
+    Outcome,
+    batch,
+    case,
+    facts,
+    loss_of,
+    net,
+    norm,
+    same_state,
+)
+from qsync.integrations.lightning import QSyncStrategy
+
+_GROUP = "Lightning"
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Classifier(pl.LightningModule):
+    """A LightningModule with a forward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.loss, self.norms = Net(), nn.CrossEntropyLoss(), []
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return logits."""
+        return self.net(x)
+
+    def training_step(self, one: Any, index: int) -> Any:
+        """Return the loss of a batch."""
+        loss = self.loss(self(one[0]), one[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, one: Any, index: int) -> None:
+        """Log the loss of a batch."""
+        self.log("validation", self.loss(self(one[0]), one[1]), sync_dist=True)
+
+    def test_step(self, one: Any, index: int) -> None:
+        """Log the loss of a batch."""
+        self.log("test", self.loss(self(one[0]), one[1]), sync_dist=True)
+
+    def predict_step(self, one: Any, index: int) -> Any:
+        """Return logits of a batch."""
+        return self(one[0])
+
+    def configure_optimizers(self) -> Any:
+        """Return the optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        """Note the gradient norm."""
+        self.norms.append(norm(self))
+
+
+class Submodule(Classifier):
+    """A LightningModule that calls its network, not itself."""
+
+    def training_step(self, one: Any, index: int) -> Any:
+        """Return the loss of a batch."""
+        return {"loss": self.loss(self.net(one[0]), one[1])}
+
+
+class TwoNetworks(Classifier):
+    """A LightningModule that calls two networks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 8)
+
+    def training_step(self, one: Any, index: int) -> Any:
+        """Return the loss of a batch."""
+        return self.loss(self.other(self.net(one[0])), one[1])
+
+
+class Manual(Classifier):
+    """A LightningModule that steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, one: Any, index: int) -> None:
+        """Take a step."""
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(self(one[0]), one[1]))
+        optimizer.step()
+
+
+def trainer(arm: Arm, options: Any = None, ddp: Any = None, **given: Any) -> pl.Trainer:
+    """Return a Trainer with Lightning's DDP, or qsync's strategy."""
+    strategy: DDPStrategy = DDPStrategy(gradient_as_bucket_view=True, **(ddp or {}))
+    if not arm.is_plain:
+        strategy = QSyncStrategy(hybrid_options={**arm.options, **(options or {})}, **(ddp or {}))
+    settings = {"max_steps": 3, "logger": False, "enable_checkpointing": False, **given}
+    return pl.Trainer(
+        accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, enable_progress_bar=False,
+        enable_model_summary=False, **settings,
+    )  # fmt: skip
+
+
+def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
+    module = net(kind)
+    trainer(arm, **given).fit(module, DataLoader(rows(), 4))
+    return Outcome(module.norms, module)
+
+
+@case(_GROUP, "`fit`, `self(x)` in training_step")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm)
+
+
+@case(_GROUP, "`accumulate_grad_batches=2`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, accumulate_grad_batches=2)
+
+
+@case(_GROUP, "`self.net(x)` in training_step")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, Submodule, accumulate_grad_batches=2)
+
+
+@case(_GROUP, '`precision="bf16-mixed"`: the base')
+def _(arm: Arm) -> Outcome:
+    options = {"precisions": ["fp32", "bf16"]} if arm.precision == "fp32" else {}
+    return _outcome(arm, precision="bf16-mixed", options=options)
+
+
+@case(_GROUP, "`gradient_clip_val=0.1`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, gradient_clip_val=0.1)
+
+
+class Unused(Classifier):
+    """A LightningModule with a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
+@case(_GROUP, "unused parameters, `find_unused_parameters=True` of the strategy")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, Unused, ddp={"find_unused_parameters": True})
+
+
+@case(_GROUP, "validation before and during training, `test`, `predict`")
+def _(arm: Arm) -> Outcome:
+    module, loader = net(Classifier), DataLoader(rows(), 4)
+    made = trainer(arm, val_check_interval=2)
+    made.fit(module, loader, DataLoader(rows(), 4))
+    validation = float(made.callback_metrics["validation"])
+    test = made.test(module, DataLoader(rows(), 4), verbose=False)[0]["test"]
+    predicted = made.predict(module, DataLoader(rows(), 4))
+    return Outcome(module.norms, module, [validation, test, *facts(all=len(predicted or ()) == 8)])
+
+
+def _path(arm: Arm, name: str) -> Path:
+    return (arm.folder.parent if arm.is_plain else arm.folder) / f"{name} of {arm.precision}.ckpt"
+
+
+@case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
+def _(arm: Arm) -> Outcome:
+    loader = DataLoader(rows(), 4)
+    whole = net(Classifier)
+    trainer(arm, max_steps=4).fit(whole, loader)
+    part = net(Classifier)
+    made = trainer(arm, max_steps=2)
+    made.fit(part, loader)
+    made.save_checkpoint(_path(arm, "part"))
+    again = net(Classifier)
+    trainer(arm, max_steps=4).fit(again, loader, ckpt_path=str(_path(arm, "part")))
+    same = same_state(whole.state_dict(), again.state_dict())
+    return Outcome([*part.norms, *again.norms], again, facts(same=same))
+
+
+@case(_GROUP, "a qsync checkpoint resumed by DDPStrategy")
+def _(arm: Arm) -> Outcome:
+    loader, module = DataLoader(rows(), 4), net(Classifier)
+    made = trainer(arm, max_steps=2)
+    made.fit(module, loader)
+    made.save_checkpoint(_path(arm, "made"))
+    again = net(Classifier)
+    trainer(Arm(None, arm.folder), max_steps=4).fit(again, loader, ckpt_path=str(_path(arm, "made")))
+    return Outcome([*module.norms, *again.norms], again)
+
+
+@case(_GROUP, "resumed under another plan")
+def _(arm: Arm) -> Outcome:
+    loader, module = DataLoader(rows(), 4), net(Classifier)
+    made = trainer(arm, max_steps=2)
+    made.fit(module, loader)
+    made.save_checkpoint(_path(arm, "other"))
+    other = {} if arm.is_plain else {"pins": {"*": "bf16"}, "lower_all": True, "precisions": ["fp32", "bf16"]}
+    again = net(Classifier)
+    trainer(arm, max_steps=4, options=other).fit(again, loader, ckpt_path=str(_path(arm, "other")))
+    return Outcome(module.norms, again)
+
+
+@case(_GROUP, "manual optimization with `loss_fn`")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, Manual, options={"loss_fn": lambda model, one: loss_of(model, one)})
+
+
+@case(_GROUP, "manual optimization without it")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, Manual)
+
+
+@case(_GROUP, "two networks in training_step")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, TwoNetworks)
+
+
+@case(_GROUP, "DDPStrategy around a LightningModule that holds a hybrid")
+def _(arm: Arm) -> Outcome:
+    module = net(Classifier)
+    if not arm.is_plain:
+        module.net = arm.hybrid(module.net, batch(), loss_of)
+    trainer(Arm(None, arm.folder)).fit(module, DataLoader(rows(), 4))
+    return Outcome(module.norms, module)
+
+
+@case(_GROUP, "other accumulation on the ranks")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, accumulate_grad_batches=1 if arm.is_plain else 1 + dist.get_rank())
+
+
+@case(_GROUP, "a misspelt DDP option of the strategy")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, ddp={} if arm.is_plain else {"find_unused_parameter": True})

@@ -1,0 +1,395 @@
+"""Loops of one's own: DDP's options and contexts, accumulation, two networks, copies, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_model, save_model
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import qsync
+from qsync.distributed.drift_monitor import monitors
+from qsync.experiments.integrations.cases import (
+    Arm,
+    Net,
+    Outcome,
+    batch,
+    case,
+    facts,
+    loss_of,
+    net,
+    norm,
+    same_state,
+    sgd,
+    trained,
+)
+
+_LOOP, _COPY, _TWICE, _SHARES = "own loop", "copies and checkpoints", "DDP in DDP", "shares"
+
+
+def _hybrid(arm: Arm, model: nn.Module | None = None, **options: object) -> nn.Module:
+    found: nn.Module = arm.hybrid(net() if model is None else model, batch(), loss_of, **options)
+    return found
+
+
+@case(_LOOP, "forward, backward, step")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "accumulation with `no_sync`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    optimizer, norms = sgd(model), []
+    for number in range(3):
+        optimizer.zero_grad()
+        with model.no_sync():  # type: ignore[operator]
+            (loss_of(model, batch(2 * number)) / 2).backward()
+        (loss_of(model, batch(2 * number + 1)) / 2).backward()
+        norms.append(norm(model))
+        optimizer.step()
+    return Outcome(norms, model)
+
+
+@case(_LOOP, "`torch.nn.utils.clip_grad_norm_`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    optimizer, norms = sgd(model), []
+    for number in range(3):
+        optimizer.zero_grad()
+        loss_of(model, batch(number)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+        optimizer.step()
+    return Outcome(norms, model)
+
+
+@case(_LOOP, "uneven inputs in `Join`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    optimizer, norms = sgd(model), []
+    with Join([model]):
+        for number in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            loss_of(model, batch(number)).backward()
+            norms.append(norm(model))
+            optimizer.step()
+    return Outcome(norms, model)
+
+
+class Spare(Net):
+    """A model with a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
+@case(_LOOP, "unused parameters, `find_unused_parameters=True`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, net(Spare), ddp_options={"find_unused_parameters": True})
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "`static_graph=True`, `gradient_as_bucket_view=False`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, ddp_options={"static_graph": True, "gradient_as_bucket_view": False})
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "a process group of one's own, small buckets")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, ddp_options={"process_group": dist.new_group(), "bucket_cap_mb": 0.01})
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "a frozen backbone")
+def _(arm: Arm) -> Outcome:
+    model = net()
+    model.body.requires_grad_(False)
+    model = _hybrid(arm, model)
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "layers unfrozen after wrapping")
+def _(arm: Arm) -> Outcome:
+    model = net()
+    model.body.requires_grad_(False)
+    model = _hybrid(arm, model)
+    model.module.body.requires_grad_(True)  # type: ignore[operator, union-attr]
+    return Outcome(trained(model), model)
+
+
+@case(_LOOP, "three calls of the model in one loss")
+def _(arm: Arm) -> Outcome:
+    def triplet(model: nn.Module, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
+        return F.triplet_margin_loss(*parts)
+
+    model = arm.hybrid(net(), batch(), triplet)
+    optimizer, norms = sgd(model), []
+    for number in range(3):
+        optimizer.zero_grad()
+        triplet(model, batch(number)).backward()
+        norms.append(norm(model))
+        optimizer.step()
+    return Outcome(norms, model)
+
+
+@case(_LOOP, "a GAN: two hybrids, two optimizers")
+def _(arm: Arm) -> Outcome:
+    class Critic(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).mean(1)
+
+    class Generator(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(32, 32)
+
+    def real_or_fake(model: nn.Module, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return model(one[0]).sigmoid().mean() - model(one[1].detach()).sigmoid().mean()
+
+    x = batch()[0]
+    critic = arm.hybrid(net(Critic), (x, x.flip(1)), real_or_fake)
+    generator = arm.hybrid(net(Generator), (x,), lambda model, one: model(one[0]).square().mean())
+    of_critic, of_generator, norms = sgd(critic), sgd(generator), []
+    for number in range(3):
+        x = batch(number)[0]
+        of_critic.zero_grad()
+        real_or_fake(critic, (x, generator(x))).backward()
+        norms.append(norm(critic))
+        of_critic.step()
+        of_generator.zero_grad()
+        critic(generator(x)).mean().backward()
+        norms.append(norm(generator))
+        of_generator.step()
+    return Outcome(norms, nn.ModuleList([critic, generator]))
+
+
+@case(_LOOP, "distillation: a hybrid teacher without gradients, a hybrid student")
+def _(arm: Arm) -> Outcome:
+    teacher, student = _hybrid(arm), _hybrid(arm, Net())
+    for p, q in zip(student.parameters(), net().parameters(), strict=True):
+        p.data.copy_(q + 0.01)
+    optimizer, norms = sgd(student), []
+    for number in range(3):
+        optimizer.zero_grad()
+        x, _ = batch(number)
+        with torch.no_grad():
+            wanted = teacher(x)
+        (student(x) - wanted - 0.1).square().mean().backward()
+        norms.append(norm(student))
+        optimizer.step()
+    return Outcome(norms, student)
+
+
+@case(_LOOP, "`torch.compile(hybrid)`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    return Outcome(trained(torch.compile(model) if not arm.is_plain else model), model)
+
+
+@case(_LOOP, "`ZeroRedundancyOptimizer`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    return Outcome(trained(model, optimizer=optimizer), model)
+
+
+@case(_LOOP, "evaluation before, between and after steps")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    others = []
+    norms = []
+    for _ in range(2):
+        model.eval()
+        with torch.no_grad():
+            others.append(float(loss_of(model, batch(9))))
+        model.train()
+        norms += trained(model, 1)
+    return Outcome(norms, model, others)
+
+
+@case(_TWICE, "`DistributedDataParallel(hybrid)`")
+def _(arm: Arm) -> Outcome:
+    model = DistributedDataParallel(_hybrid(arm))
+    return Outcome(trained(model), model)
+
+
+class Around(nn.Module):
+    """A module that holds a model, as a LightningModule holds its network."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the inner model's result."""
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+@case(_TWICE, "DDP around a module that holds a hybrid")
+def _(arm: Arm) -> Outcome:
+    model = DistributedDataParallel(Around(_hybrid(arm)), gradient_as_bucket_view=True)
+    return Outcome(trained(model), model)
+
+
+@case(_TWICE, "`qsync.hybrid(hybrid)`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, _hybrid(arm))
+    return Outcome(trained(model), model)
+
+
+@case(_TWICE, "`qsync.hybrid(DistributedDataParallel(model))`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, DistributedDataParallel(net()))
+    return Outcome(trained(model), model)
+
+
+@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP")
+def _(arm: Arm) -> Outcome:
+    model = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
+    norms = trained(model)
+    facts(watched=arm.is_plain or model in monitors)
+    return Outcome(norms, model)
+
+
+@case(_TWICE, "`qsync.hybrid(model, ddp=False)`, and no DDP at all")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm, ddp=arm.is_plain)
+    return Outcome(trained(model), model)
+
+
+@case(_SHARES, "`qsync.weigh_gradients`: other batch sizes on the ranks")
+def _(arm: Arm) -> Outcome:
+    sizes = (12, 4)
+    if arm.is_plain:  # all samples of both ranks on each
+        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
+    model = qsync.weigh_gradients(_hybrid(arm), sizes[dist.get_rank()], total=16)
+    return Outcome(_trained_on(model, sizes, whole_batch=False), model)
+
+
+@case(_SHARES, "`qsync.micro_batches`: other passes on the ranks")
+def _(arm: Arm) -> Outcome:
+    sizes = (12, 4)
+    if arm.is_plain:
+        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
+    passes = (3, 1)[dist.get_rank()]
+    model = qsync.weigh_gradients(_hybrid(arm), sizes[dist.get_rank()], passes=passes)
+    return Outcome(_trained_on(model, sizes, whole_batch=False, passes=passes), model)
+
+
+@case(_SHARES, "`qsync.token_mean`: other numbers of tokens, and of passes, on the ranks")
+def _(arm: Arm) -> Outcome:
+    sizes = (12, 4)
+    if arm.is_plain:
+        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
+    passes = (5, 2)[dist.get_rank()]  # of unequal size
+    model = _hybrid(arm)
+    return Outcome(_trained_on(model, sizes, whole_batch=False, passes=passes, counted=True), model)
+
+
+@case(_SHARES, "`qsync.weigh_gradients` with `ddp=False` in one's own DDP")
+def _(arm: Arm) -> Outcome:
+    sizes = (12, 4)
+    model = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
+    if not arm.is_plain:
+        qsync.weigh_gradients(model, sizes[dist.get_rank()])
+    return Outcome(_trained_on(model, sizes, whole_batch=arm.is_plain), model)
+
+
+def _trained_on(
+    model: nn.Module,
+    sizes: tuple[int, int],
+    whole_batch: bool,
+    passes: int = 1,
+    counted: bool = False,
+) -> list[float]:
+    optimizer, norms = sgd(model), []
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        x = torch.randn(sum(sizes), 32, generator=generator)
+        y = torch.randint(0, 8, (sum(sizes),), generator=generator)
+        if not whole_batch:
+            own = slice(0, sizes[0]) if dist.get_rank() == 0 else slice(sizes[0], sum(sizes))
+            x, y = x[own], y[own]
+        optimizer.zero_grad()
+        for k, part in enumerate(zip(x.tensor_split(passes), y.tensor_split(passes), strict=True)):
+            with model.no_sync() if k < passes - 1 else nullcontext():  # type: ignore[operator]
+                loss = loss_of(model, part)
+                (qsync.token_mean(model, loss, len(part[0])) if counted else loss).backward()
+        norms.append(norm(model))
+        optimizer.step()
+    return norms
+
+
+@case(_COPY, "`torch.save(hybrid)`, `torch.load`")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    norms = trained(model)
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    return Outcome([*norms, *trained(loaded)], loaded)
+
+
+@case(_COPY, "`copy.deepcopy(hybrid)`")
+def _(arm: Arm) -> Outcome:
+    copied = copy.deepcopy(_hybrid(arm))
+    return Outcome(trained(copied), copied)
+
+
+@case(_COPY, "`AveragedModel(hybrid)` (EMA), evaluated")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    averaged = AveragedModel(model)
+    norms = []
+    for _ in range(2):
+        norms += trained(model, 1)
+        averaged.update_parameters(model)
+    with torch.no_grad():
+        loss = float(loss_of(averaged, batch(9)))
+    return Outcome(norms, averaged, [loss])
+
+
+@case(_COPY, "state dicts of model and optimizer into the plain model, and back")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    norms = trained(model, optimizer=optimizer)
+    plain = net()
+    plain.load_state_dict(model.module.state_dict())  # type: ignore[union-attr, operator]
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    of_plain.load_state_dict(optimizer.state_dict())
+    again = _hybrid(arm)
+    again.module.load_state_dict(plain.state_dict())  # type: ignore[union-attr, operator]
+    of_again = torch.optim.AdamW(again.parameters(), lr=1e-3)
+    of_again.load_state_dict(of_plain.state_dict())
+    same = same_state(again.state_dict(), model.state_dict())
+    return Outcome([*norms, *trained(again, 2, of_again)], again, facts(same=same))
+
+
+@case(_COPY, "safetensors: saved planned, loaded plain")
+def _(arm: Arm) -> Outcome:
+    model = _hybrid(arm)
+    norms = trained(model)
+    arm.folder.mkdir(parents=True, exist_ok=True)
+    path = arm.folder / f"model {dist.get_rank()}.safetensors"
+    save_model(model.module, str(path))  # type: ignore[arg-type]
+    plain = net()
+    load_model(plain, str(path))
+    return Outcome(norms, model, facts(same=same_state(plain.state_dict(), model.module.state_dict())))  # type: ignore[union-attr, operator]

@@ -1,0 +1,29 @@
+"""Run cases on the ranks of a job."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from qsync.distributed.ddp_profiling import PROFILE_S_VARIABLE
+from qsync.experiments.harness.ranks import Place
+from qsync.experiments.integrations.cases import CASES, judge
+
+MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases", "sharding_cases")
+
+
+def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
+    """Judge the cases of one module, or those named; all ranks together."""
+    os.environ[PROFILE_S_VARIABLE] = "0"
+    before = len(CASES)
+    import_module(f"qsync.experiments.integrations.{config['module']}")
+    own = [one for one in CASES[before:] if config.get("only") in (None, one.name)]
+    found = []
+    for one in own:
+        verdict = judge(one, Path(config["folder"]))
+        if os.environ["RANK"] == "0" and config.get("speaks"):
+            print(f"{verdict['verdict']:8} {one.group}: {one.name}  {verdict['sentence']}", flush=True)
+        found.append(verdict)
+    return found

@@ -1,0 +1,210 @@
+"""FSDP2, peft and torch.distributed.checkpoint around planned models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync
+from qsync.experiments.integrations.cases import (
+    Arm,
+    Net,
+    Outcome,
+    batch,
+    case,
+    facts,
+    loss_of,
+    net,
+    norm,
+    same_state,
+    sgd,
+    trained,
+)
+
+_FSDP, _PEFT, _DCP, _SEQUENCE = "FSDP2", "peft", "torch.distributed.checkpoint", "sequence parallelism"
+
+
+def _sharded(model: Any) -> Any:
+    """Shard a model as torchtitan does: its blocks, then itself."""
+    for block in (model.body, model.head):
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def _planned(arm: Arm, kind: Any = Net) -> Any:
+    return arm.hybrid(net(kind), batch(), loss_of, ddp=False)
+
+
+@case(_FSDP, "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model")
+def _(arm: Arm) -> Outcome:
+    model = _sharded(_planned(arm))
+    return Outcome(trained(model), model)
+
+
+@case(_FSDP, "accumulation with `set_requires_gradient_sync`")
+def _(arm: Arm) -> Outcome:
+    model = _sharded(_planned(arm))
+    optimizer, norms = sgd(model), []
+    for number in range(3):
+        optimizer.zero_grad()
+        for k in range(2):
+            model.set_requires_gradient_sync(k == 1)
+            (loss_of(model, batch(2 * number + k)) / 2).backward()
+        norms.append(norm(model))
+        optimizer.step()
+    return Outcome(norms, model)
+
+
+@case(_FSDP, "`fully_shard(hybrid)`, which is in DDP")
+def _(arm: Arm) -> Outcome:
+    model = arm.hybrid(net(), batch(), loss_of)
+    fully_shard(model.module)
+    return Outcome(trained(model), model)
+
+
+@case(_FSDP, "`fully_shard` before `qsync.hybrid`")
+def _(arm: Arm) -> Outcome:
+    model = _sharded(net())
+    model = model if arm.is_plain else arm.hybrid(model, batch(), loss_of, ddp=False)
+    return Outcome(trained(model), model)
+
+
+@case(_DCP, "sharded and planned, saved, loaded into a plain model that was never sharded")
+def _(arm: Arm) -> Outcome:
+    model = _sharded(_planned(arm))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    norms = trained(model, optimizer=optimizer)
+    _save(arm, model, optimizer)
+    plain = net()
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    _load(arm, plain, of_plain)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    same = same_state(plain.state_dict(), whole)
+    more = trained(DistributedDataParallel(plain, gradient_as_bucket_view=True), 1, of_plain)
+    return Outcome([*norms, *more], plain, facts(same=same))
+
+
+@case(_DCP, "a plain model in DDP saved, loaded into a hybrid, optimizer included")
+def _(arm: Arm) -> Outcome:
+    plain = DistributedDataParallel(net(), gradient_as_bucket_view=True)
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    norms = trained(plain, optimizer=of_plain)
+    _save(arm, plain, of_plain)
+    model = arm.hybrid(net(lambda: Net()), batch(), loss_of)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _load(arm, model, optimizer)
+    same = same_state(plain.state_dict(), model.state_dict())
+    return Outcome([*norms, *trained(model, 2, optimizer)], model, facts(same=same))
+
+
+@case(_DCP, "a plain sharded model saved, loaded into a planned and sharded one")
+def _(arm: Arm) -> Outcome:
+    plain = _sharded(net())
+    of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    norms = trained(plain, optimizer=of_plain)
+    _save(arm, plain, of_plain)
+    model = _sharded(_planned(arm))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _load(arm, model, optimizer)
+    return Outcome([*norms, *trained(model, 2, optimizer)], model)
+
+
+def _where(arm: Arm) -> str:
+    folder = arm.folder.parent / "dcp" if arm.is_plain else arm.folder / "dcp"
+    return str(folder / str(arm.precision))
+
+
+def _save(arm: Arm, model: Any, optimizer: Any) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(states, checkpoint_id=_where(arm))
+
+
+def _load(arm: Arm, model: Any, optimizer: Any) -> None:
+    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.load(states, checkpoint_id=_where(arm))
+    set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+
+
+def _adapted() -> Any:
+    """Return a model with LoRA adapters whose second factor is not zero: else half their gradients are."""
+    model = get_peft_model(net(), LoraConfig(r=4, target_modules=["body.0", "body.2"], lora_dropout=0.0))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@case(_PEFT, "`get_peft_model`, then `qsync.hybrid`")
+def _(arm: Arm) -> Outcome:
+    model = arm.hybrid(_adapted(), batch(), loss_of)
+    return Outcome(trained(model), model)
+
+
+@case(_PEFT, "adapters merged after training, saved and loaded")
+def _(arm: Arm) -> Outcome:
+    model = arm.hybrid(_adapted(), batch(), loss_of)
+    norms = trained(model)
+    folder = str(arm.folder / f"adapters {dist.get_rank()}")
+    model.module.save_pretrained(folder)
+    before = {name: p.clone() for name, p in model.module.state_dict().items() if "lora_" in name}
+    loaded = _adapted()
+    loaded.load_adapter(folder, "default")
+    after = {name: p for name, p in loaded.state_dict().items() if "lora_" in name}
+    merged = qsync.unwrap(model).merge_and_unload() if not arm.is_plain else model.module.merge_and_unload()
+    with torch.no_grad():
+        loss = float(loss_of(merged, batch(9)))
+    return Outcome(norms, merged, [loss, *facts(same=same_state(before, after))])
+
+
+@case(_PEFT, "`get_peft_model` after `qsync.hybrid`")
+def _(arm: Arm) -> Outcome:
+    model = arm.hybrid(net(), batch(), loss_of)
+    get_peft_model(model.module, LoraConfig(r=4, target_modules=["body.0", "body.2"]))
+    return Outcome(trained(model), model)
+
+
+class SequenceParallel(nn.Module):
+    """A layer that exchanges its sequence with the other ranks, inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(32, 32)
+
+    @torch.compiler.disable
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result plus the mean over ranks of its input."""
+        whole = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(whole, x.detach())
+        return self.mix(x) + torch.stack(whole).mean(0)  # type: ignore[no-any-return]
+
+
+class WithExchange(Net):
+    """A model with such a layer between others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchange = SequenceParallel()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        return self.head(self.exchange(x + self.body(x)))  # type: ignore[no-any-return]
+
+
+@case(_SEQUENCE, "a layer that exchanges its sequence inside")
+def _(arm: Arm) -> Outcome:
+    model = arm.hybrid(net(WithExchange), batch(), loss_of)
+    return Outcome(trained(model), model)
