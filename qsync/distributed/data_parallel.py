@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qsync.backend.device_detection import device_of
@@ -137,9 +138,14 @@ def ddp_of(model: Any) -> DistributedDataParallel | None:
 
 
 def check_not_parallel(model: Any) -> None:
-    """Raise UnsupportedError for a model that is, holds, or is inside a DDP already."""
+    """Raise UnsupportedError for a model that is, holds, or is inside a DDP already, or is sharded."""
     if not isinstance(model, torch.nn.Module):
         return  # which is refused for what it is
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "the model is sharded (its parameters are DTensors), and is planned whole; call "
+            "qsync.hybrid(model, ..., ddp=False) first, then fully_shard"
+        )
     is_planned = isinstance(model, DistributedDataParallel) or is_replaced(model)
     outer = ddp_of(model) if is_planned else None
     inner = [

@@ -2,6 +2,7 @@
 
 `program`                   what runs in a model's place: PlannedForward, and the program behind it
 `wrapping`                  what `wrap` was asked for, remembered for copies of the model
+`sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
 `rewriting`                 the FX pass: one call per node of the lowered graph
 `weight_cache`              weights are cast once per optimizer step
 `activation_recomputation`  modules compute forward again in backward

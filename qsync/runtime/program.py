@@ -104,8 +104,10 @@ class Program:
         saving_less: SavingChooser | None = None,
         report: Callable[[Program, bool], None] | None = None,
         base: Precision | None = None,
+        is_part: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
+        self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report
         self._num_reported = 0
         self._base = base  # the type of torch.autocast that a call may be in; None: any
@@ -191,7 +193,7 @@ class Program:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             result = self._run(compiled, args, kwargs)
-            if not any(entry.graph.adjustable for entry in self._ran):
+            if not self._is_part and not any(entry.graph.adjustable for entry in self._ran):
                 raise nothing_to_lower(model, breaks, [op for entry in self._ran for op in entry.graph.ops])
             if self._check is not None and not is_evaluation:
                 self._check(self.graph)
@@ -272,10 +274,14 @@ class PlannedForward(ReplacedForward):
         super().__init__(module)
         self.make = make
         self._compiled: Callable[..., Any] | None = None
+        self._kind: type | None = None  # of the module; fully_shard gives it another
 
     def program(self) -> Program:
         """Return the program, made where there is none yet for the model's device."""
         program = programs.get(self.module)
+        if self._kind is not type(self.module):
+            self._kind, self._compiled = type(self.module), None
+            self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)
         if self._compiled is None or program is None or program.device != device_of(self.module):
             program = programs[self.module] = self.make(self.module)
             self._compiled = compile_forward(self.module, program.compile)
@@ -304,7 +310,7 @@ class PlannedForward(ReplacedForward):
         return {"module": self.module, "own": self.own, "make": self.make}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _compiled=None)
+        self.__dict__.update(state, _compiled=None, _kind=None)
 
 
 def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:

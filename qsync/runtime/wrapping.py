@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,16 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage
-from qsync.runtime.program import Chooser, Program, at_base, following, saving, uniform
+from qsync.runtime.program import (
+    Chooser,
+    Program,
+    at_base,
+    following,
+    saving,
+    take_over,
+    uniform,
+)
+from qsync.runtime.sharded_blocks import Block, sharded_blocks
 from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
 
 
@@ -36,6 +46,7 @@ class Wrapping:
     save_less: bool
     base: Precision
     speaks: bool = field(default_factory=is_rank_zero)
+    path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
 
     @classmethod
     def of(
@@ -99,9 +110,31 @@ class Wrapping:
             less = saving(["*"] if self.save_less else ())
             return Program(model, self._choice(model), None, less, report, self.base)
         planned = self.plan[self.device_class]
+        if self.path is not None:
+            block = Block(self.path, planned.assignment)
+            report = partial(self._report_block, block) if self.speaks else None
+            return Program(model, block.choose, block.check, None, report, self.base, is_part=True)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
         choose = following(planned.assignment)
         return Program(model, choose, self.plan.check_graph, less, report, self.base)
+
+    def for_shards(self, model: torch.nn.Module) -> Wrapping:
+        """Let every sharded block inside a model run its part of the plan; return what the rest runs.
+
+        One precision for all needs no parts. Raises UnsupportedError for a plan that saves less.
+        """
+        blocks = list(sharded_blocks(model)) if self.plan is not None else []
+        if self.plan is None or not blocks:
+            return self
+        if self.save_less or self.plan[self.device_class].saving_less:
+            raise UnsupportedError(
+                "a plan whose operators save less is for whole models, not for sharded ones; plan without "
+                "saving_less"
+            )
+        here = self.path or ""
+        for path, block in blocks:
+            take_over(block, replace(self, path=f"{here}.{path}".strip(".")))
+        return replace(self, path=here)
 
     def _choice(self, model: torch.nn.Module) -> Chooser:
         """Return the choice of the one precision, or of the base where an operator cannot have it."""
@@ -123,6 +156,14 @@ class Wrapping:
     @property
     def _asked(self) -> Mapping[str, Precision] | Precision:
         return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
+
+    def _report_block(self, block: Block, program: Program, is_first: bool) -> None:
+        """Say what is lowered in a sharded block; of blocks that are alike once."""
+        asked = block.choose(program.graph)
+        products = coverage.products(program.lowered, asked, program.unsupported)
+        if products:
+            text = coverage.sentence(products, asked, f" in a sharded block on {self.device_class}")
+            coverage.say_once(text, coverage.is_mostly_lowered(products))
 
     def _report(self, program: Program, is_first: bool) -> None:
         """Say what is lowered, at the first call; later only if it is little of a new graph.

@@ -1,0 +1,59 @@
+"""Plans of models whose blocks are sharded (fully_shard, FSDP2).
+
+FSDP2 gathers the parameters of a block before its forward and frees them after it, outside of what is traced.
+So each sharded block is traced by itself, and runs the part of the plan that names its operators. At a
+block's borders values pass in the types that the model has; the prediction, made before sharding, does not
+know of these casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from qsync.errors import MismatchError
+from qsync.records.graph import OpGraph
+from qsync.records.precision import Precision
+
+_LAYERS = ("linear", "addmm", "conv2d", "conv1d", "embedding")  # named by their module alone
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The part of an assignment that one module runs: its path, empty for the model itself."""
+
+    path: str
+    assignment: Mapping[str, Precision]
+
+    def name_in_plan(self, name: str) -> str | None:
+        """Return the plan's name of an operator that the module has under `name`; None if it has none."""
+        whole = f"{self.path}.{name}" if self.path else name
+        if whole in self.assignment:
+            return whole
+        return self.path if name in _LAYERS and self.path in self.assignment else None
+
+    def choose(self, graph: OpGraph) -> dict[str, Precision]:
+        """Choose the plan's precision of every operator that it names."""
+        names = {op.name: self.name_in_plan(op.name) for op in graph.adjustable}
+        return {op: self.assignment[name] for op, name in names.items() if name is not None}
+
+    def check(self, graph: OpGraph) -> None:
+        """Raise MismatchError unless the plan names every operator that the module could lower."""
+        unknown = [op.name for op in graph.adjustable if self.name_in_plan(op.name) is None]
+        if unknown:
+            where = f"{self.path}." if self.path else ""
+            raise MismatchError(
+                f"the plan says nothing of {where}{unknown[0]} in the sharded {graph.model}; plan the model "
+                "before fully_shard"
+            )
+
+
+def sharded_blocks(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the outermost sharded modules inside a module, with their paths."""
+    for name, child in module.named_children():
+        if any(base.__name__ == "FSDPModule" for base in type(child).__mro__):
+            yield name, child
+        else:
+            yield from ((f"{name}.{path}", inner) for path, inner in sharded_blocks(child))
