@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import qsync
 from qsync.experiments.integrations.cases import (
+    BF16_TOLERANCE,
     Arm,
     Outcome,
     batch,
@@ -47,7 +48,12 @@ def prepared(arm: Arm, accelerator: Accelerator, **options: Any) -> tuple[Any, A
 
 
 def loop(
-    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any, steps: int = 6, clip: float | None = None
+    accelerator: Accelerator,
+    model: Any,
+    optimizer: Any,
+    loader: Any,
+    steps: int = 6,
+    clip: float | None = None,
 ) -> list[float]:
     """Train as Accelerate's documentation says, and return the gradient norms."""
     norms = []
@@ -83,7 +89,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, clip=0.1, gradient_accumulation_steps=2)
 
 
-@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base')
+@case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     found = _outcome(arm if arm.precision != "fp32" else _in_bf16(arm), mixed_precision="bf16")
     return found
@@ -97,7 +103,7 @@ def _in_bf16(arm: Arm) -> Arm:
 class _Base(Arm):
     @property
     def options(self) -> dict[str, Any]:
-        return {"cache_dir": self.folder / "plans", "precisions": ["fp32", "bf16"]}
+        return {"cache_dir": self.folder.parent / "plans", "precisions": ["fp32", "bf16"]}
 
 
 @case(_GROUP, '`mixed_precision="bf16"` around a hybrid of another base')
@@ -118,7 +124,7 @@ def _(arm: Arm) -> Outcome:
     model, optimizer, loader = prepared(arm, accelerator)
     norms = loop(accelerator, model, optimizer, loader, 2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    folder = str(arm.folder / "state") if not arm.is_plain else str(arm.folder.parent / "plain state")
+    folder = str(arm.folder / "state")
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     with torch.no_grad():
@@ -166,7 +172,10 @@ def _(arm: Arm) -> Outcome:
 def _plan(passes: int) -> Plan:
     """Return a plan of shares: twelve samples on rank 0, in passes, and four on rank 1."""
     graph = qsync.capture(net(), batch()[0])
-    classes = {f"class{rank}": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable}) for rank in (0, 1)}
+    classes = {
+        f"class{rank}": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable})
+        for rank in (0, 1)
+    }
     levers = Levers({"class0": ClassLevers(12, passes=passes), "class1": ClassLevers(4)})
     return Plan(graph.model, graph.hash, classes, levers=levers)
 

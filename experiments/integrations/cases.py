@@ -28,8 +28,9 @@ from qsync.distributed.agreement import agree
 from qsync.runtime import coverage
 
 WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
-# Norms in an FP32 plan are those of plain DDP up to this; those in INT8 differ by no more than that.
-NORM_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 0.2
+# Norms in an FP32 plan are those of plain DDP up to this. In the base bf16 they are those of torch.autocast,
+# whose attention is another kernel, up to the second. Those in INT8 differ by no more than the third.
+NORM_TOLERANCE, BF16_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 2e-3, 0.2
 _EVERYTHING = {"lower_all": True, "precisions": ["fp32", "bf16", "int8"]}
 
 
@@ -59,7 +60,7 @@ class Arm:
         """Return arguments of `qsync.hybrid`."""
         lowered = {"pins": {"*": self.precision}, **_EVERYTHING}
         chosen = {"precisions": ["fp32"]} if self.precision == "fp32" else lowered
-        return {"cache_dir": self.folder / "plans", **chosen}
+        return {"cache_dir": self.folder.parent / "plans", **chosen}
 
     def hybrid(
         self, model: nn.Module, batch: Any, loss_fn: Any = None, *, ddp: bool = True, **options: Any
@@ -78,16 +79,19 @@ class Case:
     group: str
     name: str
     do: Callable[[Arm], Outcome]
+    tolerance: float = NORM_TOLERANCE
 
 
 CASES: list[Case] = []
 
 
-def case(group: str, name: str) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
+def case(
+    group: str, name: str, tolerance: float = NORM_TOLERANCE
+) -> Callable[[Callable[[Arm], Outcome]], Callable[[Arm], Outcome]]:
     """List a function as a case."""
 
     def listed(do: Callable[[Arm], Outcome]) -> Callable[[Arm], Outcome]:
-        CASES.append(Case(group, name, do))
+        CASES.append(Case(group, name, do, tolerance))
         return do
 
     return listed
@@ -109,9 +113,11 @@ class Verdict:
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
     """Run a case in plain DDP, under an FP32 plan and in INT8, and compare; the same on every rank."""
-    own = folder / f"rank {dist.get_rank()}"
-    shutil.rmtree(own, ignore_errors=True)
-    arms = [Arm(precision, own if precision is None else folder) for precision in (None, "fp32", "int8")]
+    arms = [Arm(precision, folder / (precision or "plain")) for precision in (None, "fp32", "int8")]
+    for arm in arms if dist.get_rank() == 0 else ():
+        shutil.rmtree(arm.folder, ignore_errors=True)
+        arm.folder.mkdir(parents=True)
+    dist.barrier()
     said: list[str] = []
     results: list[Outcome | str] = []
     for number, arm in enumerate(arms):
@@ -140,7 +146,7 @@ def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> Verdi
         text = plain if isinstance(plain, str) else lowered
         return Verdict(case.group, case.name, SILENT, f"runs only under an FP32 plan: {text}")
     error = max(agree("comparing norms", lambda: difference(plain, exact)))
-    is_good = error <= NORM_TOLERANCE
+    is_good = error <= case.tolerance
     same = all(replicas_agree(one.model) for one in (exact, lowered))
     off = max(agree("comparing norms", lambda: difference(plain, lowered)))
     if is_good and same and 0.0 < off < LARGEST_DIFFERENCE:
@@ -157,7 +163,9 @@ def difference(one: Outcome, other: Outcome) -> float:
 
 def replicas_agree(model: nn.Module) -> bool:
     """Return whether all ranks hold bitwise the same parameters; those of a sharded model are whole first."""
-    whole = [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().double() for p in model.parameters()]
+    whole = [
+        getattr(p, "full_tensor", lambda p=p: p)().detach().flatten().double() for p in model.parameters()
+    ]
     mine = torch.cat(whole)
     theirs = mine.clone()
     dist.broadcast(theirs, 0)
@@ -235,7 +243,9 @@ def loss_of(model: Any, batch: Batch) -> torch.Tensor:
 
 def norm(model: Any) -> float:
     """Return the norm of a model's gradients."""
-    grads = [getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters() if p.grad is not None]
+    grads = [
+        getattr(p.grad, "full_tensor", lambda p=p: p.grad)() for p in model.parameters() if p.grad is not None
+    ]
     return float(torch.cat([grad.flatten().double() for grad in grads]).norm())
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from qsync.experiments.integrations.accelerate_cases import rows
 from qsync.experiments.integrations.cases import (
+    BF16_TOLERANCE,
     Arm,
     Net,
     Outcome,
@@ -138,7 +139,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, Submodule, accumulate_grad_batches=2)
 
 
-@case(_GROUP, '`precision="bf16-mixed"`: the base')
+@case(_GROUP, '`precision="bf16-mixed"`: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     options = {"precisions": ["fp32", "bf16"]} if arm.precision == "fp32" else {}
     return _outcome(arm, precision="bf16-mixed", options=options)
@@ -174,20 +175,19 @@ def _(arm: Arm) -> Outcome:
 
 
 def _path(arm: Arm, name: str) -> Path:
-    return (arm.folder.parent if arm.is_plain else arm.folder) / f"{name} of {arm.precision}.ckpt"
+    return arm.folder / f"{name}.ckpt"
 
 
 @case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
 def _(arm: Arm) -> Outcome:
-    loader = DataLoader(rows(), 4)
-    whole = net(Classifier)
-    trainer(arm, max_steps=4).fit(whole, loader)
-    part = net(Classifier)
-    made = trainer(arm, max_steps=2)
+    loader, settings = DataLoader(rows(), 4), {"max_steps": -1, "limit_train_batches": 2}
+    whole, part, again = (net(Classifier) for _ in range(3))
+    trainer(arm, max_epochs=2, **settings).fit(whole, loader)
+    made = trainer(arm, max_epochs=1, **settings)
     made.fit(part, loader)
     made.save_checkpoint(_path(arm, "part"))
-    again = net(Classifier)
-    trainer(arm, max_steps=4).fit(again, loader, ckpt_path=str(_path(arm, "part")))
+    resumed = trainer(arm, max_epochs=2, **settings)
+    resumed.fit(again, loader, ckpt_path=str(_path(arm, "part")))
     same = same_state(whole.state_dict(), again.state_dict())
     return Outcome([*part.norms, *again.norms], again, facts(same=same))
 

@@ -387,7 +387,6 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     norms = trained(model)
-    arm.folder.mkdir(parents=True, exist_ok=True)
     path = arm.folder / f"model {dist.get_rank()}.safetensors"
     save_model(model.module, str(path))  # type: ignore[arg-type]
     plain = net()

@@ -17,9 +17,8 @@ MODULES = ("loop_cases", "accelerate_cases", "trainer_cases", "lightning_cases",
 def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     """Judge the cases of one module, or those named; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
-    before = len(CASES)
-    import_module(f"qsync.experiments.integrations.{config['module']}")
-    own = [one for one in CASES[before:] if config.get("only") in (None, one.name)]
+    module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
+    own = [one for one in CASES if one.do.__module__ == module and config.get("only") in (None, one.name)]
     found = []
     for one in own:
         verdict = judge(one, Path(config["folder"]))

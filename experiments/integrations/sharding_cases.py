@@ -123,8 +123,7 @@ def _(arm: Arm) -> Outcome:
 
 
 def _where(arm: Arm) -> str:
-    folder = arm.folder.parent / "dcp" if arm.is_plain else arm.folder / "dcp"
-    return str(folder / str(arm.precision))
+    return str(arm.folder / "dcp")
 
 
 def _save(arm: Arm, model: Any, optimizer: Any) -> None:

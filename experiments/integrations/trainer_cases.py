@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,9 +9,24 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2ForSequenceClassification, GPT2LMHeadModel, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from qsync.experiments.integrations.cases import Arm, Outcome, case, facts, net, norm, same_state
+from qsync.experiments.integrations.cases import (
+    BF16_TOLERANCE,
+    Arm,
+    Outcome,
+    case,
+    facts,
+    net,
+    norm,
+    same_state,
+)
 from qsync.integrations.transformers import QSyncMixin, QSyncTrainer
 
 _GROUP = "Trainer"
@@ -22,8 +36,8 @@ _VOCABULARY, _LENGTH = 64, 12
 def gpt(kind: Any = GPT2LMHeadModel, **options: Any) -> Any:
     """Return a small GPT, the same each time."""
     config = GPT2Config(
-        vocab_size=_VOCABULARY, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=0, **options,
+        vocab_size=_VOCABULARY, n_positions=32, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=1, pad_token_id=0, **options,
     )  # fmt: skip
     return net(lambda: kind(config))
 
@@ -79,8 +93,8 @@ def trainer(
         own = {"hybrid_options": {**arm.options, **(options or {})}}
         kind = QSyncTrainer if kind is transformers.Trainer else type("Mixed", (QSyncMixin, kind), {})
     made = kind(
-        model=gpt() if model is None else model, args=arguments(arm, **given), train_dataset=data, eval_dataset=data,
-        callbacks=[seen], **own, **(extra or {}),
+        model=gpt() if model is None else model, args=arguments(arm, **given), train_dataset=data,
+        eval_dataset=data, callbacks=[seen], **own, **(extra or {}),
     )  # fmt: skip
     return made, seen.norms
 
@@ -107,7 +121,7 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, model=model, data=Rows(classes=4), gradient_accumulation_steps=2)
 
 
-@case(_GROUP, "`bf16=True`: the base")
+@case(_GROUP, "`bf16=True`: the base", BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     options = {"precisions": ["fp32", "bf16"]} if arm.precision == "fp32" else {}
     return _outcome(arm, bf16=True, options=options)
@@ -146,7 +160,9 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     made, norms = trainer(arm, eval_on_start=True, eval_strategy="steps", eval_steps=2)
     made.train()
-    return Outcome(norms, made.model, [made.evaluate()["eval_loss"], made.predict(Rows()).metrics["test_loss"]])
+    return Outcome(
+        norms, made.model, [made.evaluate()["eval_loss"], made.predict(Rows()).metrics["test_loss"]]
+    )
 
 
 @case(_GROUP, "`model.generate()` after training")
@@ -201,9 +217,10 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     made, norms = trainer(arm)
     made.train()
-    folder = Path(arm.folder) / f"saved {dist.get_rank()}"
-    made.save_model(str(folder)) if dist.get_rank() == 0 else made.model.save_pretrained(str(folder))
-    loaded = GPT2LMHeadModel.from_pretrained(str(folder))
+    folder = str(arm.folder / "saved")
+    made.save_model(folder)
+    dist.barrier()
+    loaded = GPT2LMHeadModel.from_pretrained(folder)
     return Outcome(norms, made.model, facts(same=same_state(loaded.state_dict(), made.model.state_dict())))
 
 

@@ -77,7 +77,7 @@ class LengthSampler(Sampler[list[int]]):
         check_same(
             {"the lengths of sequences": digest([int(n) for n in lengths]), "the batch size": batch_size}
         )
-        self._costs = [known[name] for name in classes]
+        self.costs = [known[name] for name in classes]
         self._rank = dist.get_rank() if len(classes) > 1 else 0
         self._lengths, self._batch_size = [int(length) for length in lengths], batch_size
         self._shuffle, self._seed, self._drop_last, self._max_tokens = shuffle, seed, drop_last, max_tokens
@@ -99,9 +99,9 @@ class LengthSampler(Sampler[list[int]]):
             order = torch.randperm(len(order), generator=generator).tolist()
         for k in range(len(self)):
             chosen = order[k * self._batch_size : (k + 1) * self._batch_size]
-            while len(chosen) < len(self._costs):
-                chosen = [*chosen, *order[: len(self._costs) - len(chosen)]]
-            taken = hand_out([self._lengths[i] for i in chosen], self._costs, self._max_tokens)
+            while len(chosen) < len(self.costs):
+                chosen = [*chosen, *order[: len(self.costs) - len(chosen)]]
+            taken = hand_out([self._lengths[i] for i in chosen], self.costs, self._max_tokens)
             yield [[chosen[i] for i in own] for own in taken]
 
     def __iter__(self) -> Iterator[list[int]]:

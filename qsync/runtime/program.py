@@ -109,7 +109,7 @@ class Program:
         self._model = weakref.ref(model)
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report
-        self._num_reported = 0
+        self._num_reported = -1  # none yet: a call that traces nothing is reported, too
         self._base = base  # the type of torch.autocast that a call may be in; None: any
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
@@ -121,6 +121,13 @@ class Program:
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.device = device_of(model)
         self.kernels = backend.select(self.device)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model whose program this is."""
+        model = self._model()
+        assert model is not None, "a program outlived its model"
+        return model
 
     @property
     def graph(self) -> OpGraph:
@@ -155,8 +162,7 @@ class Program:
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
-        model = self._model()
-        assert model is not None, "a program outlived its model"
+        model = self.model
         segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
         graph = join([segment], type(model).__name__)
         lowered = self._lower(graph)
@@ -176,8 +182,7 @@ class Program:
         """Call the model once."""
         self._check_autocast()
         self.num_calls += torch.is_grad_enabled()
-        model = self._model()
-        assert model is not None, "a program outlived its model"
+        model = self.model
         if model.training:
             check_copies()
         else:
@@ -220,7 +225,7 @@ class Program:
     def _report_new_graphs(self) -> None:
         """Report what runs now, after a call in which a graph was traced."""
         if self._report is not None and len(self._entries) > self._num_reported:
-            self._report(self, self._num_reported == 0)
+            self._report(self, self._num_reported < 0)
         self._num_reported = len(self._entries)
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -34,6 +34,11 @@ class Block:
             return whole
         return self.path if name in _LAYERS and self.path in self.assignment else None
 
+    @property
+    def is_whole(self) -> bool:
+        """Return whether this is the model itself, which calls the blocks."""
+        return not self.path
+
     def choose(self, graph: OpGraph) -> dict[str, Precision]:
         """Choose the plan's precision of every operator that it names."""
         names = {op.name: self.name_in_plan(op.name) for op in graph.adjustable}
@@ -50,10 +55,29 @@ class Block:
             )
 
 
-def sharded_blocks(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the outermost sharded modules inside a module, with their paths."""
+def blocks_apart(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules inside a module that are traced each by itself, with their paths.
+
+    Those are the sharded ones and, since these break the frames that call them, all others that are called
+    beside them.
+    """
+    if not any(_is_sharded(inner) for inner in module.modules() if inner is not module):
+        return
     for name, child in module.named_children():
-        if any(base.__name__ == "FSDPModule" for base in type(child).__mro__):
-            yield name, child
-        else:
-            yield from ((f"{name}.{path}", inner) for path, inner in sharded_blocks(child))
+        is_called = not isinstance(child, (torch.nn.ModuleList, torch.nn.ModuleDict))
+        holds_sharded = any(_is_sharded(inner) for inner in child.modules() if inner is not child)
+        if is_called and (_is_sharded(child) or not holds_sharded):
+            if not _is_elementwise(child):
+                yield name, child
+        elif holds_sharded or not is_called:
+            inside = blocks_apart(child) if holds_sharded else child.named_children()
+            yield from ((f"{name}.{path}", inner) for path, inner in inside)
+
+
+def _is_sharded(module: torch.nn.Module) -> bool:
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _is_elementwise(module: torch.nn.Module) -> bool:
+    """Return whether a module is a layer of torch without parameters: an activation, dropout."""
+    return type(module).__module__.startswith("torch.nn.") and not list(module.parameters())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,16 +18,18 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage
+from qsync.runtime.coverage import listed
 from qsync.runtime.program import (
     Chooser,
     Program,
     at_base,
     following,
+    programs,
     saving,
     take_over,
     uniform,
 )
-from qsync.runtime.sharded_blocks import Block, sharded_blocks
+from qsync.runtime.sharded_blocks import Block, blocks_apart
 from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
 
 
@@ -112,18 +113,18 @@ class Wrapping:
         planned = self.plan[self.device_class]
         if self.path is not None:
             block = Block(self.path, planned.assignment)
-            report = partial(self._report_block, block) if self.speaks else None
+            report = self._report_blocks if self.speaks and block.is_whole else None
             return Program(model, block.choose, block.check, None, report, self.base, is_part=True)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
         choose = following(planned.assignment)
         return Program(model, choose, self.plan.check_graph, less, report, self.base)
 
     def for_shards(self, model: torch.nn.Module) -> Wrapping:
-        """Let every sharded block inside a model run its part of the plan; return what the rest runs.
+        """Let every block of a sharded model run its part of the plan; return what the rest runs.
 
         One precision for all needs no parts. Raises UnsupportedError for a plan that saves less.
         """
-        blocks = list(sharded_blocks(model)) if self.plan is not None else []
+        blocks = list(blocks_apart(model)) if self.plan is not None else []
         if self.plan is None or not blocks:
             return self
         if self.save_less or self.plan[self.device_class].saving_less:
@@ -157,13 +158,25 @@ class Wrapping:
     def _asked(self) -> Mapping[str, Precision] | Precision:
         return self.plan[self.device_class].assignment if self.plan else self.precision or self.base
 
-    def _report_block(self, block: Block, program: Program, is_first: bool) -> None:
-        """Say what is lowered in a sharded block; of blocks that are alike once."""
-        asked = block.choose(program.graph)
-        products = coverage.products(program.lowered, asked, program.unsupported)
-        if products:
-            text = coverage.sentence(products, asked, f" in a sharded block on {self.device_class}")
-            coverage.say_once(text, coverage.is_mostly_lowered(products))
+    def _report_blocks(self, program: Program, is_first: bool) -> None:
+        """Say what is lowered in all blocks of a sharded model, once, and what of the plan did not run."""
+        planned = self.plan[self.device_class].assignment if self.plan else {}
+        products, ran = [], set()
+        for module in program.model.modules():
+            wrapping, part = wrapping_of(module), programs.get(module)
+            if wrapping is not None and wrapping.path is not None and part is not None:
+                block = Block(wrapping.path, planned)
+                names = [
+                    block.name_in_plan(op.name) for lowered in part.lowered for op in lowered.graph.adjustable
+                ]
+                ran |= set(names)
+                asked = {op: p for lowered in part.lowered for op, p in block.choose(lowered.graph).items()}
+                products += coverage.products(part.lowered, asked, part.unsupported)
+        text = coverage.sentence(products, planned, f" on {self.device_class}")
+        missing = [op for op, precision in planned.items() if precision != self.base and op not in ran]
+        if missing:
+            text += f"; {len(missing)} that the plan lowers are outside of what is traced: {listed(missing)}"
+        coverage.say_once(text, coverage.is_mostly_lowered(products) and not missing)
 
     def _report(self, program: Program, is_first: bool) -> None:
         """Say what is lowered, at the first call; later only if it is little of a new graph.
@@ -189,8 +202,14 @@ class Wrapping:
 
 def plan_of(model: torch.nn.Module) -> Plan | None:
     """Return the plan that a model, or the model in DDP, runs under; None without any."""
-    wrapping = getattr(wrapped_module(model).__dict__.get("forward"), "make", None)
-    return wrapping.plan if isinstance(wrapping, Wrapping) else None
+    wrapping = wrapping_of(wrapped_module(model))
+    return wrapping.plan if wrapping is not None else None
+
+
+def wrapping_of(module: torch.nn.Module) -> Wrapping | None:
+    """Return what a module was wrapped as; None if it was not."""
+    found = getattr(module.__dict__.get("forward"), "make", None)
+    return found if isinstance(found, Wrapping) else None
 
 
 def check_plan_base(plan: Plan, base: Precision) -> None:

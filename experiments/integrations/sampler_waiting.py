@@ -1,0 +1,109 @@
+"""Sequences of unequal lengths on two unequal ranks: how long ranks wait, with and without the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import qsync
+from qsync.distributed.agreement import agree
+from qsync.distributed.step_phases import PhaseTimer, mean
+from qsync.experiments.harness.ranks import MARGIN, Place
+from qsync.experiments.integrations.cases import net, replicas_agree
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.replayer.sequence_costs import waiting
+
+_SHORTEST, _LONGEST, _BATCH, _VOCABULARY = 32, 512, 16, 256
+_STEPS = 6  # of a round
+ARMS = ("equal batches", "LengthSampler")
+
+
+def _model() -> nn.Module:
+    return Gpt(num_layers=3, width=192, num_heads=4, context=_LONGEST, vocab=_VOCABULARY)
+
+
+def _loss(model: Any, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return F.cross_entropy(model(one[0]).flatten(0, 1), one[1].flatten(), ignore_index=-100)
+
+
+def _padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and targets, padded to the longest row."""
+    tokens = nn.utils.rnn.pad_sequence([row[:-1] for row in rows], batch_first=True)
+    return tokens, nn.utils.rnn.pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)
+
+
+def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train on the same steps, handed out in both ways in turns; return seconds and waiting of each."""
+    generator = torch.Generator().manual_seed(0)
+    # Most texts are short: lengths are drawn evenly on a logarithmic scale.
+    drawn = _SHORTEST * (_LONGEST / _SHORTEST) ** torch.rand(config["sequences"], generator=generator)
+    rows = [torch.randint(0, _VOCABULARY, (int(n) + 1,), generator=generator) for n in drawn]
+    example = _padded([row for row in rows if len(row) > 200][: _BATCH // 2])
+    model = qsync.hybrid(
+        net(_model), example, _loss, emulated_share=place.measured_share(), margin=MARGIN,
+        cache_dir=f"{config['folder']}/plans",
+    )  # fmt: skip
+    sampler = qsync.LengthSampler(model, [len(row) - 1 for row in rows], _BATCH)
+    timer = PhaseTimer(model, model.module)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
+    for number in range(config["rounds"] + 1):  # the first round traces
+        sampler.set_epoch(number)
+        for arm in ARMS:
+            dist.barrier()
+            timer.restart()
+            timer.clear()
+            for one in DataLoader(rows, batch_sampler=_steps(sampler, arm), collate_fn=_padded):
+                optimizer.zero_grad()
+                qsync.token_mean(model, _loss(model, one), (one[1] != -100).sum()).backward()
+                optimizer.step()
+            timer.settle()
+            phases = mean(timer.steps)
+            if number:
+                found[arm].append({"period_s": phases.period_s, "blocked_s": phases.blocked_s})
+    timer.stop()
+    everyone: list[Any] = agree("gathering steps", lambda: found)
+    lengths = [len(row) - 1 for row in rows]
+    return {
+        "arms": {arm: _summary([ranks[arm] for ranks in everyone]) for arm in ARMS},
+        "predicted": {arm: _predicted(sampler, arm, lengths) for arm in ARMS},
+        "replicas_agree": replicas_agree(model),
+    }
+
+
+def _equal(step: list[list[int]]) -> list[list[int]]:
+    """Return the step's sequences in equal numbers, in the order they were drawn: by their own number."""
+    whole = sorted(index for own in step for index in own)
+    return [whole[rank :: len(step)] for rank in range(len(step))]
+
+
+def _steps(sampler: qsync.LengthSampler, arm: str) -> Iterator[list[int]]:
+    for number, step in enumerate(sampler.steps()):
+        if number == _STEPS:
+            return
+        yield (_equal(step) if arm == ARMS[0] else step)[dist.get_rank()]
+
+
+def _summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the median step, and the part of it that each rank is blocked, of all rounds."""
+    blocked = [sum(r["blocked_s"] for r in own) / sum(r["period_s"] for r in own) for own in ranks]
+    period = sum(r["period_s"] for r in ranks[0]) / len(ranks[0])
+    return {"step_s": period, "blocked": blocked}
+
+
+def _predicted(sampler: qsync.LengthSampler, arm: str, lengths: list[int]) -> float:
+    """Return the part of all ranks' time that they wait, as the sampler's costs say, in an epoch."""
+    parts = [
+        waiting([lengths[i] for i in whole], [[whole.index(i) for i in own] for own in taken], sampler.costs)
+        for step in sampler.steps()
+        for whole, taken in [
+            (sorted(i for own in step for i in own), step if arm != ARMS[0] else _equal(step))
+        ]
+    ]
+    return sum(parts) / len(parts)

@@ -1,0 +1,162 @@
+"""Phases of steps in loops of every kind: passes, clipping, closures, two networks; and who is compared."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qsync.distributed.drift_monitor import Monitor, Prediction
+from qsync.distributed.step_phases import Phases, PhaseTimer
+
+BATCH = torch.randn(4, 8)
+
+
+class Slow(nn.Module):
+    """A model whose forward takes a known time."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        super().__init__()
+        self.layer, self.seconds = nn.Linear(8, 4), seconds
+
+    def forward(self, x):
+        time.sleep(self.seconds)
+        return self.layer(x)
+
+
+def run(timer: PhaseTimer, step, number: int = 3) -> list[Phases]:
+    for _ in range(number):
+        step()
+    timer.settle()
+    timer.stop()
+    assert len(timer.steps) == number - 1
+    return list(timer.steps)
+
+
+def test_time_between_passes_is_not_compute():
+    model = Slow(0.01)
+    optimizer, timer = torch.optim.SGD(model.parameters(), lr=0.1), PhaseTimer(model, model)
+
+    def step():
+        for _ in range(2):
+            model(BATCH).sum().backward()
+            time.sleep(0.02)  # of which the last is clipping
+        optimizer.step()
+
+    for phases in run(timer, step):
+        assert 0.02 <= phases.compute_s < 0.035 and phases.host_s >= 0.04 and phases.blocked_s < 0.01
+    assert set(timer.num_calls) == {2} and not timer.others
+
+
+def test_a_closure_s_passes_are_compute_and_not_the_optimizer_s():
+    model = Slow(0.01)
+    optimizer, timer = torch.optim.LBFGS(model.parameters(), max_iter=1), PhaseTimer(model, model)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(BATCH).square().mean()
+        loss.backward()
+        return loss
+
+    for phases in run(timer, lambda: optimizer.step(closure)):
+        assert phases.compute_s >= 0.01 and 0 <= phases.optimizer_s < 0.009
+
+
+def test_a_second_backward_after_one_forward_counts():
+    model = Slow()
+    optimizer, timer = torch.optim.SGD(model.parameters(), lr=0.1), PhaseTimer(model, model)
+
+    def step():
+        y = model(BATCH)
+        y.sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        optimizer.step()
+
+    for phases in run(timer, step):
+        assert all(value >= 0 for value in phases.to_json().values())
+        assert phases.period_s == pytest.approx(sum(phases.to_json().values()))
+    assert set(timer.num_calls) == {1}
+
+
+def test_another_network_that_trains_in_the_step_is_named():
+    one, other = Slow(), Slow()
+    timers = [PhaseTimer(one, one), PhaseTimer(other, other)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other)]
+    for _ in range(2):
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            model(BATCH).sum().backward()
+            optimizer.step()
+    for timer in timers:
+        assert timer.others == {"Slow", "SGD"}
+        timer.stop()
+
+
+def test_copies_and_pickles_of_a_timed_model_are_not_timed():
+    model = Slow()
+    timer = PhaseTimer(model, model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other(BATCH).sum().backward()
+        assert timer._num_calls == 0
+    timer.stop()
+
+
+@pytest.fixture
+def job(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+PREDICTED = Prediction({"train": Phases(0.0, 0.01, 0.0, 0.0)}, {"train": 1})
+
+
+def watched(model: nn.Module, prediction: Prediction = PREDICTED) -> Monitor:
+    return Monitor(model, model, prediction, "train", num_steps=3, tolerance=1.0)
+
+
+@pytest.mark.usefixtures("job")
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_step_of_several_passes_is_compared_with_as_many(passes):
+    model = Slow(0.01)
+    optimizer, monitor = torch.optim.SGD(model.parameters(), lr=0.1), watched(model)
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            for _ in range(passes):
+                model(BATCH).sum().backward()
+            optimizer.step()
+
+    steps(4)
+    assert monitor.drift is None and monitor.incomparable == ""
+    model.seconds = 0.05
+    steps(4)
+    assert (monitor.drift.rank, monitor.drift.phase) == (0, "compute")
+    monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
+def test_nobody_is_blamed_where_a_step_does_what_was_not_profiled():
+    one, other = Slow(0.05), Slow(0.05)
+    monitors = [watched(one), watched(other)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, other)]
+    for _ in range(5):  # a GAN
+        for model, optimizer in zip((one, other), optimizers, strict=True):
+            model(BATCH).sum().backward()
+            optimizer.step()
+    for monitor in monitors:
+        assert monitor.drift is None and "trains in the same step" in monitor.incomparable
+        monitor.stop()
+    alone = Slow(0.05)
+    monitor = watched(alone, Prediction(PREDICTED.phases, {"train": 2}))
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for _ in range(5):
+        alone(BATCH).sum().backward()
+        optimizer.step()
+    assert monitor.drift is None
+    assert monitor.incomparable == "a step calls the model 1 times, the profiled one 2 times"
+    monitor.stop()
