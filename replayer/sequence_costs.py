@@ -80,7 +80,7 @@ def quadratic_ops(graph: OpGraph, num_sequences: int, length: int) -> set[str]:
     they are told by what they are computed from.
     """
     parameters = {value.name for value in graph.inputs if value.kind == "parameter"}
-    found = set()
+    found: set[str] = set()
     for op in graph.ops:
         of_activations = op.kind in _PRODUCTS_OF_ACTIVATIONS and not parameters & set(op.inputs)
         of_pairs = op.shape[-2:] == (length, length)

@@ -109,6 +109,7 @@ class Verdict:
     verdict: str
     sentence: str = ""
     norm_error: float | None = None
+    tolerance: float = NORM_TOLERANCE
 
 
 def judge(case: Case, folder: Path) -> dict[str, Any]:
@@ -150,9 +151,11 @@ def _verdict(case: Case, results: list[Outcome | str], said: list[str]) -> Verdi
     same = all(replicas_agree(one.model) for one in (exact, lowered))
     off = max(agree("comparing norms", lambda: difference(plain, lowered)))
     if is_good and same and 0.0 < off < LARGEST_DIFFERENCE:
-        return Verdict(case.group, case.name, WORKS, "; ".join(said), error)
+        return Verdict(case.group, case.name, WORKS, "; ".join(said), error, case.tolerance)
     why = f"norms differ by {error:.1e}, in INT8 by {off:.1e}, replicas {'agree' if same else 'differ'}"
-    return Verdict(case.group, case.name, WARNS if said else SILENT, "; ".join(said) or why, error)
+    return Verdict(
+        case.group, case.name, WARNS if said else SILENT, "; ".join(said) or why, error, case.tolerance
+    )
 
 
 def difference(one: Outcome, other: Outcome) -> float:
@@ -236,7 +239,7 @@ def batches() -> Iterator[Batch]:
     return (batch(number) for number in itertools.count(1))
 
 
-def loss_of(model: Any, batch: Batch) -> torch.Tensor:
+def loss_of(model: Any, batch: Batch) -> Any:
     """Return the loss of a classifier."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -259,7 +262,7 @@ def trained(model: Any, steps: int = 3, optimizer: torch.optim.Optimizer | None 
     norms, optimizer = [], optimizer or sgd(model)
     for number in range(steps):
         optimizer.zero_grad()
-        loss_of(model, batch(number)).backward()  # type: ignore[no-untyped-call]
+        loss_of(model, batch(number)).backward()
         norms.append(norm(model))
         optimizer.step()
     return norms

@@ -38,7 +38,8 @@ class Classifier(pl.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net, self.loss, self.norms = Net(), nn.CrossEntropyLoss(), []
+        self.net, self.loss = Net(), nn.CrossEntropyLoss()
+        self.norms: list[float] = []
 
     def forward(self, x: torch.Tensor) -> Any:
         """Return logits."""

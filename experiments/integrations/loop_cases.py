@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ import qsync
 from qsync.distributed.drift_monitor import monitors
 from qsync.experiments.integrations.cases import (
     Arm,
+    Batch,
     Net,
     Outcome,
     batch,
@@ -36,9 +38,8 @@ from qsync.experiments.integrations.cases import (
 _LOOP, _COPY, _TWICE, _SHARES = "own loop", "copies and checkpoints", "DDP in DDP", "shares"
 
 
-def _hybrid(arm: Arm, model: nn.Module | None = None, **options: object) -> nn.Module:
-    found: nn.Module = arm.hybrid(net() if model is None else model, batch(), loss_of, **options)
-    return found
+def _hybrid(arm: Arm, model: nn.Module | None = None, **options: Any) -> Any:
+    return arm.hybrid(net() if model is None else model, batch(), loss_of, **options)
 
 
 @case(_LOOP, "forward, backward, step")
@@ -53,7 +54,7 @@ def _(arm: Arm) -> Outcome:
     optimizer, norms = sgd(model), []
     for number in range(3):
         optimizer.zero_grad()
-        with model.no_sync():  # type: ignore[operator]
+        with model.no_sync():
             (loss_of(model, batch(2 * number)) / 2).backward()
         (loss_of(model, batch(2 * number + 1)) / 2).backward()
         norms.append(norm(model))
@@ -125,13 +126,13 @@ def _(arm: Arm) -> Outcome:
     model = net()
     model.body.requires_grad_(False)
     model = _hybrid(arm, model)
-    model.module.body.requires_grad_(True)  # type: ignore[operator, union-attr]
+    model.module.body.requires_grad_(True)
     return Outcome(trained(model), model)
 
 
 @case(_LOOP, "three calls of the model in one loss")
 def _(arm: Arm) -> Outcome:
-    def triplet(model: nn.Module, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def triplet(model: Any, one: Batch) -> Any:
         parts = [model(part) for part in (one[0], one[0].flip(0), one[0].roll(1, 0))]
         return F.triplet_margin_loss(*parts)
 
@@ -156,7 +157,7 @@ def _(arm: Arm) -> Outcome:
             super().__init__()
             self.head = nn.Linear(32, 32)
 
-    def real_or_fake(model: nn.Module, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def real_or_fake(model: Any, one: Batch) -> Any:
         return model(one[0]).sigmoid().mean() - model(one[1].detach()).sigmoid().mean()
 
     x = batch()[0]
@@ -235,7 +236,7 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the inner model's result."""
-        return self.inner(x)  # type: ignore[no-any-return]
+        return self.inner(x)
 
 
 @case(_TWICE, "DDP around a module that holds a hybrid")
@@ -258,7 +259,7 @@ def _(arm: Arm) -> Outcome:
 
 @case(_TWICE, "`qsync.hybrid(model, ddp=False)`, then one's own DDP")
 def _(arm: Arm) -> Outcome:
-    model = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
+    model: Any = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
     norms = trained(model)
     facts(watched=arm.is_plain or model in monitors)
     return Outcome(norms, model)
@@ -312,7 +313,7 @@ def _(arm: Arm) -> Outcome:
 
 
 def _trained_on(
-    model: nn.Module,
+    model: Any,
     sizes: tuple[int, int],
     whole_batch: bool,
     passes: int = 1,
@@ -328,7 +329,7 @@ def _trained_on(
             x, y = x[own], y[own]
         optimizer.zero_grad()
         for k, part in enumerate(zip(x.tensor_split(passes), y.tensor_split(passes), strict=True)):
-            with model.no_sync() if k < passes - 1 else nullcontext():  # type: ignore[operator]
+            with model.no_sync() if k < passes - 1 else nullcontext():
                 loss = loss_of(model, part)
                 (qsync.token_mean(model, loss, len(part[0])) if counted else loss).backward()
         norms.append(norm(model))
@@ -372,11 +373,11 @@ def _(arm: Arm) -> Outcome:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     norms = trained(model, optimizer=optimizer)
     plain = net()
-    plain.load_state_dict(model.module.state_dict())  # type: ignore[union-attr, operator]
+    plain.load_state_dict(model.module.state_dict())
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     of_plain.load_state_dict(optimizer.state_dict())
     again = _hybrid(arm)
-    again.module.load_state_dict(plain.state_dict())  # type: ignore[union-attr, operator]
+    again.module.load_state_dict(plain.state_dict())
     of_again = torch.optim.AdamW(again.parameters(), lr=1e-3)
     of_again.load_state_dict(of_plain.state_dict())
     same = same_state(again.state_dict(), model.state_dict())
@@ -388,7 +389,7 @@ def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
     norms = trained(model)
     path = arm.folder / f"model {dist.get_rank()}.safetensors"
-    save_model(model.module, str(path))  # type: ignore[arg-type]
+    save_model(model.module, str(path))
     plain = net()
     load_model(plain, str(path))
-    return Outcome(norms, model, facts(same=same_state(plain.state_dict(), model.module.state_dict())))  # type: ignore[union-attr, operator]
+    return Outcome(norms, model, facts(same=same_state(plain.state_dict(), model.module.state_dict())))

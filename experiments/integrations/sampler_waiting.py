@@ -28,7 +28,7 @@ def _model() -> nn.Module:
     return Gpt(num_layers=3, width=192, num_heads=4, context=_LONGEST, vocab=_VOCABULARY)
 
 
-def _loss(model: Any, one: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def _loss(model: Any, one: tuple[torch.Tensor, torch.Tensor]) -> Any:
     return F.cross_entropy(model(one[0]).flatten(0, 1), one[1].flatten(), ignore_index=-100)
 
 
@@ -43,9 +43,9 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     # Most texts are short: lengths are drawn evenly on a logarithmic scale.
     drawn = _SHORTEST * (_LONGEST / _SHORTEST) ** torch.rand(config["sequences"], generator=generator)
-    rows = [torch.randint(0, _VOCABULARY, (int(n) + 1,), generator=generator) for n in drawn]
+    rows: Any = [torch.randint(0, _VOCABULARY, (int(n) + 1,), generator=generator) for n in drawn]
     example = _padded([row for row in rows if len(row) > 200][: _BATCH // 2])
-    model = qsync.hybrid(
+    model: Any = qsync.hybrid(
         net(_model), example, _loss, emulated_share=place.measured_share(), margin=MARGIN,
         cache_dir=f"{config['folder']}/plans",
     )  # fmt: skip
@@ -61,7 +61,8 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
             timer.clear()
             for one in DataLoader(rows, batch_sampler=_steps(sampler, arm), collate_fn=_padded):
                 optimizer.zero_grad()
-                qsync.token_mean(model, _loss(model, one), (one[1] != -100).sum()).backward()
+                loss: Any = qsync.token_mean(model, _loss(model, one), (one[1] != -100).sum())
+                loss.backward()
                 optimizer.step()
             timer.settle()
             phases = mean(timer.steps)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -15,6 +14,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +92,7 @@ def _(arm: Arm) -> Outcome:
     plain = net()
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     _load(arm, plain, of_plain)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    whole: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     same = same_state(plain.state_dict(), whole)
     more = trained(DistributedDataParallel(plain, gradient_as_bucket_view=True), 1, of_plain)
     return Outcome([*norms, *more], plain, facts(same=same))
@@ -127,13 +128,13 @@ def _where(arm: Arm) -> str:
 
 
 def _save(arm: Arm, model: Any, optimizer: Any) -> None:
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(states, checkpoint_id=_where(arm))
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    save(states, checkpoint_id=_where(arm))
 
 
 def _load(arm: Arm, model: Any, optimizer: Any) -> None:
-    states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    dcp.load(states, checkpoint_id=_where(arm))
+    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    load(states, checkpoint_id=_where(arm))
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 
@@ -183,7 +184,7 @@ class SequenceParallel(nn.Module):
         super().__init__()
         self.mix = nn.Linear(32, 32)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's result plus the mean over ranks of its input."""
         whole = [torch.empty_like(x) for _ in range(dist.get_world_size())]

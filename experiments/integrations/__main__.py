@@ -1,0 +1,148 @@
+"""Training loops of other libraries around planned models: every case, speed, waiting, token gradients.
+
+    python -m qsync.experiments.integrations --out FOLDER
+
+`--publish` writes its tables into `docs/results/integrations.md`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qsync.errors import shortened
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Out,
+    as_markdown,
+    bar,
+    run_command,
+    table_of,
+    write_between,
+)
+from qsync.experiments.harness.ranks import run_on_ranks
+from qsync.experiments.integrations import run_cases, sampler_waiting, token_gradients, trainer_speed
+from qsync.experiments.integrations.cases import BF16_TOLERANCE, NORM_TOLERANCE, SILENT
+
+_PAGE = Path("docs/results/integrations.md")
+_WEAK_SHARE = 0.5
+
+
+def main(
+    out: Out = Path("integrations"),
+    rounds: Annotated[int, typer.Option(help="Rounds of training that are timed in turns.")] = 3,
+    steps: Annotated[int, typer.Option(help="Steps of a round that are timed.")] = 8,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Run every case in plain DDP and by qsync on two ranks; time the Trainer and the length sampler."""
+    settings = {"rounds": rounds, "steps": steps}
+    experiment = Experiment("integrations", out, settings=settings, fresh=fresh, seed=0)
+    on_ranks = partial(run_on_ranks, command="integrations", timeout_s=600.0)
+    folder = {"folder": str((out / "work").absolute())}
+    with experiment.progress():
+        cases = [row for module in run_cases.MODULES for row in experiment.piece(
+            module, partial(on_ranks, run_cases.run, {"module": module, "weak_share": 1.0, **folder})
+        )]  # fmt: skip
+        errors = experiment.piece(
+            "token gradients",
+            lambda: on_ranks(token_gradients.measure, {"seed": 0, "steps": 10, "weak_share": 1.0}),
+        )
+        weak = {"weak_share": _WEAK_SHARE, "rounds": rounds, **folder}
+        speed = experiment.piece("trainer speed", lambda: on_ranks(
+            trainer_speed.measure, {"width": 384, "layers": 6, "steps": steps, **weak}
+        ))  # fmt: skip
+        waits = experiment.piece(
+            "sampler waiting", lambda: on_ranks(sampler_waiting.measure, {"sequences": 512, **weak})
+        )
+    counts = Counter(row["verdict"] for row in cases)
+    exact = [row for row in cases if row["norm_error"] is not None and row["tolerance"] == NORM_TOLERANCE]
+    other = [row for row in cases if row["norm_error"] is not None and row["tolerance"] != NORM_TOLERANCE]
+    waiting = {arm: sum(of["blocked"]) / len(of["blocked"]) for arm, of in waits["arms"].items()}
+    step_s = {arm: of["step_s"] for arm, of in waits["arms"].items()}
+    before, after = sampler_waiting.ARMS
+    bars = [
+        bar("cases_silent", counts[SILENT], 0),
+        bar("cases", len(cases), 40, at_least=True),
+        *_norm_bars(exact),
+        bar("gradient norms in the base bf16: from torch.autocast's", _largest(other), BF16_TOLERANCE),
+        bar("replicas bitwise equal", speed["replicas_agree"] and waits["replicas_agree"], True),
+        bar("Trainer, weak rank at half a core: samples/s over DDP's", speed["ratio"], 1.6, at_least=True),
+        bar("gradients by tokens: largest relative error in FP64", errors["qsync"], 1e-12),
+        bar("waiting with the length sampler over waiting without", waiting[after] / waiting[before], 1.0),
+        bar("steps/s with the length sampler over those without", step_s[before] / step_s[after], 1.0,
+            at_least=True),
+    ]  # fmt: skip
+    shown, timed = _cases_table(cases), _times_table(speed, waits, waiting)
+    content = experiment.finish(
+        {"cases": cases, "counts": dict(counts), "token_gradients": errors, "speed": speed, "waiting": waits},
+        bars=bars, tables=[shown, timed],
+    )  # fmt: skip
+    if publish:
+        machine = content["machine"]
+        origin = (
+            f"{machine['processor']}, two ranks, gloo, torch {machine['torch']}; commit {content['commit']}."
+        )
+        write_between([_PAGE], "cases", as_markdown(shown))
+        write_between([_PAGE], "times", f"{as_markdown(timed)}\n{_said(errors)}\n{origin}")
+
+
+def _norm_bars(exact: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a bar for each group of cases: its largest difference of a gradient norm from plain DDP's."""
+    groups = dict.fromkeys(row["group"] for row in exact)
+    return [
+        bar(f"gradient norms, {group}: from plain DDP's", _largest([r for r in exact if r["group"] == group]),
+            NORM_TOLERANCE)
+        for group in groups
+    ]  # fmt: skip
+
+
+def _largest(rows: list[dict[str, Any]]) -> float:
+    return max((row["norm_error"] for row in rows if row["verdict"] == "works"), default=0.0)
+
+
+def _cases_table(cases: list[dict[str, Any]]) -> Table:
+    rows = [
+        (row["group"], row["name"], row["verdict"], shortened(row["sentence"], 300, quote=False))
+        for row in cases
+    ]
+    return table_of("Training loops around planned models", ("", "case", "", "sentence"), rows, left=4)
+
+
+def _times_table(speed: dict[str, Any], waits: dict[str, Any], waiting: dict[str, float]) -> Table:
+    plain = speed["step_s"]["DDP"]
+    rows = [
+        (
+            "Trainer, GPT-2 of 11 M parameters",
+            f"{name}",
+            f"{seconds * 1e3:.0f} ms",
+            f"{plain / seconds:.2f}x",
+            "",
+        )
+        for name, seconds in speed["step_s"].items()
+    ]
+    equal = waits["arms"][sampler_waiting.ARMS[0]]["step_s"]
+    rows += [
+        ("sequences of 32 to 512 bytes", arm, f"{of['step_s'] * 1e3:.0f} ms", f"{equal / of['step_s']:.2f}x",
+         f"{waiting[arm]:.0%} ({' / '.join(f'{part:.0%}' for part in of['blocked'])})")
+        for arm, of in waits["arms"].items()
+    ]  # fmt: skip
+    headings = ("", "", "step", "samples/s", "waiting (of each rank)")
+    return table_of(f"Two ranks, the weak one at {_WEAK_SHARE} of a core (emulated)", headings, rows, left=2)
+
+
+def _said(errors: dict[str, float]) -> str:
+    return (
+        f"Gradients of losses by tokens differ from those of one process by {errors['qsync']:.0e} in FP64; "
+        f"those of plain DDP, which weighs ranks alike, by {errors['DDP']:.0e}.\n"
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
