@@ -18,7 +18,8 @@ def run(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     """Judge the cases of one module, or those named; all ranks together."""
     os.environ[PROFILE_S_VARIABLE] = "0"
     module = import_module(f"qsync.experiments.integrations.{config['module']}").__name__
-    own = [one for one in CASES if one.do.__module__ == module and config.get("only") in (None, one.name)]
+    only = config.get("only")
+    own = [one for one in CASES if one.do.__module__ == module and (only is None or one.name in only)]
     found = []
     for one in own:
         verdict = judge(one, Path(config["folder"]))

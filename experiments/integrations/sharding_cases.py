@@ -164,7 +164,8 @@ def _(arm: Arm) -> Outcome:
     loaded = _adapted()
     loaded.load_adapter(folder, "default")
     after = {name: p for name, p in loaded.state_dict().items() if "lora_" in name}
-    merged = qsync.unwrap(model).merge_and_unload() if not arm.is_plain else model.module.merge_and_unload()
+    adapted: Any = model.module if arm.is_plain else qsync.unwrap(model)
+    merged = adapted.merge_and_unload()
     with torch.no_grad():
         loss = float(loss_of(merged, batch(9)))
     return Outcome(norms, merged, [loss, *facts(same=same_state(before, after))])

@@ -30,7 +30,7 @@ def _loss(model: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 
 def measure(config: dict[str, Any], place: Place) -> dict[str, float]:
-    """Return the largest relative error of a gradient in FP64 over several steps, by qsync and by plain DDP."""
+    """Return the largest relative error of a gradient in FP64 over several steps, by qsync and by DDP."""
     generator = torch.Generator().manual_seed(config["seed"])
     errors = {"qsync": 0.0, "DDP": 0.0}
     for _ in range(config["steps"]):

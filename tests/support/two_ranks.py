@@ -63,13 +63,13 @@ def attempt(what, **changes):
 """
 
 
-def launch(tmp_path, body: str, *options: str) -> str:
-    """What two ranks of this script print under torchrun."""
+def launch(tmp_path, body: str, *options: str, ranks: int = 2) -> str:
+    """What the ranks of this script print under torchrun."""
     script = tmp_path / "script.py"
     script.write_text(HEADER + body)
     command = [sys.executable, "-m", "torch.distributed.run", *(options or ["--standalone"])]
     done = subprocess.run(
-        [*command, "--nproc-per-node=2", str(script)],
+        [*command, f"--nproc-per-node={ranks}", str(script)],
         capture_output=True,
         text=True,
         timeout=150,
