@@ -120,12 +120,12 @@ def hybrid(
         liveness.watch_once(timeout_s)
     ddp_options = ddp_options if ddp_options is not None else {}
     agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
-    bucket_cap_mb = bucket_cap_mb or ddp_options.get("bucket_cap_mb")
+    bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "ddp": ddp,
+        "ddp": ddp, **_accelerate_facts(plan, options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
@@ -165,6 +165,13 @@ def hybrid(
     parallel = in_ddp(model, bucket_cap_mb, ddp_options, base=plan.base, share=share)
     _attend(parallel, model, plan, own, prediction)
     return parallel
+
+
+def _accelerate_facts(plan: Plan | None, options: Mapping[str, Any]) -> dict[str, object]:
+    """Return what ranks must have asked Accelerate for alike: without shares the number of passes."""
+    has_shares = bool(options.get("levers")) or (plan is not None and plan.levers is not None)
+    passes = "Accelerate's gradient_accumulation_steps"
+    return {} if has_shares else {passes: accelerate_state.num_passes()}
 
 
 def _check_options(

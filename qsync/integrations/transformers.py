@@ -82,10 +82,10 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `qsync.hybrid`, those from the user last."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
-        kind: Any = type(self.optimizer)
-        settings = {
-            n: v for n, v in self.optimizer.defaults.items() if n in inspect.signature(kind).parameters
-        }
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's holds it, later on
+        kind: Any = type(optimizer)
+        known = inspect.signature(kind).parameters
+        settings = {name: value for name, value in optimizer.defaults.items() if name in known}
         found = {
             "base": "bf16" if self.args.bf16 else "fp16" if self.args.fp16 else None,
             "ddp_options": {**ddp, **(self._hybrid_options.get("ddp_options") or {})},
@@ -169,8 +169,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
             return
         if now is not None and before.diff(now):
             logger.warning(
-                "qsync: the checkpoint was made under another plan (%s); training goes on under this one",
-                path,
+                "qsync: the checkpoint was made under another plan; training goes on under this one"
             )
 
 

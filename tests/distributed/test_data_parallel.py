@@ -169,6 +169,7 @@ bad("flag", ddp_options={"static_graph": 1})
 bad("mapping", ddp_options=["static_graph"])
 bad("twice", ddp_options={"bucket_cap_mb": 4}, bucket_cap_mb=8)
 bad("bucket", ddp_options={"bucket_cap_mb": -4})
+bad("no bucket", bucket_cap_mb=0)
 bad("differ", ddp_options={"static_graph": True} if rank else {})
 bad("one rank", ddp_options={"nothing": 1} if rank else {})
 groups = [dist.new_group([0]), dist.new_group([1])]
@@ -193,6 +194,7 @@ def test_what_ddp_does_not_have_is_refused_before_anything_is_profiled(tmp_path)
         "mapping": "must be a mapping",
         "twice": "bucket_cap_mb is given twice",
         "bucket": "bucket_cap_mb must be positive, found -4",
+        "no bucket": "bucket_cap_mb must be positive, found 0",
         "differ": "MismatchError: DDP's static_graph differs between ranks",
         "one rank": "failed on rank 1: ddp_options: there is no argument 'nothing'",
         "part": "process_group has 1 of the job's 2 ranks",
