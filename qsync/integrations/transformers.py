@@ -82,7 +82,7 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of `qsync.hybrid`, those from the user last."""
         ddp = self.accelerator.ddp_handler.to_kwargs() if self.accelerator.ddp_handler else {}
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's holds it, later on
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate wraps it
         kind: Any = type(optimizer)
         known = inspect.signature(kind).parameters
         settings = {name: value for name, value in optimizer.defaults.items() if name in known}
