@@ -31,7 +31,7 @@ CASES = {
         "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": None,
         '`mixed_precision="bf16"` before the hybrid: the base': None,
         '`mixed_precision="bf16"` around a hybrid of another base': 'give base="bf16" to qsync.hybrid',
-        "a plan with shares, one pass": None,
+        "a plan with shares and as many passes as `gradient_accumulation_steps`": None,
         "a plan with shares and other passes than `gradient_accumulation_steps`": "give Accelerator(",
     },
     "trainer_cases": {
