@@ -64,5 +64,5 @@ $(VENV)/testable: $(VENV)/installed
 	touch $@
 
 $(VENV)/documentable: $(VENV)/installed
-	$(INSTALL) -e '.[docs]'
+	$(INSTALL) -e '.[docs,integrations]'
 	touch $@

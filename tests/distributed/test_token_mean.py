@@ -89,9 +89,9 @@ with Join([shares]):
 say(f"join with shares: {rank == 1 or error(shares, [p.grad for p in part.parameters()]) < 1e-12}")
 
 low = DDP(torch.nn.Linear(6, 4).bfloat16())  # whose gradients could not hold a count
-batch = torch.ones(1, 6, dtype=torch.bfloat16)
-qsync.token_mean(low, low(batch).float().sum(), (1001, 2)[rank]).backward()
-say(f"bf16: {bool((low.module.weight.grad == 1).all())}")
+batch = torch.full((1, 6), float(rank), dtype=torch.bfloat16)
+qsync.token_mean(low, low(batch).float().sum(), (256, 1)[rank]).backward()
+say(f"bf16: {bool((low.module.weight.grad == torch.tensor(1 / 257).bfloat16()).all())}")
 
 hybrid = qsync.hybrid(net().float(), (x[:2],), lambda m, b: m(b[0]).square().mean(), cache_dir=cache)
 step(hybrid)
@@ -103,6 +103,17 @@ for what, other in (("copied", copy.deepcopy(hybrid)), ("loaded", torch.load(buf
     other.zero_grad()
     step(other)
     say(f"{what}: {error(other) < 1e-5}")
+
+qsync.weigh_gradients(hybrid, (4, 2)[rank])
+hybrid.zero_grad()
+mean_loss(hybrid, x[own], y[own]).backward()
+weighed = [p.grad.clone() for p in hybrid.parameters()]
+buffer = io.BytesIO()
+torch.save(hybrid, buffer)
+buffer.seek(0)
+loaded = torch.load(buffer, weights_only=False)
+mean_loss(loaded, x[own], y[own]).backward()
+say(f"loaded shares: {error(loaded, weighed) < 1e-6} {error(plain, weighed) > 1e-2}")
 
 def attempt(what, do):
     try:
@@ -133,6 +144,7 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
         assert said(output, what) == ["True"] * 2, what
     for what in ("hybrid", "copied", "loaded"):
         assert said(output, what) == ["True"] * 2, what
+    assert said(output, "loaded shares") == ["True True"] * 2
     sentences = {
         "plain model": "UnsupportedError: gradients are weighed where they are averaged",
         "no number": "FormatError: num_tokens must be a whole number of at least 0, found -1",
