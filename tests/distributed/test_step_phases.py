@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_ranks import launch, said
 
 from qsync.distributed.drift_monitor import Monitor, Prediction
 from qsync.distributed.step_phases import Phases, PhaseTimer
@@ -160,3 +161,41 @@ def test_nobody_is_blamed_where_a_step_does_what_was_not_profiled():
     assert monitor.drift is None
     assert monitor.incomparable == "a step calls the model 1 times, the profiled one 2 times"
     monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
+def test_two_models_of_a_job_publish_apart():
+    one, other = (watched(Slow()) for _ in range(2))
+    one._store.set("0", "of the first")
+    assert one._store.check(["0"]) and not other._store.check(["0"])
+    for monitor in (one, other):
+        monitor.stop()
+
+
+WAITS = """
+from qsync.distributed.step_phases import PhaseTimer, median
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+
+class Late(Net):
+    def forward(self, x):
+        time.sleep(0.1 * rank)
+        return super().forward(x)
+
+torch.manual_seed(0)
+model = DDP(Late())
+timer = PhaseTimer(model, model.module)
+train(model, 4)
+timer.settle()
+found = median(timer.steps)
+say(f"phases: {found.blocked_s > 0.05} {found.compute_s > 0.05} {found.host_s < 0.05}")
+timer.stop()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.dist
+def test_waiting_for_another_rank_s_gradients_is_blocked_time(tmp_path):
+    output = launch(tmp_path, WAITS)
+    assert said(output, "phases") == ["True False True", "False True True"]
