@@ -215,18 +215,24 @@ class _TrainingStep:
 
     def _redirected(self, model: nn.Module, *args: Any) -> Any:
         """Call DDP around the LightningModule such that training_step runs inside."""
-        module = self._module
-        forward = module.forward
+        module, before = self._module, self._module.__dict__.get("forward")
 
         def once(*args: Any) -> Any:
-            setattr(module, "forward", forward)  # noqa: B010  # mypy takes it for a method
+            _set_forward(module, before)
             return module.training_step(*args)
 
-        setattr(module, "forward", once)  # noqa: B010
+        _set_forward(module, once)
         try:
             return model(*args)
         finally:
-            setattr(module, "forward", forward)  # noqa: B010
+            _set_forward(module, before)
+
+
+def _set_forward(module: nn.Module, forward: Any) -> None:
+    """Let a module run a forward of its own; None stands for its class's."""
+    module.__dict__.pop("forward", None)
+    if forward is not None:
+        module.__dict__["forward"] = forward
 
 
 @contextmanager

@@ -104,6 +104,13 @@ for what, other in (("copied", copy.deepcopy(hybrid)), ("loaded", torch.load(buf
     step(other)
     say(f"{what}: {error(other) < 1e-5}")
 
+bare = net().float()
+qsync.hybrid(bare, (x[:2],), lambda m, b: m(b[0]).square().mean(), cache_dir=cache, ddp=False)
+outer = DDP(bare)
+loss = mean_loss(outer, x[own], y[own])  # this call finds the DDP around the model
+qsync.token_mean(bare, loss, (y[own] != -100).sum()).backward()
+say(f"of the inner model: {error(outer) < 1e-5}")
+
 qsync.weigh_gradients(hybrid, (4, 2)[rank])
 hybrid.zero_grad()
 mean_loss(hybrid, x[own], y[own]).backward()
@@ -142,7 +149,7 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
         assert all(text.startswith("True") for text in said(output, what)), said(output, what)
     for what in ("passes", "after", "empty", "all empty", "without", "join", "join with shares", "bf16"):
         assert said(output, what) == ["True"] * 2, what
-    for what in ("hybrid", "copied", "loaded"):
+    for what in ("hybrid", "copied", "loaded", "of the inner model"):
         assert said(output, what) == ["True"] * 2, what
     assert said(output, "loaded shares") == ["True True"] * 2
     sentences = {

@@ -13,17 +13,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 # results has all of them.
 CASES = {
     "loop_cases": {
-        "forward, backward, step": None,
         "three calls of the model in one loss": None,
         "a GAN: two hybrids, two optimizers": None,
         "distillation: a hybrid teacher without gradients, a hybrid student": None,
-        "`qsync.micro_batches`: other passes on the ranks": None,
         "state dicts of model and optimizer into the plain model, and back": None,
         "safetensors: saved planned, loaded plain": None,
-        "`AveragedModel(hybrid)` (EMA), evaluated": None,
         "`qsync.hybrid(model, ddp=False)`, then one's own DDP": None,
         "`qsync.hybrid(model, ddp=False)`, and no DDP at all": "averaged only if the loop does that",
-        "`qsync.hybrid(DistributedDataParallel(model))`": "give qsync.hybrid the plain module",
     },
     "accelerate_cases": {
         "`gradient_accumulation_steps=2`, `accelerator.accumulate`": None,
@@ -38,7 +34,6 @@ CASES = {
         "`gradient_accumulation_steps=2`, losses by tokens": None,
         "`evaluate()`, `predict()`, `eval_on_start`": None,
         "resumed under another plan": None,
-        "`Trainer(model=qsync.hybrid(...))`, `remove_unused_columns=False`": None,
         "`torch_compile=True`": "not in torch_compile (qsync traces the model itself)",
         "levers": "plan without levers",
         "an option that the Trainer states": "the Trainer states base itself",

@@ -1,0 +1,73 @@
+"""A LightningModule's training_step as a loss: the network that it calls, and another in its place."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from qsync.errors import FormatError, UnsupportedError
+from qsync.integrations.lightning import _TrainingStep
+
+BATCH = (torch.randn(4, 8), torch.arange(4) % 3)
+
+
+class Holding(pl.LightningModule):
+    """Calls a network that lies two modules deep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"net": nn.Sequential(nn.Linear(8, 3), nn.GELU())})
+        self.loss = nn.CrossEntropyLoss()
+
+    def training_step(self, batch, index):
+        loss = self.loss(self.parts["net"](batch[0]), batch[1])
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+class Calling(Holding):
+    """Calls itself."""
+
+    def forward(self, x):
+        return self.parts["net"](x)
+
+    def training_step(self, batch, index):
+        return self.loss(self(batch[0]), batch[1])
+
+
+class Counting(nn.Module):
+    """Stands around a network, as DDP does."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.calls = inner, 0
+
+    def forward(self, *args):
+        self.calls += 1
+        return self.inner(*args)
+
+
+@pytest.mark.parametrize("kind", [Holding, Calling])
+def test_what_stands_in_the_network_s_place_is_called_and_gone_afterwards(kind):
+    module = kind()
+    step = _TrainingStep(module)
+    network = step.network(BATCH)
+    assert network is (module if kind is Calling else module.parts["net"])
+    around = Counting(network)
+    found = step(around, BATCH)
+    assert around.calls == 1 and torch.equal(found, step(network, BATCH))
+    assert module.parts["net"] is not around and "forward" not in vars(module) and "log" not in vars(module)
+
+
+def test_a_training_step_without_a_loss_or_with_two_networks_is_refused():
+    module = Holding()
+    module.training_step = lambda batch, index: None
+    with pytest.raises(FormatError, match="training_step of Holding returns no loss"):
+        _TrainingStep(module).network(BATCH)
+    module = Holding()
+    module.other = nn.Linear(3, 3)
+    module.training_step = lambda b, index: module.other(module.parts["net"](b[0])).sum()
+    with pytest.raises(UnsupportedError, match="calls parts.net and other"):
+        _TrainingStep(module).network(BATCH)
