@@ -129,12 +129,13 @@ class Probe:
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand, whose gradient is that of this operator alone."""
-        if self._visit is None or index >= MAX_OPERANDS or not takes_gradient(operand):
+        if index >= MAX_OPERANDS or not takes_gradient(operand):
             return operand
         if not torch.is_grad_enabled():  # a call of the model that the loss does not differentiate
             return operand
-        view = own_view(operand)
-        self._visit(op, index, view, isinstance(operand, torch.nn.Parameter), operand.requires_grad)
+        view = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
+        if self._visit is not None:
+            self._visit(op, index, view, isinstance(operand, torch.nn.Parameter), operand.requires_grad)
         return view
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:

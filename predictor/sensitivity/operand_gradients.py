@@ -54,9 +54,11 @@ class Edges:
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand with a gradient of its own."""
-        if not self._open or index >= MAX_OPERANDS or not takes_gradient(operand):
+        if index >= MAX_OPERANDS or not takes_gradient(operand):
             return operand
-        tensor = own_view(operand)
+        tensor = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
+        if not self._open:
+            return tensor
         # Parameters are copied: a later step may write to them.
         is_parameter = isinstance(operand, torch.nn.Parameter)
         edge = Edge(op, index, tensor.detach().clone() if is_parameter else tensor.detach(), is_parameter)

@@ -53,6 +53,12 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
         )
 
 
+def divides_loss(parallel: object) -> bool:
+    """Return whether `accelerator.backward` divides losses of a model in DDP: one that it has prepared."""
+    prepared = vars(parallel).get("_is_accelerate_prepared") or vars(parallel).get("is_prepared")
+    return bool(prepared) and num_passes() > 1
+
+
 def num_passes() -> int:
     """Return the number of passes by which `accelerator.backward` divides a loss."""
     return int(_shared("GradientState").get("plugin_kwargs", {}).get("num_steps", 1))

@@ -63,7 +63,7 @@ class HybridDDP(DistributedDataParallel):
     ) -> None:
         super().__init__(module, **options)
         self._base, self._share = base, share
-        self.loss_is_divided = False  # by the number of passes, before backward
+        self.is_prepared = False  # by Accelerate
         self._register()
 
     def _register(self) -> None:
@@ -110,12 +110,12 @@ class HybridDDP(DistributedDataParallel):
     def _is_accelerate_prepared(self) -> bool:
         """Let Accelerate leave the model as it is, once it was not asked for what that forbids."""
         accelerate_state.check_prepared(self._base, self._share)
-        self.loss_is_divided = accelerate_state.num_passes() > 1
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
         """Take what Accelerate sets on all that it has prepared."""
+        self.is_prepared = value
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         hooks = state.pop("_comm_hooks", [])

@@ -39,7 +39,8 @@ class _Weights:
         self.group = group
         self.samples, self.passes = 1, 1
         self.num_counted: torch.Tensor | None = None
-        self.has_run = True  # forward, since the last all-reduce: not on a rank that has joined
+        # Whether forward has run since the last all-reduce: not on a rank that has joined. None: not known.
+        self.has_run: bool | None = None
         self.loss_is_divided = False  # by the number of passes, before backward
         self._factor = 1.0
         self._first: Any = None  # the all-reduce of the step's first bucket, with the weights at its end
@@ -50,12 +51,18 @@ class _Weights:
     @untraced("it only counts")
     def begin(self, parallel: torch.nn.Module, *_: Any) -> None:
         """Note that the model runs: a hook before its forward."""
-        self.has_run |= torch.is_grad_enabled()
-        self.loss_is_divided = bool(getattr(parallel, "loss_is_divided", False))
+        self.has_run = self.has_run or torch.is_grad_enabled()
+        self.loss_is_divided = accelerate_state.divides_loss(parallel)
 
-    def _take(self) -> tuple[float, torch.Tensor | float, bool]:
+    def count(self, num_tokens: torch.Tensor) -> None:
+        """Count the tokens of one pass, in its backward."""
+        self.num_counted = num_tokens if self.num_counted is None else self.num_counted + num_tokens
+
+    def _take(self, gradients: torch.Tensor) -> tuple[float, torch.Tensor | float, bool]:
         """Return the factor of this step's gradients, their weight, and whether it is counted; begin anew."""
         counted, has_run = self.num_counted, self.has_run
+        if has_run is None:
+            has_run = bool(gradients.any())
         self.num_counted, self.has_run = None, False
         if counted is not None:  # token_mean has multiplied the losses
             return 1.0, counted, True
@@ -65,7 +72,7 @@ class _Weights:
     def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
         if is_first:
-            self._factor, weight, is_counted = self._take()
+            self._factor, weight, is_counted = self._take(buffer)
             # Sums of 16-bit gradients could not hold a weight.
             wide = buffer.to(torch.promote_types(buffer.dtype, torch.float32)) * self._factor
             weights = torch.stack([torch.as_tensor(weight, dtype=wide.dtype, device=wide.device)] * 2)
@@ -177,7 +184,9 @@ def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | tor
     A loss that is a mean over tokens weighs ranks and passes with few tokens as much as those with many. This
     returns `loss * num_tokens`. The counts travel with the first gradients that are all-reduced, and the sum
     of gradients is divided by the sum of counts. Nothing else is exchanged. Call it on every rank, for every
-    loss, before its backward; do not divide losses by the number of passes. (As ByteScale, arXiv:2502.21231.)
+    loss, before its backward; do not divide losses by the number of passes. A loss without a backward counts
+    for nothing. Where a rank may have no input at all (`Join`), call `weigh_gradients` first. (As ByteScale,
+    arXiv:2502.21231.)
 
     Args:
         model: what `qsync.hybrid` returned, or any model in DistributedDataParallel.
@@ -203,10 +212,11 @@ def token_mean(model: torch.nn.Module, loss: torch.Tensor, num_tokens: int | tor
         raise FormatError(f"num_tokens must be a whole number of at least 0, found {shortened(num_tokens)}")
     wide = torch.promote_types(loss.dtype, torch.float32)
     count = torch.as_tensor(num_tokens, device=loss.device).detach().to(wide)
-    weights.num_counted = count if weights.num_counted is None else weights.num_counted + count
-    if getattr(parallel, "loss_is_divided", False):
-        count = count * accelerate_state.num_passes()
-    return torch.where(count > 0, loss * count, torch.zeros_like(loss))
+    factor = count * accelerate_state.num_passes() if accelerate_state.divides_loss(parallel) else count
+    weighted = torch.where(count > 0, loss * factor, torch.zeros_like(loss))
+    if weighted.requires_grad:  # what has no backward counts for nothing: evaluation, a skipped step
+        weighted.register_hook(lambda _: weights.count(count))  # type: ignore[no-untyped-call]
+    return weighted
 
 
 def check_share(samples: int, passes: int = 1) -> None:

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.drift_monitor import prediction_of
-from qsync.errors import FormatError, MismatchError, shortened
+from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.graph import digest
 from qsync.replayer.sequence_costs import SequenceCost, check_same_classes, hand_out
 
@@ -86,6 +86,14 @@ class LengthSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Draw the order of this epoch from now on."""
         self._epoch = epoch
+
+    @property
+    def batch_size(self) -> int:
+        """Refuse to be cut up: Accelerate, which shards batch samplers, asks for this first."""
+        raise UnsupportedError(
+            "the batches of a LengthSampler are this rank's already, and Accelerate would hand out a part of "
+            "them; leave its loader out of accelerator.prepare"
+        )
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self._lengths), self._batch_size)

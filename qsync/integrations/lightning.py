@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 
 import lightning.pytorch as pl
@@ -70,8 +71,9 @@ class QSyncStrategy(DDPStrategy):
             "accumulate_grad_batches", "precision", "gradient_clip_val", "max_epochs", "max_steps",
         )})  # fmt: skip
         module.train()
-        network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
-        hybrid(network, ddp=False, **arguments)
+        with _without_effects(module):
+            network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
+            hybrid(network, ddp=False, **arguments)
         plan = plan_of(network)
         if self._plan_before is not None and plan is not None and self._plan_before.diff(plan):
             logger.warning(
@@ -103,6 +105,11 @@ class QSyncStrategy(DDPStrategy):
         if batch is None:
             batch = found["example_batch"] = self._example_batch(module)
         if "loss_fn" in found:
+            if type(module).forward in (nn.Module.forward, pl.LightningModule.forward):
+                raise FormatError(
+                    f"{type(module).__name__} has no forward, and with loss_fn it is planned itself; give it "
+                    "one that calls its networks"
+                )
             return module, found
         if not module.automatic_optimization:
             raise FormatError(
@@ -184,7 +191,7 @@ class _TrainingStep:
 
     def __call__(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Run training_step with `model`, the network or DDP around it, in the network's place."""
-        with _without_logs(self._module), self._in_place(model) as step:
+        with self._in_place(model) as step:
             found = step(batch, 0)
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if not isinstance(loss, torch.Tensor):
@@ -236,9 +243,14 @@ def _set_forward(module: nn.Module, forward: Any) -> None:
 
 
 @contextmanager
-def _without_logs(module: pl.LightningModule) -> Iterator[None]:
-    """Let a LightningModule log nothing, inside: no loop is running yet that could take it."""
+def _without_effects(module: pl.LightningModule) -> Iterator[None]:
+    """Let training_step leave nothing behind: no logs (no loop runs yet), no entries in lists, no metrics."""
     names = ("log", "log_dict")
+    own = [part for part in module.modules() if type(part).__module__.split(".")[0] != "torch"]
+    before = [
+        (part, {name: _copied(value) for name, value in vars(part).items() if _is_state(name, value)})
+        for part in own
+    ]
     for name in names:
         object.__setattr__(module, name, lambda *_, **__: None)
     try:
@@ -246,3 +258,31 @@ def _without_logs(module: pl.LightningModule) -> Iterator[None]:
     finally:
         for name in names:
             object.__delattr__(module, name)
+        for part, values in before:
+            for name, value in values.items():
+                _put_back(part, name, value)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy(value)
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Return whether an attribute is what a step may change: a number, a tensor, a plain collection."""
+    is_torch_s = (
+        name in ("_parameters", "_buffers", "_modules") or name.endswith("_hooks") or "_hooks_" in name
+    )
+    kinds = (bool, int, float, str, torch.Tensor, list, dict, set, type(None))
+    return not is_torch_s and isinstance(value, kinds)
+
+
+def _put_back(part: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute as it was; a collection keeps its identity."""
+    now = vars(part).get(name)
+    if isinstance(now, list) and isinstance(value, list):
+        now[:] = value
+    elif isinstance(now, (dict, set)) and type(now) is type(value):
+        now.clear()
+        now.update(value)
+    else:
+        vars(part)[name] = value

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch.utils.data import IterableDataset
 
@@ -94,7 +95,10 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         if "plan" not in self._hybrid_options:
             batch = self._hybrid_options.get("example_batch")
             if batch is None:
-                batch = agree_locally("making the example batch", self._example_batch)
+                batches = [agree_locally("making the example batch", self._example_batch)]
+                if dist.is_initialized():  # ranks may read other rows, of other lengths
+                    dist.broadcast_object_list(batches, 0)
+                batch = dict(self._prepare_inputs(batches[0]))
             # All ranks exchange this number: not in steps that are profiled.
             num_items = self._get_num_items_in_batch([batch], self.args.device)
             found["example_batch"] = batch
@@ -125,16 +129,21 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
                 raise UnsupportedError(f"QSyncTrainer wraps the model in DDP, not in {what}; leave that out")
 
     def _example_batch(self) -> dict[str, Any]:
-        """Return a batch of the training data, the same on every rank, as `compute_loss` gets it."""
+        """Return a batch of this rank's training data."""
         loader = self.callback_handler.train_dataloader or self._loader
         dataset, size = loader.dataset, self._train_batch_size
         with torch.random.fork_rng():
             if isinstance(dataset, IterableDataset):
+                if iter(dataset) is iter(dataset):
+                    raise FormatError(
+                        "the dataset can be read only once, and planning needs a batch of it; give one: "
+                        'hybrid_options={"example_batch": batch}'
+                    )
                 items = list(itertools.islice(iter(dataset), size))
             else:
                 generator = torch.Generator().manual_seed(self.args.seed)
                 items = [dataset[int(i)] for i in torch.randperm(len(dataset), generator=generator)[:size]]
-            return dict(self._prepare_inputs(loader.collate_fn(items)))
+            return dict(loader.collate_fn(items))
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from accelerate.data_loader import BatchSamplerShard
 from two_ranks import launch, said
 
 import qsync
 from qsync.distributed.drift_monitor import Prediction, note_prediction
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.replayer.sequence_costs import SequenceCost
 
 BODY = """
@@ -95,5 +96,7 @@ def test_a_process_alone_takes_every_batch_whole():
         qsync.LengthSampler(model, [3, 0], 2)
     with pytest.raises(FormatError, match="max_tokens must be a whole number of at least 1, found -1"):
         qsync.LengthSampler(model, [3], 2, max_tokens=-1)
+    with pytest.raises(UnsupportedError, match="leave its loader out of accelerator.prepare"):
+        BatchSamplerShard(sampler, 2, 0)
     with pytest.raises(MismatchError, match="no sequence costs are known of here; there are those of other"):
         qsync.LengthSampler(model, [3], 2, costs={"other": cost})

@@ -53,6 +53,22 @@ for what, options in {
         errors.append(error(model))
     say(f"{what}: {max(errors) < 1e-12} {max(errors)}")
 
+with torch.no_grad():  # evaluation counts for nothing, nor does a step that is skipped
+    qsync.token_mean(model, mean_loss(model, x[own], y[own]), 1000)
+qsync.token_mean(model, mean_loss(model, x[own], y[own]), 1000)
+model.zero_grad()
+step(model)
+say(f"not counted: {error(model) < 1e-12}")
+
+late = DDP(net())  # rank 1 has no input at all
+qsync.weigh_gradients(late, 4)
+with Join([late]):
+    for _ in range((1, 0)[rank]):
+        mean_loss(late, x[own], y[own]).backward()
+first = net()
+mean_loss(first, x[:4], y[:4]).backward()
+say(f"no input: {rank == 1 or error(late, [p.grad for p in first.parameters()]) < 1e-12}")
+
 model = DDP(net())
 step(model, passes=(2, 1)[rank])
 say(f"passes: {error(model) < 1e-12}")
@@ -147,7 +163,18 @@ def test_the_gradient_is_the_mean_over_the_tokens_of_all_ranks_and_passes(tmp_pa
     output = launch(tmp_path, BODY)
     for what in ("ddp", "views", "buckets", "unused", "static"):
         assert all(text.startswith("True") for text in said(output, what)), said(output, what)
-    for what in ("passes", "after", "empty", "all empty", "without", "join", "join with shares", "bf16"):
+    for what in (
+        "not counted",
+        "no input",
+        "passes",
+        "after",
+        "empty",
+        "all empty",
+        "without",
+        "join",
+        "join with shares",
+        "bf16",
+    ):
         assert said(output, what) == ["True"] * 2, what
     for what in ("hybrid", "copied", "loaded", "of the inner model"):
         assert said(output, what) == ["True"] * 2, what

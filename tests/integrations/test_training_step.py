@@ -6,9 +6,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torchmetrics.classification import MulticlassAccuracy
 
 from qsync.errors import FormatError, UnsupportedError
-from qsync.integrations.lightning import _TrainingStep
+from qsync.integrations.lightning import _TrainingStep, _without_effects
 
 BATCH = (torch.randn(4, 8), torch.arange(4) % 3)
 
@@ -23,7 +24,6 @@ class Holding(pl.LightningModule):
 
     def training_step(self, batch, index):
         loss = self.loss(self.parts["net"](batch[0]), batch[1])
-        self.log("loss", loss)
         return {"loss": loss}
 
 
@@ -58,7 +58,7 @@ def test_what_stands_in_the_network_s_place_is_called_and_gone_afterwards(kind):
     around = Counting(network)
     found = step(around, BATCH)
     assert around.calls == 1 and torch.equal(found, step(network, BATCH))
-    assert module.parts["net"] is not around and "forward" not in vars(module) and "log" not in vars(module)
+    assert module.parts["net"] is not around and "forward" not in vars(module)
 
 
 def test_a_training_step_without_a_loss_or_with_two_networks_is_refused():
@@ -71,3 +71,27 @@ def test_a_training_step_without_a_loss_or_with_two_networks_is_refused():
     module.training_step = lambda b, index: module.other(module.parts["net"](b[0])).sum()
     with pytest.raises(UnsupportedError, match="calls parts.net and other"):
         _TrainingStep(module).network(BATCH)
+
+
+def test_planning_leaves_nothing_behind_in_a_module():
+    class Noting(Holding):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy, self.losses, self.steps = MulticlassAccuracy(num_classes=3), [1.0], 5
+            self.seen = torch.zeros(2)
+
+        def training_step(self, batch, index):
+            logits = self.parts["net"](batch[0])
+            self.log("accuracy", self.accuracy(logits, batch[1]))
+            self.losses.append(2.0)
+            self.steps += 1
+            self.seen += 1
+            return self.loss(logits, batch[1])
+
+    module = Noting()
+    losses = module.losses
+    with _without_effects(module):
+        _TrainingStep(module).network(BATCH)
+        assert len(losses) == 2 and module.steps == 6
+    assert module.losses is losses and losses == [1.0] and module.steps == 5 and not module.seen.any()
+    assert module.accuracy._update_count == 0 and "log" not in vars(module)
