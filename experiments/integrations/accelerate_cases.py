@@ -212,6 +212,35 @@ def _(arm: Arm) -> Outcome:
     return _shares(arm, 2, 4)
 
 
+@case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = prepared(arm, accelerator, **({} if arm.is_plain else {"ddp": False}))
+    norms = []
+    for one in itertools.islice(loader, 6):
+        with accelerator.accumulate(model):
+            loss = loss_of(model, one)
+            accelerator.backward(loss if arm.is_plain else qsync.token_mean(model, loss, len(one[0])))
+            if accelerator.sync_gradients:
+                norms.append(norm(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return Outcome(norms, model)
+
+
+@case(_GROUP, "`accelerator.prepare` of a LengthSampler's loader")
+def _(arm: Arm) -> Outcome:
+    accelerator = Accelerator(cpu=True)
+    tokens = torch.randint(0, 9, (4, 16))
+    embedding = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
+    model = net(lambda: embedding)
+    if not arm.is_plain:
+        model = arm.hybrid(model, (tokens,), lambda model, one: model(one[0]).square().mean())
+        sampler = qsync.LengthSampler(model, list(range(1, 33)), 8)
+        model, _ = accelerator.prepare(model, DataLoader(rows(), batch_sampler=sampler))
+    return Outcome([1.0], model)
+
+
 @case(_GROUP, "a hybrid that Accelerate never sees")
 def _(arm: Arm) -> Outcome:
     Accelerator(cpu=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -273,6 +274,21 @@ def _(arm: Arm) -> Outcome:
 @case(_GROUP, "`torch_compile=True`")
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, torch_compile=not arm.is_plain)
+
+
+class _Once(IterableDataset[dict[str, torch.Tensor]]):
+    """Rows that can be read once, as from a socket."""
+
+    def __init__(self) -> None:
+        self._rows = iter([Rows()[index] for index in range(48)])
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        return self._rows
+
+
+@case(_GROUP, "a dataset that can be read once")
+def _(arm: Arm) -> Outcome:
+    return _outcome(arm, data=_Once())
 
 
 @case(_GROUP, "levers")

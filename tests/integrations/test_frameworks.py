@@ -28,6 +28,8 @@ CASES = {
         '`mixed_precision="bf16"` before the hybrid: the base': None,
         '`mixed_precision="bf16"` around a hybrid of another base': 'give base="bf16" to qsync.hybrid',
         "a plan with shares and as many passes as `gradient_accumulation_steps`": None,
+        "`qsync.token_mean` in Accelerate's own DDP, accumulation 2": None,
+        "`accelerator.prepare` of a LengthSampler's loader": "leave its loader out of accelerator.prepare",
         "a plan with shares and other passes than `gradient_accumulation_steps`": "give Accelerator(",
     },
     "trainer_cases": {
@@ -36,6 +38,7 @@ CASES = {
         "resumed under another plan": None,
         "`torch_compile=True`": "not in torch_compile (qsync traces the model itself)",
         "levers": "plan without levers",
+        "a dataset that can be read once": "can be read only once",
         "an option that the Trainer states": "the Trainer states base itself",
         "other accumulation on the ranks": "gradient_accumulation_steps differs between ranks",
     },
