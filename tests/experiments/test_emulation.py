@@ -66,7 +66,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
 def test_a_rank_gets_its_share(share):
     with throttled_rank(share) as (rank, _):
         # Other load takes from the share, as it did before the throttle, and nothing adds to it.
-        windows = (map(float, rank.stdout.readline().split()) for _ in range(15))
+        windows = (map(float, rank.stdout.readline().split()) for _ in range(60))
         assert any(0.8 * share * unthrottled <= busy <= 1.2 * share for busy, unthrottled in windows)
 
 
