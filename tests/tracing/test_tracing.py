@@ -248,7 +248,8 @@ def test_the_meta_device_gives_the_same_graph():
 
 
 LARGE = """
-import json, resource, time, torch, qsync
+import json, time, torch, qsync
+from qsync.experiments.harness.processes import peak_resident_bytes
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(
     vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
