@@ -260,9 +260,8 @@ with torch.device("meta"):
 start = time.perf_counter()
 graph = qsync.capture(model, {"input_ids": tokens, "labels": tokens})
 seconds = time.perf_counter() - start
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 num_parameters = sum(p.numel() for p in model.parameters())
-print(json.dumps([len(graph.adjustable), num_parameters, graph.num_segments, seconds, peak]))
+print(json.dumps([len(graph.adjustable), num_parameters, graph.num_segments, seconds, peak_resident_bytes()]))
 """
 
 
