@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
     from qsync.distributed.length_sampler import LengthSampler as LengthSampler
     from qsync.distributed.validation import validate as validate
+    from qsync.elastic_training.start_job import elastic as elastic
     from qsync.errors import QSyncError as QSyncError
     from qsync.expansion.apply.lr_schedule import ExpandedSchedule as ExpandedSchedule
     from qsync.expansion.apply.optimizer_state import expand_optimizer as expand_optimizer
@@ -57,6 +58,7 @@ _PUBLIC = {
     "wrap": "qsync.api",
     "unwrap": "qsync.api",
     "hybrid": "qsync.hybrid_training",
+    "elastic": "qsync.elastic_training.start_job",
     "weigh_gradients": "qsync.distributed.gradient_weighting",
     "micro_batches": "qsync.distributed.gradient_weighting",
     "token_mean": "qsync.distributed.gradient_weighting",

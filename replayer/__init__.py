@@ -9,6 +9,7 @@
 `timeline`          the record that replay returns
 `chrome_trace`      a timeline as a Chrome trace
 `memory_breakdown`  the uses of memory at the peak
+`slowdown`          profiles as if a device were slower
 `step_noise`        steps with noise on every rank
 `link_calibration`  links as fast as measured steps show
 `comparison`        predicted against measured steps
@@ -23,6 +24,7 @@ from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
 from qsync.replayer.simulate import Exchange, Work, least_time, replay, starts_s, steady_step, step_time
+from qsync.replayer.slowdown import slowed
 from qsync.replayer.step_noise import Variation, vary
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
@@ -45,6 +47,7 @@ __all__ = [
     "peaks",
     "replay",
     "run_cost",
+    "slowed",
     "starts_s",
     "steady_step",
     "step_time",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from qsync.backend.device_detection import default_precisions, detect_class
 from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile
+from qsync.replayer.slowdown import computing, slowed
 
 # This machine, and the same machine with every time twice as long: emulated.
 HERE, HALF, SHARE = "train", "infer", 0.5
@@ -17,14 +17,9 @@ HERE, HALF, SHARE = "train", "infer", 0.5
 GLOO, NETWORK = Link(1e-4, 1.5e9, 0.6), Link(30e-6, 10e9)
 
 
-def slowed(profile: Profile, name: str, share: float) -> Profile:
+def of_share(profile: Profile, name: str, share: float) -> Profile:
     """Return the profile of a rank with this share of the device: every time so much longer. Emulated."""
-    return replace(
-        profile, device_class=name, emulated_share=share, **_computing(profile, 1 / share),
-        host_s=profile.host_s / share, optimizer_s=profile.optimizer_s / share,
-        bucket_s_per_byte=profile.bucket_s_per_byte / share,
-        step_s={mode: seconds / share for mode, seconds in profile.step_s.items()},
-    )  # fmt: skip
+    return replace(slowed(profile, 1 / share), device_class=name, emulated_share=share)
 
 
 def here_and_half(profile: Profile) -> tuple[Cluster, dict[str, Profile]]:
@@ -32,32 +27,15 @@ def here_and_half(profile: Profile) -> tuple[Cluster, dict[str, Profile]]:
     own = replace(detect_class(torch.device("cpu")), name=HERE)
     own = replace(own, precisions=default_precisions(own), hardware=None)
     cluster = Cluster((own, replace(own, name=HALF, emulated_share=SHARE)), GLOO)
-    return cluster, {HERE: profile, HALF: slowed(profile, HALF, SHARE)}
+    return cluster, {HERE: profile, HALF: of_share(profile, HALF, SHARE)}
 
 
 def with_batch_share(profile: Profile, share: float) -> Profile:
     """Return the same profile as if the batch were this share of what it is."""
-    return replace(profile, **_computing(profile, share))
+    return replace(profile, **computing(profile, share))
 
 
 def without_casts(profile: Profile) -> Profile:
     """Return the same profile with every cast free."""
     fit = dict.fromkeys(profile.cast_fit, (Cost(0.0), Cost(0.0)))
     return replace(profile, casts=dict.fromkeys(profile.casts, Cost(0.0)), cast_fit=fit)
-
-
-def _computing(profile: Profile, factor: float) -> dict[str, Any]:
-    """Return the times of operators, casts, loss and data loading, this many times as long."""
-
-    def longer(cost: Cost) -> Cost:
-        return Cost(factor * cost.forward_s, factor * cost.backward_s, factor * cost.spread_s)
-
-    return {
-        "ops": {
-            op: {mode: longer(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()
-        },
-        "casts": {key: longer(cost) for key, cost in profile.casts.items()},
-        "cast_fit": {key: (longer(base), longer(rise)) for key, (base, rise) in profile.cast_fit.items()},
-        "outside": longer(profile.outside),
-        "loading_s": factor * profile.loading_s,
-    }

@@ -12,7 +12,18 @@ from typing import Annotated
 import typer
 
 import qsync
-from qsync.commands import demo, diff, doctor, expand, explain, learn, plan, replay, validate
+from qsync.commands import (
+    demo,
+    diff,
+    doctor,
+    expand,
+    explain,
+    learn,
+    lighthouse,
+    plan,
+    replay,
+    validate,
+)  # fmt: skip
 from qsync.errors import QSyncError, shortened
 
 app = typer.Typer(
@@ -22,7 +33,7 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
-    validate.validate, diff.diff,
+    validate.validate, diff.diff, lighthouse.lighthouse, lighthouse.release,
 ):  # fmt: skip
     app.command()(command)
 

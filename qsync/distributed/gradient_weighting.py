@@ -29,8 +29,10 @@ from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.tracing.replaced_forward import untraced
 
 
-class _Weights:
-    """The state of DDP's hook: what this rank's gradients of a step are the mean over.
+class GradientHook:
+    """The stages of DDP's communication hook: weigh gradients, exchange them, divide by the weights.
+
+    It holds what this rank's gradients of a step are the mean over.
 
     `num_counted` is the number of tokens that `token_mean` has counted since the last all-reduce.
     """
@@ -69,6 +71,13 @@ class _Weights:
         passes = 1 if self.loss_is_divided else self.passes
         return self.samples / passes, float(self.samples if has_run else 0), False
 
+    def exchange(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        """Sum a tensor over the ranks, in place."""
+        future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(
+            sent, group=self.group, async_op=True
+        ).get_future()
+        return future
+
     def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
         """Sum a bucket's weighted gradients over ranks and divide by the sum of the weights."""
         if is_first:
@@ -79,7 +88,7 @@ class _Weights:
             sent = torch.cat([wide, weights if is_counted else weights * weights.new_tensor([1.0, 0.0])])
         else:
             sent = buffer.mul_(self._factor)
-        future = dist.all_reduce(sent, group=self.group, async_op=True).get_future()
+        future = self.exchange(sent)
         if is_first:
             self._first = future
         first = self._first
@@ -97,18 +106,18 @@ class _Weights:
 _MIXED = "token_mean was called on some ranks only; call it on every rank, before backward of every loss"
 
 
-def _weights_of(parallel: DistributedDataParallel) -> _Weights:
+def _weights_of(parallel: DistributedDataParallel) -> GradientHook:
     """Return the weights of a model in DDP; with its hook, which takes effect from the next backward on."""
     for _, state in parallel._comm_hooks:
-        if isinstance(state, _Weights):
+        if isinstance(state, GradientHook):
             return state
     if parallel._comm_hooks:
         raise UnsupportedError(
             f"gradients are weighed in DDP's communication hook, and this DDP has one "
             f"({getattr(parallel._comm_hooks[0][0], '__name__', 'unnamed')}); leave that one out"
         )
-    weights = _Weights(parallel.process_group)
-    parallel.register_comm_hook(weights, _weighted_mean)
+    weights = GradientHook(parallel.process_group)
+    parallel.register_comm_hook(weights, average_bucket)
     parallel.register_forward_pre_hook(weights.begin)
     return weights
 
@@ -281,7 +290,7 @@ def _part(batch: Any, k: int, passes: int) -> Any:
     return batch
 
 
-def _weighted_mean(weights: _Weights, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
+def average_bucket(weights: GradientHook, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
     """Average a bucket by weight: DDP's communication hook."""
     return weights.reduce(bucket.buffer(), bucket.index() == 0)
 

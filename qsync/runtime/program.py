@@ -160,6 +160,14 @@ class Program:
             entry.lowered = self._lower(entry.graph)
             entry.run = self._rewrite(entry.segment, entry.lowered)
 
+    def adopt(self, other: Program) -> None:
+        """Run as another program of this model would, with the graphs that are traced."""
+        if self._ran and other._check is not None:
+            other._check(self.graph)
+        self._check, self._report = other._check, other._report
+        self._num_reported = -1
+        self.choose(other._choose, saving_less=other._saving_less)
+
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
         model = self.model

@@ -220,6 +220,22 @@ def check_plan_base(plan: Plan, base: Precision) -> None:
         )
 
 
+def swap_plan(model: torch.nn.Module, plan: Plan, device_class: str) -> None:
+    """Run a wrapped model under another plan from its next call on. Nothing is traced again.
+
+    Raises MismatchError where the plan is of another model or base, UnsupportedError where the device lacks
+    a precision; the model then runs as before.
+    """
+    module = wrapped_module(model)
+    forward, before = module.__dict__["forward"], wrapping_of(module)
+    assert before is not None, "the model is not wrapped"
+    check_plan_base(plan, before.base)
+    wrapping = replace(Wrapping.of(plan, device_class, before.save_less), speaks=before.speaks)
+    wrapping.check(module)
+    forward.program().adopt(wrapping(module))
+    forward.make = wrapping
+
+
 def wrapped_module(model: Any) -> torch.nn.Module:
     """Return the module whose forward is replaced: the model, or what torch.compile or DDP holds of it.
 

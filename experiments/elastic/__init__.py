@@ -1,0 +1,10 @@
+"""Cards that come and go: an elastic job under random events, and what each event costs.
+
+`card`       the process of one card, which logs every step
+`cluster`    a lighthouse and cards as real processes: start, kill, stop, release
+`events`     random events from a seed, each once the job has recovered from the last
+`verdict`    what the logs must show: digests, samples, batches, and what was lost
+`restarts`   the same job under torchrun, which restarts from its last checkpoint
+`churn`      what the simulation says of the same events
+`saving`     checkpoints: stalls, kills, other numbers of cards
+"""

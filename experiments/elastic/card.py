@@ -1,0 +1,163 @@
+"""One card of an elastic job: `python -m qsync.experiments.elastic.card CONFIG`. It logs every step that counts.
+
+A line of the log: number of the step, key of the group, whether the card only healed, its samples, digest of
+weights and optimizer state afterwards, loss, seconds of the step, time, class counts. Other lines are events.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import qsync
+from qsync.experiments.harness.emulation import Throttle, pin_to_core
+
+NUM_SAMPLES, FEATURES, CLASSES = 1000, 64, 10
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor, int]]):
+    """Random rows; each comes with its index, so that a card knows what it trained on."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self._rows = torch.randn(NUM_SAMPLES, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+        self._labels = self._rows[:, :CLASSES].argmax(1)
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self._rows[index], self._labels[index], index
+
+
+def model_of(width: int, dtype: torch.dtype, seed: int) -> nn.Module:
+    """Return the model; cards draw different weights, which the job makes equal."""
+    torch.manual_seed(seed)
+    hidden: list[nn.Module] = []
+    for _ in range(3):
+        hidden += [nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width)]
+    return nn.Sequential(nn.Linear(FEATURES, width), nn.GELU(), *hidden, nn.Linear(width, CLASSES)).to(dtype)
+
+
+def loss_of(model: Any, batch: Any) -> Any:
+    """Return the mean loss of a batch."""
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of weights and optimizer state."""
+    found = hashlib.sha256()
+    for parameter in model.parameters():
+        state = optimizer.state.get(parameter, {})
+        for tensor in (parameter, *(state[name] for name in sorted(state))):
+            found.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+class Log:
+    """Lines of JSON, each written at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, **entry: Any) -> None:
+        """Write a line, with the time."""
+        self._file.write(json.dumps({**entry, "at": time.time()}) + "\n")
+
+
+class _Told(logging.Handler):
+    """Writes what qsync logs into the card's log."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._log.write(event="says", text=record.getMessage())
+
+
+def main(config: dict[str, Any]) -> None:
+    """Train as one card of the job."""
+    torch.set_num_threads(1)
+    log = Log(Path(config["log"]))
+    log.write(event="started")
+    logging.getLogger("qsync").addHandler(_Told(log))
+    logging.getLogger("qsync").setLevel(logging.INFO)
+    pin_to_core(config["core"])
+    dtype = getattr(torch, config["dtype"])
+    model = model_of(config["width"], dtype, seed=config["core"] + len(config["card"]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    share = config["share"]
+    job = qsync.elastic(
+        model, optimizer, Rows(dtype), batch_size=config["batch_size"], loss_fn=loss_of,
+        card=config["card"], device_class=config["class"], emulated_share=share if share < 1 else None,
+        start_with=config["start_with"], timeout_s=config["timeout_s"], cache_dir=config["cache"],
+        precisions=config["precisions"], seed=config["seed"], share=config["by_speed"],
+    )  # fmt: skip
+    log.write(event="ready")
+    with Throttle(share) if share < 1 else nullcontext():
+        for step in job.steps(num_steps=config["steps"]):
+            start_s = time.perf_counter()
+            optimizer.zero_grad()
+            indices: list[int] = []
+            for batch in step:
+                loss = loss_of(job.model, batch)
+                loss.backward()
+                indices += batch[2].tolist()
+            if not step.arrived():
+                log.write(event="dropped", step=step.number)
+                continue
+            if config["keep_gradients"] and step.number % config["keep_gradients"] == 0:
+                _keep_gradients(Path(config["log"]).parent, step.number, model)
+            optimizer.step()
+            log.write(
+                step=step.number, group=job.group, behind=step.is_behind, samples=indices,
+                digest=digest_of(model, optimizer), loss=float(loss.detach()),
+                seconds=time.perf_counter() - start_s, cards=job.cards,
+            )  # fmt: skip
+    log.write(event="left", step=job.step)
+
+
+def _keep_gradients(folder: Path, step: int, model: nn.Module) -> None:
+    """Keep the weights of a step and its gradient, once."""
+    path = folder / f"gradient-{step}.pt"
+    if not path.exists():
+        kept = [(parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
+        temporary = path.with_suffix(f".{id(kept)}")
+        torch.save(kept, temporary)
+        temporary.replace(path)
+
+
+def gradient_errors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int, float]]:
+    """Yield of every step that was kept how far its gradient is from that of one process, by its norm."""
+    from qsync.elastic_training.shares import SampleOrder
+
+    dtype = getattr(torch, config["dtype"])
+    rows, order = Rows(dtype), SampleOrder(NUM_SAMPLES, config["seed"])
+    model = model_of(config["width"], dtype, 0)
+    for path in sorted(folder.glob("gradient-*.pt")):
+        step = int(path.stem.partition("-")[2])
+        kept = torch.load(path, weights_only=True)
+        chosen = order.indices(step * config["batch_size"], config["batch_size"])
+        for parameter, (weight, _) in zip(model.parameters(), kept, strict=True):
+            parameter.data.copy_(weight)
+        model.zero_grad()
+        loss_of(model, torch.utils.data.default_collate([rows[i] for i in chosen])).backward()
+        pairs = [(p.grad, gradient) for p, (_, gradient) in zip(model.parameters(), kept, strict=True)]
+        error = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
+        yield step, float(error / torch.cat([a.flatten() for a, _ in pairs]).norm())
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))

@@ -1,0 +1,78 @@
+"""`qsync lighthouse`, where the cards of an elastic job meet, and `qsync release`, which asks one to go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Annotated
+
+import typer
+
+from qsync.commands.options import Json, console, print_json
+from qsync.errors import FormatError, QSyncError, shortened
+
+DEFAULT_PORT = 29510
+_QUORUM_TICK_MS = 20
+
+
+def lighthouse(
+    port: Annotated[int, typer.Option(help="Port that cards come to; 0 for a free one.")] = DEFAULT_PORT,
+    bind: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0 for all.")] = "127.0.0.1",
+    dead_after: Annotated[float, typer.Option(help="Seconds without heartbeat: a card is dead.")] = 1.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for a card that lags.")] = 10.0,
+    as_json: Json = False,
+) -> None:
+    """Run the meeting point of an elastic job, until interrupted. One lighthouse serves one job."""
+    if not 0 <= port < 65536:
+        raise FormatError(f"--port must lie in 0..65535, found {shortened(port)}")
+    for name, seconds in (("--dead-after", dead_after), ("--wait", wait)):
+        if not 0.2 <= seconds <= 86400:
+            raise FormatError(f"{name} must be seconds from 0.2 to 86400, found {shortened(seconds)}")
+    os.environ.setdefault("RUST_LOG", "error")  # torchft logs every request
+    from qsync.elastic_training.rendezvous import coordination
+
+    try:
+        server = coordination().LighthouseServer(
+            bind=f"{bind}:{port}", min_replicas=1, join_timeout_ms=round(1e3 * wait),
+            heartbeat_timeout_ms=round(1e3 * dead_after), quorum_tick_ms=_QUORUM_TICK_MS,
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise QSyncError(
+            f"cannot listen at {bind}:{port} ({shortened(str(error), 80, quote=False)}); give another --port "
+            "or --bind"
+        ) from error
+    address = f"{bind}:{server.address().rpartition(':')[2]}"
+    if as_json:
+        print_json({"lighthouse": address, "pid": os.getpid()})
+    else:
+        console.print(
+            f"lighthouse at {address}; start cards with QSYNC_LIGHTHOUSE={address}", highlight=False
+        )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        server.shutdown()
+
+
+def release(
+    card: Annotated[str, typer.Argument(help="The name of the card.", show_default=False)],
+    at: Annotated[
+        str | None, typer.Option("--lighthouse", help="HOST:PORT.", show_default="$QSYNC_LIGHTHOUSE")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Ask a card of an elastic job to leave after its present step."""
+    os.environ.setdefault("RUST_LOG", "error")
+    from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, ask_to_leave
+
+    address = at or os.environ.get(LIGHTHOUSE_VARIABLE)
+    if address is None:
+        raise FormatError(f"no lighthouse is given; name it with --lighthouse or {LIGHTHOUSE_VARIABLE}")
+    others = ask_to_leave(card, address)
+    if as_json:
+        print_json({"released": card, "others": others})
+    else:
+        console.print(f"{card} leaves after its present step; {len(others)} cards stay", highlight=False)

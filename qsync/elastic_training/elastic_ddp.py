@@ -1,0 +1,154 @@
+"""DDP over a process group that changes: an exchange that fails costs the step, never the process.
+
+Between two changes it is plain DDP: the same buckets, rebuilt after the first backward, and the same sums.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync.distributed.data_parallel import HybridDDP
+from qsync.distributed.gradient_weighting import GradientHook, average_bucket
+
+logger = logging.getLogger("qsync")
+
+
+class Exchange:
+    """The process group of the present membership (torchft's, reconfigurable), and whether it has failed.
+
+    After the first failure nothing is exchanged until the next `form`.
+    """
+
+    def __init__(self, timeout_s: float, backend: str) -> None:
+        groups: Any = import_module("torchft.process_group")
+        kind = groups.ProcessGroupNCCL if backend == "nccl" else groups.ProcessGroupGloo
+        self._reconfigurable = kind(timeout=timedelta(seconds=timeout_s))
+        self.failure: BaseException | None = None
+
+    def form(self, store: str, rank: int, size: int) -> dist.ProcessGroup:
+        """Leave the present group and form one of `size` ranks. Raises RuntimeError if a rank stays away."""
+        self._reconfigurable.configure(store, str(rank), rank, size)
+        self.failure = None
+        group: dist.ProcessGroup = self._reconfigurable.parent
+        return group
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._reconfigurable.abort(errored=False)
+
+    def fail(self, error: BaseException) -> None:
+        """Note that this step's gradients are lost."""
+        if self.failure is None:
+            self.failure = error
+            logger.info("qsync: an exchange failed (%s); the step is taken again", str(error).strip()[:200])
+
+    def all_reduce(
+        self, sent: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> torch.futures.Future[list[torch.Tensor]]:
+        """Sum a tensor over all cards. The future never fails: after a failure it holds zeros."""
+        if self.failure is None:
+            try:
+                work = dist.all_reduce(sent, group=group, async_op=True)
+                return work.get_future().then(lambda done: self._value(done, sent))  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                self.fail(error)
+        nothing: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        nothing.set_result([torch.zeros_like(sent)])
+        return nothing
+
+    def _value(
+        self, done: torch.futures.Future[list[torch.Tensor]], sent: torch.Tensor
+    ) -> list[torch.Tensor]:
+        try:
+            return done.value()
+        except RuntimeError as error:
+            self.fail(error)
+            return [torch.zeros_like(sent)]
+
+
+class ElasticHook(GradientHook):
+    """The stages of DDP's communication hook: weigh the gradients by samples, then exchange them.
+
+    Where all cards have equally many samples, in one pass each, gradients are averaged as plain DDP does.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__(None)
+        self._exchange = exchange
+        self.last_s = 0.0  # when the last bucket was handed over: the end of backward, on a CPU
+        self.num_equal = 0  # the number of cards, if all have equally many samples
+        self.is_behind = False  # this card's state is not yet that of the others; its gradients do not count
+
+    def _take(self, gradients: torch.Tensor) -> tuple[float, torch.Tensor | float, bool]:
+        factor, weight, is_counted = super()._take(gradients)
+        return (0.0, 0.0 * weight, is_counted) if self.is_behind else (factor, weight, is_counted)
+
+    def exchange(self, sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        """Sum a tensor over the cards that are there."""
+        return self._exchange.all_reduce(sent, self.group)
+
+    def reduce(self, buffer: torch.Tensor, is_first: bool) -> torch.futures.Future[torch.Tensor]:
+        """Return the mean of a bucket over all samples of the step."""
+        self.last_s = time.perf_counter()
+        if self.is_behind:
+            buffer.zero_()  # untrained weights may have gradients of NaN
+        if not self.num_equal or self.num_counted is not None:
+            return super().reduce(buffer, is_first)
+        buffer.mul_(1.0 / self.num_equal)
+        done = self.exchange(buffer)
+        return done.then(lambda sums: buffer.copy_(sums.value()[0]))
+
+
+class ElasticDDP(HybridDDP):
+    """DDP whose process group is replaced at every change of membership (`reform`)."""
+
+    def __init__(self, module: torch.nn.Module, exchange: Exchange, **options: Any) -> None:
+        super().__init__(module, init_sync=False, **options)
+        self._exchange = exchange
+        self.hook = ElasticHook(exchange)
+        self.register_forward_pre_hook(self.hook.begin)
+        self.reform(self.process_group)
+
+    def reform(self, group: dist.ProcessGroup) -> None:
+        """Exchange gradients in another group. Its buckets are those of a new DDP, as on cards that join."""
+        self._comm_hooks.clear()
+        del self.reducer, self.logger  # the old reducer takes its hooks along
+        self.process_group = group
+        parameters, expect_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, expect_sparse, names, self.static_graph)  # type: ignore[no-untyped-call]
+        self._has_rebuilt_buckets = False
+        self.hook.group = group
+        self.register_comm_hook(self.hook, average_bucket)
+
+    def broadcast_state(self) -> None:
+        """Give all cards the weights and buffers of rank 0: before the first step of a job."""
+        try:
+            for tensor in self.module.state_dict().values():
+                dist.broadcast(tensor.detach(), group=self.process_group, group_src=0)
+        except RuntimeError as error:
+            self._exchange.fail(error)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Prepare DDP for a call. Its exchanges are of buffers, and of the order of gradients."""
+        try:
+            return super()._pre_forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        except dist.DistError as error:
+            self._exchange.fail(error)
+        except RuntimeError as error:
+            if not _is_of_transport(error):
+                raise
+            self._exchange.fail(error)
+        return inputs, kwargs
+
+
+def _is_of_transport(error: RuntimeError) -> bool:
+    text = str(error)
+    return any(word in text for word in ("gloo", "NCCL", "onnection", "Timed out", "timed out"))

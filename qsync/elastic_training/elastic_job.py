@@ -1,0 +1,433 @@
+"""A training job whose cards join and leave, while every step stays one global batch.
+
+A step begins with a meeting of the cards at the lighthouse. Its samples are shared out over the cards that
+are up to date. A card that is behind receives their gradients, whose sum counts nothing of its own, and
+meanwhile the state that they began the step with; when the step ends it has theirs. If an exchange fails, the
+step is dropped on the cards that saw it and taken again. A card that completed it is then ahead,
+and the others are healed from it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace as with_fields
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync.backend.device_detection import device_of
+from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange
+from qsync.elastic_training.healing import Server, decode, encode, fetch
+from qsync.elastic_training.pace import Pace
+from qsync.elastic_training.plan_book import Membership, PlanBook, membership_of, shown
+from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous
+from qsync.elastic_training.share_loader import Options, ShareLoader
+from qsync.elastic_training.shares import Share, share_out
+from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
+from qsync.records.cluster import Link
+from qsync.records.graph import digest
+from qsync.runtime.wrapping import plan_of, swap_plan
+
+logger = logging.getLogger("qsync")
+
+_POLL_S = 0.05  # between two meetings while a card waits
+_LINK_BYTES = 4 * 2**20  # of the all-reduce that measures the link
+_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
+
+
+class ElasticStep:
+    """One step of the job on this card: iterate over its micro-batches, then ask whether it `arrived`."""
+
+    def __init__(self, job: ElasticJob, number: int, share: Share, is_behind: bool) -> None:
+        self._job, self._share = job, share
+        self.number = number
+        self.is_behind = is_behind
+        self.samples = share.samples
+        self.began_s = time.perf_counter()
+        self.outcome: bool | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this card's micro-batches; run forward and backward of one before taking the next."""
+        passes = self._share.passes
+        for k in range(passes):
+            batch = self._job._loader.next_batch()
+            with nullcontext() if k == passes - 1 else self._job.model.no_sync():
+                yield batch
+
+    def arrived(self) -> bool:
+        """Return whether the gradients are the mean over all samples of the step; call it after backward.
+
+        Where they are not, because a card was lost, leave the optimizer alone: the step is taken again.
+        """
+        if self.outcome is None:
+            self.outcome = self._job._finish(self)
+        return self.outcome
+
+
+class ElasticJob:
+    """A card's part in an elastic job. `elastic` makes it; see there."""
+
+    def __init__(
+        self,
+        states: Mapping[str, Any],
+        dataset: Any,
+        card: Card,
+        rendezvous: Rendezvous,
+        server: Server,
+        options: Options,
+        book: PlanBook | None,
+    ) -> None:
+        model, self._optimizer = states["model"], states["optimizer"]
+        self.card, self.step, self.plan = card.name, 0, plan_of(model)
+        self.on_step: list[Callable[[int], None]] = []  # called after each step with the number of steps
+        self._device = device_of(model)
+        self._states, self._options, self._book = states, options, book
+        self._num_samples = len(dataset)
+        self._loader = ShareLoader(dataset, options)
+        self._rendezvous, self._server = rendezvous, server
+        host = server.address.rpartition(":")[0]
+        self._store: Any = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        self._own = with_fields(card, store=f"{host}:{self._store.port}", server=server.address)
+        backend = os.environ.get("QSYNC_BACKEND") or ("nccl" if self._device.type == "cuda" else "gloo")
+        self._exchange = Exchange(options.timeout_s, backend)
+        self.model = ElasticDDP(
+            model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
+        )
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="qsync-heal")
+        self._pending: Future[bytes] | None = None  # the state of another card
+        self._meeting: Meeting | None = None
+        self._present: ElasticStep | None = None
+        self._pace, self._membership = Pace(), Membership()
+        self._seen_step, self._waits_for = 0, ""
+        self._released = threading.Event()
+        self._optimizer.register_step_pre_hook(self._check_order)
+
+    # --- The training loop ---
+
+    def steps(self, epochs: float | None = None, num_steps: int | None = None) -> Iterator[ElasticStep]:
+        """Yield the steps of the job until it has trained so long, or this card is released.
+
+        Every sample of an epoch is in exactly one step, whatever happens to cards. A step whose gradients did
+        not arrive is yielded again.
+
+        Args:
+            epochs: passes over the dataset since the job began; the last step is rounded down.
+            num_steps: steps since the job began. Without either the loop ends when the card is released.
+
+        Raises:
+            MismatchError: another job has this lighthouse.
+            FormatError: more cards than samples in a batch, or the loop left out `step.arrived()`.
+            InfeasibleError: no plan fits, found before the first step.
+        """
+        if epochs is not None:
+            num_steps = int(epochs * self._num_samples) // self._options.batch_size
+        restore = self._listen()
+        self._rendezvous.begin(self.card)
+        try:
+            while num_steps is None or self.step < num_steps:
+                step = self._begin()
+                if step is None:
+                    return
+                yield step
+                self._end(step)
+        finally:
+            restore()
+            self._leave()
+
+    def release(self) -> None:
+        """Let this card leave after its present step. The loop then ends, and its memory is freed.
+
+        The last card keeps the state of the job: it waits until another card has taken it over.
+        """
+        self._released.set()
+
+    @property
+    def cards(self) -> tuple[str, ...]:
+        """Return the names of the cards of the present step, by rank."""
+        return tuple(card.name for card in self._meeting.cards) if self._meeting else ()
+
+    @property
+    def group(self) -> str:
+        """Return the name of the present process group, of which no two are alike."""
+        return self._own.group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the job: its steps, its seed and the history of its commits."""
+        return {"step": self.step, "seed": self._options.seed, "history": self._own.history}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a position, as after loading a checkpoint. Raises MismatchError for another seed."""
+        if state["seed"] != self._options.seed:
+            raise MismatchError(
+                f"the checkpoint's samples are ordered by seed {state['seed']}, and this job's by "
+                f"{self._options.seed}; give seed={state['seed']}"
+            )
+        self.step = int(state["step"])
+        self._own = with_fields(self._own, step=self.step, history=str(state["history"]))
+
+    # --- One step ---
+
+    def _begin(self) -> ElasticStep | None:
+        """Meet the other cards, and return this card's part of the next step; None to leave."""
+        while True:
+            meeting = self._rendezvous.meet(self._card())
+            if self.card in meeting.released:
+                self.release()
+            if self._may_leave(meeting):
+                return None
+            if not self._may_step(meeting):
+                time.sleep(_POLL_S)
+                continue
+            self._meeting = meeting
+            if meeting.keeps_group or self._form_group(meeting):
+                return self._step_of(meeting)
+
+    def _card(self) -> Card:
+        """Return what the others are to know of this card now."""
+        return with_fields(
+            self._own,
+            group=self._own.group if self._exchange.failure is None else "",
+            book=len(self._book) if self._book is not None else 0,
+            slowdown=self._pace.slowdown,
+        )
+
+    def _may_leave(self, meeting: Meeting) -> bool:
+        """Return whether this card is asked to leave, and is not the only one that has the state."""
+        if not self._released.is_set():
+            return False
+        if meeting.is_only(self.card):
+            self._wait_for("a card to take the job over: this one is the last, and is to leave")
+            return False
+        return True
+
+    def _may_step(self, meeting: Meeting) -> bool:
+        """Return whether the cards that are there can take the next step."""
+        step = meeting.current[0].step
+        if step < self._seen_step:
+            self._wait_for(f"a card that has the state of step {self._seen_step}")
+            return False
+        self._seen_step = step
+        if self._released.is_set() and not meeting.behind:
+            return False  # the last card waits for another one
+        if step or meeting.current[0].history:
+            return True
+        if len(meeting.cards) < self._options.start_with:
+            missing = self._options.start_with - len(meeting.cards)
+            self._wait_for(f"{missing} more of the {self._options.start_with} cards that it starts with")
+            return False
+        if self._book is None:
+            return True
+        self._book.attend(meeting.cards, self.card)
+        has_plan = self._book.find(membership_of(meeting.cards)) is not None
+        self._own = with_fields(self._own, is_ready=has_plan)
+        return all(card.is_ready for card in meeting.cards)
+
+    def _wait_for(self, what: str) -> None:
+        if what != self._waits_for:
+            logger.warning("qsync: %s waits for %s", self.card, what)
+        self._waits_for = what
+
+    def _form_group(self, meeting: Meeting) -> bool:
+        """Form the process group of these cards; return False where one of them is gone meanwhile."""
+        start_s = time.perf_counter()
+        first, cards = meeting.cards[0], meeting.cards
+        rank = meeting.rank_of(self.card)
+        try:
+            group = self._exchange.form(f"{first.store}/{meeting.key}", rank, len(cards))
+        except RuntimeError as error:
+            self._exchange.fail(error)
+            return False
+        self.model.reform(group)
+        self._own = with_fields(self._own, group=f"{meeting.key}/{len(cards)}")
+        if not first.history and not first.step:
+            self.model.broadcast_state()
+        if len(cards) > 1 and any(card.link_s is None for card in cards):
+            self._measure_link(group, len(cards))
+        if rank == 0:
+            logger.info(
+                "qsync: step %d goes on with %s (%.0f ms)", first.step, shown(membership_of(cards)),
+                1e3 * (time.perf_counter() - start_s),
+            )  # fmt: skip
+        return self._exchange.failure is None
+
+    def _measure_link(self, group: dist.ProcessGroup, num_ranks: int) -> None:
+        """Measure an all-reduce between the cards: one of them has not."""
+        seconds = []
+        for num_bytes in (4, 4, _LINK_BYTES, _LINK_BYTES):
+            tensor = torch.zeros(num_bytes // 4, device=self._device)
+            start_s = time.perf_counter()
+            self._exchange.all_reduce(tensor, group).wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            seconds.append(time.perf_counter() - start_s)
+        latency_s, bulk_s = seconds[1], seconds[3]
+        self._own = with_fields(self._own, link_s=bulk_s)
+        if self._book is not None:
+            rate = _LINK_BYTES / max(bulk_s - latency_s, 1e-9)
+            self._book.link = Link(latency_s, rate, num_ranks=num_ranks)
+
+    def _step_of(self, meeting: Meeting) -> ElasticStep:
+        """Return this card's part of a step of these cards."""
+        current = meeting.current
+        shares = share_out(
+            self._options.batch_size, [card.rate for card in current], [card.limit for card in current]
+        )
+        rank = meeting.rank_of(self.card)
+        is_behind = rank >= len(current)
+        share = shares[rank % len(shares)]  # a card that is behind computes on samples of another
+        hook = self.model.hook
+        hook.samples, hook.passes, hook.is_behind = share.samples, share.passes, is_behind
+        is_equal = all(one.samples == shares[0].samples and one.passes == 1 for one in shares)
+        hook.num_equal = len(shares) if is_equal else 0
+        self.step = current[0].step
+        name = f"state/{meeting.key}"
+        if is_behind:
+            server = meeting.source_of(self.card).server
+            self._pending = self._pool.submit(fetch, server, name, self._options.timeout_s)
+        elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
+            self._server.offer(name, encode(self._state()), instead_of="state/")
+        self._loader.turn(self.step, share)
+        self._adopt_plan(meeting)
+        self._present = ElasticStep(self, self.step, share, is_behind)
+        return self._present
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {name: one.state_dict() for name, one in self._states.items()}
+        state["random"] = torch.get_rng_state()
+        if self._device.type == "cuda":
+            state["random_cuda"] = torch.cuda.get_rng_state(self._device)
+        return {**state, "job": self.state_dict()}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, one in self._states.items():
+            one.load_state_dict(state[name])
+        torch.set_rng_state(state["random"].cpu())
+        if self._device.type == "cuda" and "random_cuda" in state:
+            torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
+        self.load_state_dict(state["job"])
+
+    def _adopt_plan(self, meeting: Meeting) -> None:
+        """Run the plan of the present membership, if the book has one and it is not what runs."""
+        if self._book is None:
+            return
+        self._book.attend(meeting.cards, self.card)
+        membership = membership_of(meeting.cards)
+        if membership == self._membership:
+            return
+        try:
+            found = self._book.find(membership)
+        except InfeasibleError as error:
+            logger.warning("qsync: %s; the present plan goes on", error)
+            self._membership = membership
+            return
+        if found is None:
+            return
+        start_s = time.perf_counter()
+        own = found[self._own.device_class]
+        if self.plan is None or own.assignment != self.plan[self._own.device_class].assignment:
+            swap_plan(self.model.module, found, self._own.device_class)
+        self.plan, self._membership = found, membership
+        if own.predicted is not None:
+            rate = 1.0 / own.predicted.compute_s if self._options.share else 1.0
+            self._own = with_fields(self._own, rate=rate, limit=self._limit(own.predicted.memory_bytes))
+        logger.info(
+            "qsync: %s runs the plan of %s from step %d on (%.0f ms)", self.card, shown(membership),
+            self.step, 1e3 * (time.perf_counter() - start_s),
+        )  # fmt: skip
+
+    def _limit(self, planned_bytes: int) -> int | None:
+        """Return the most samples of a pass that this card holds. Activations grow with the samples."""
+        assert self._book is not None
+        planned = self._book.samples
+        fixed = sum(parameter.nbytes for parameter in self.model.parameters()) * _FIXED_COPIES
+        per_sample = max(planned_bytes - fixed, 1) / planned
+        holds = max(1, int((self._book.memory_bytes - fixed) / per_sample))
+        return min(holds, self._options.max_samples or holds)
+
+    def _finish(self, step: ElasticStep) -> bool:
+        """Wait for the state if this card is behind, and return whether the step counts."""
+        if self._exchange.failure is None and step.is_behind:
+            assert self._pending is not None
+            try:
+                self._load(decode(self._pending.result(), self._device))
+            except QSyncError as error:
+                self._exchange.fail(error)
+        elif self._exchange.failure is None:
+            self._note_pace(step)
+        return self._exchange.failure is None
+
+    def _note_pace(self, step: ElasticStep) -> None:
+        own = self._own.device_class
+        predicted = self.plan[own].predicted if self.plan is not None else None
+        if predicted is None:
+            return
+        planned = next((slowdown for name, _, slowdown in self._membership if name == own), 1.0)
+        measured_s = (self.model.hook.last_s - step.began_s) / step.samples
+        if self._pace.note(measured_s, predicted.compute_s / planned):
+            logger.warning(
+                "qsync: %s computes %g times as long as at first; the job plans for that", self.card,
+                self._pace.slowdown,
+            )  # fmt: skip
+
+    def _end(self, step: ElasticStep) -> None:
+        if step.outcome is None:
+            raise FormatError(
+                "the loop took the next step without asking whether this one arrived; write `if "
+                "step.arrived(): optimizer.step()`"
+            )
+        self._present = None
+        if step.outcome:
+            assert self._meeting is not None
+            self.step += 1
+            history = digest([self._own.history, self._meeting.key])
+            self._own = with_fields(self._own, step=self.step, history=history)
+            for call in self.on_step:
+                call(self.step)
+
+    def _check_order(self, *_: Any) -> None:
+        """Raise FormatError for an optimizer step on gradients that did not arrive."""
+        if self._present is not None and not self._present.outcome:
+            raise FormatError(
+                "the optimizer would step on gradients that are not the job's; write `if step.arrived(): "
+                "optimizer.step()`"
+            )
+
+    # --- Leaving ---
+
+    def _listen(self) -> Callable[[], None]:
+        """Let SIGTERM release this card, and a second one end it; return what undoes that."""
+        if threading.current_thread() is not threading.main_thread():
+            return lambda: None
+        before = signal.getsignal(signal.SIGTERM)
+
+        def restore() -> None:
+            signal.signal(signal.SIGTERM, before)
+
+        def leave(*_: Any) -> None:
+            self.release()
+            restore()
+
+        signal.signal(signal.SIGTERM, leave)
+        return restore
+
+    def _leave(self) -> None:
+        """Leave the job, and free what training holds beside the weights."""
+        self._rendezvous.leave()
+        if self._book is not None:
+            self._book.close()
+        self._server.close()
+        self._exchange.close()
+        self._pool.shutdown(wait=False)
+        if self._released.is_set():
+            self._optimizer.state.clear()
+            self._optimizer.zero_grad(set_to_none=True)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()

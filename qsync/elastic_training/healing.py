@@ -1,0 +1,126 @@
+"""Send the training state of one card to another that is behind: safetensors and JSON, never a pickle.
+
+A card serves its state from a thread, as it was when the step began; the receiver loads it when the step
+ends. So the others train meanwhile. What a card serves is readable by whoever reaches its port: run jobs in a
+network that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+
+from qsync.errors import QSyncError
+
+_JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
+
+
+def encode(state: Any) -> bytes:
+    """Return a nested state as the bytes of a safetensors file.
+
+    It may hold dicts, lists, tuples, numbers, text and tensors. Tensors are copied: later changes do not
+    show. Raises QSyncError for what is none of these.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def strip(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            tensors[str(len(tensors))] = value.detach().cpu().contiguous()
+            return {"t": len(tensors) - 1, "d": str(value.device.type)}
+        if isinstance(value, dict):
+            return {"m": [[strip(key), strip(one)] for key, one in value.items()]}
+        if isinstance(value, (list, tuple)):
+            return {"l" if isinstance(value, list) else "u": [strip(one) for one in value]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise QSyncError(
+            f"a {type(value).__name__} in the training state cannot be sent to another card; keep numbers, "
+            "text, lists, dicts and tensors in it"
+        )
+
+    text = json.dumps(strip(state))
+    # safetensors refuses tensors that share memory, such as tied weights.
+    return save({name: tensor.clone() for name, tensor in tensors.items()}, {_JSON: text})
+
+
+def decode(content: bytes, device: torch.device) -> Any:
+    """Return the state that `encode` was given; its tensors of accelerators on this device."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    tensors = load(content)
+
+    def fill(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if "t" in value:
+            tensor = tensors[str(value["t"])]
+            return tensor if value["d"] == "cpu" else tensor.to(device)
+        if "m" in value:
+            return {fill(key): fill(one) for key, one in value["m"]}
+        items = [fill(one) for one in (value["l"] if "l" in value else value["u"])]
+        return items if "l" in value else tuple(items)
+
+    return fill(json.loads(header["__metadata__"][_JSON]))
+
+
+class Server:
+    """Serves named contents over HTTP, from threads. A request waits until its content is there."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self._contents: dict[str, Callable[[], bytes] | bytes] = {}
+        self._changed = threading.Condition()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                content = server._wait_for(self.path.strip("/"), timeout_s)
+                self.send_response(200 if content is not None else 404)
+                self.send_header("Content-Length", str(len(content or b"")))
+                self.end_headers()
+                self.wfile.write(content or b"")
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self._http = ThreadingHTTPServer((host, 0), Handler)
+        self._http.daemon_threads = True
+        self.address = f"{host}:{self._http.server_address[1]}"
+        threading.Thread(target=self._http.serve_forever, name="qsync-state", daemon=True).start()
+
+    def _wait_for(self, name: str, timeout_s: float) -> bytes | None:
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._contents, timeout_s)
+            content = self._contents.get(name)
+        return content() if callable(content) else content
+
+    def offer(self, name: str, content: bytes | Callable[[], bytes], instead_of: str | None = None) -> None:
+        """Serve a content, or what a function returns, under a name; no longer what begins with another."""
+        with self._changed:
+            for old in list(self._contents):
+                if instead_of is not None and old.startswith(instead_of):
+                    del self._contents[old]
+            self._contents[name] = content
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Serve nothing any more."""
+        self._http.shutdown()
+        self._http.server_close()
+
+
+def fetch(address: str, name: str, timeout_s: float) -> bytes:
+    """Return a content that another card serves. Raises QSyncError where it has none, or is gone."""
+    try:
+        with urllib.request.urlopen(f"http://{address}/{name}", timeout=timeout_s) as answer:
+            content: bytes = answer.read()
+            return content
+    except (urllib.error.URLError, OSError) as error:
+        raise QSyncError(f"the card at {address} did not send {name} ({error})") from error

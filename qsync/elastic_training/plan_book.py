@@ -1,0 +1,231 @@
+"""A book of plans, one for every membership: made ahead, in the background of training.
+
+Profiles belong to classes and are cached on disk by model, hardware and versions, never by the number of
+cards. The first card of the job plans the present membership, those that can come next (one card more or
+less of each class), and those with a class that has become slower, in a process of its own. The other cards
+copy its book. Precisions are each card's own business, so no card waits for another to change its plan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import qsync
+from qsync import api
+from qsync.elastic_training.healing import Server, fetch
+from qsync.elastic_training.rendezvous import Card
+from qsync.errors import InfeasibleError, QSyncError
+from qsync.records.cluster import Cluster, DeviceClass, Link
+from qsync.records.graph import OpGraph, digest
+from qsync.records.json_files import read_json, write_json
+from qsync.records.levers import samples_of
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.records.profiles import Profile, Sensitivity
+
+logger = logging.getLogger("qsync")
+
+# Class -> (the number of its cards, by what factor they are slower than profiled).
+Membership = tuple[tuple[str, int, float], ...]
+
+_FETCH_S = 30.0
+
+
+def membership_of(cards: Iterable[Card]) -> Membership:
+    """Return the membership of these cards. A class is as slow as its slowest card."""
+    cards = list(cards)
+    count = Counter(card.device_class for card in cards)
+    slowest = {name: max(card.slowdown for card in cards if card.device_class == name) for name in count}
+    return tuple((name, count[name], slowest[name]) for name in sorted(count))
+
+
+def shown(membership: Membership) -> str:
+    """Return a membership in words: "2 infer (1.5 x slower), 2 train"."""
+    parts = [
+        f"{count} {name}" + (f" ({slowdown:g} x slower)" if slowdown != 1 else "")
+        for name, count, slowdown in membership
+    ]
+    return ", ".join(parts)
+
+
+def next_memberships(membership: Membership) -> list[Membership]:
+    """Return the memberships with one card less, then with one card more, of each class."""
+    found = []
+    for change in (-1, 1):
+        for place, (name, count, slowdown) in enumerate(membership):
+            entry = ((name, count + change, slowdown),) if count + change else ()
+            found.append(membership[:place] + entry + membership[place + 1 :])
+    return [one for one in found if one]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassCosts:
+    """What is known of one class: its cards, what a step costs on them, and the model's sensitivity."""
+
+    device_class: DeviceClass
+    graph: OpGraph
+    profile: Profile
+    sensitivity: Sensitivity
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the costs as a JSON object."""
+        precisions = [str(precision) for precision in self.device_class.precisions]
+        return {
+            "device_class": {**asdict(self.device_class), "precisions": precisions},
+            "graph": self.graph.to_json(), "profile": self.profile.to_json(),
+            "sensitivity": self.sensitivity.to_json(),
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> ClassCosts:
+        """Read what `to_json` returned."""
+        entry = value["device_class"]
+        precisions = tuple(Precision(text) for text in entry["precisions"])
+        return cls(
+            DeviceClass(**{**entry, "precisions": precisions}), OpGraph.from_json(value["graph"]),
+            Profile.from_json(value["profile"]), Sensitivity.from_json(value["sensitivity"]),
+        )  # fmt: skip
+
+
+def class_costs(
+    model: torch.nn.Module,
+    batch: Any,
+    loss_fn: api.LossFunction | None,
+    device_class: DeviceClass,
+    folder: Path,
+    **options: Any,
+) -> ClassCosts:
+    """Return the costs of this card's class: from the cache, or measured here and now.
+
+    The cache's key has the model, the batch's shapes, the hardware and the versions, and no count.
+    `options` are those of `qsync.profile`.
+    """
+    graph = api.trace_step(model, batch, loss_fn)
+    own = [device_class.name, device_class.hardware, device_class.emulated_share]
+    own += [str(precision) for precision in device_class.precisions]
+    key = digest([graph.hash, graph.shapes_hash, own, qsync.__version__, torch.__version__])
+    path = folder / "classes" / f"{key}.json"
+    try:
+        return ClassCosts.from_json(read_json(path))
+    except (QSyncError, KeyError, TypeError):
+        pass
+    profile = api.profile(model, batch, loss_fn, device_class=device_class, **options)
+    costs = ClassCosts(device_class, graph, profile, api.sensitivity(model, [batch], loss_fn))
+    write_json(path, costs.to_json())
+    return costs
+
+
+class PlanBook:
+    """The plans of a job by membership. Each card has a copy; that of the first card grows.
+
+    `own` is served to other cards, as are the plans. `options` are those of `qsync.plan`.
+    """
+
+    def __init__(self, own: ClassCosts, server: Server, options: Mapping[str, Any]) -> None:
+        self._classes = {own.device_class.name: own}
+        self._own, self._options = own, dict(options)
+        self._plans: dict[Membership, Plan | str] = {}  # text: why there is none
+        self.link = Link(0.0, 1e12)  # between the cards, as last measured
+        self.samples = samples_of(own.graph)  # of a pass that was profiled
+        self.memory_bytes = own.device_class.memory_bytes
+        self._cards: Sequence[Card] = ()
+        self._is_first = False
+        self._wake, self._ends = threading.Event(), threading.Event()
+        server.offer("class", lambda: json.dumps(own.to_json()).encode())
+        server.offer("plans", lambda: json.dumps(self._to_json()).encode())
+        threading.Thread(target=self._work, name="qsync-plans", daemon=True).start()
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    def find(self, membership: Membership) -> Plan | None:
+        """Return the plan of a membership, None while there is none. Raises InfeasibleError without any."""
+        found = self._plans.get(membership)
+        if isinstance(found, str):
+            raise InfeasibleError(found)
+        return found
+
+    def attend(self, cards: Sequence[Card], own: str) -> None:
+        """Plan for these cards, the first of which leads, in the background; or copy the leader's book."""
+        is_news = membership_of(cards) != membership_of(self._cards)
+        self._cards, self._is_first = cards, cards[0].name == own
+        if is_news or (not self._is_first and cards[0].book > len(self)):
+            self._wake.set()
+
+    def close(self) -> None:
+        """Plan no more."""
+        self._ends.set()
+        self._wake.set()
+
+    def _work(self) -> None:
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            if self._ends.is_set():
+                return
+            try:
+                self._lead() if self._is_first else self._copy()
+            except QSyncError as error:  # a card left meanwhile; the next membership wakes this thread
+                logger.info("qsync: planning stopped: %s", error)
+
+    def _lead(self) -> None:
+        """Plan the present membership and the next ones, until the membership changes."""
+        cards = self._cards
+        present = membership_of(cards)
+        for card in cards:
+            if card.device_class not in self._classes:
+                content = json.loads(fetch(card.server, "class", _FETCH_S))
+                self._classes[card.device_class] = ClassCosts.from_json(content)
+        for membership in [present, *next_memberships(present)]:
+            if self._wake.is_set():
+                return
+            if membership not in self._plans and all(name in self._classes for name, _, _ in membership):
+                self._plans[membership] = self._planned(membership)
+
+    def _copy(self) -> None:
+        found = json.loads(fetch(self._cards[0].server, "plans", _FETCH_S))
+        for entry in found:
+            membership = tuple((name, count, slowdown) for name, count, slowdown in entry["membership"])
+            self._plans[membership] = entry["why"] or Plan.from_json(entry["plan"])
+
+    def _to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "membership": membership,
+                "plan": plan.to_json() if isinstance(plan, Plan) else None,
+                "why": "" if isinstance(plan, Plan) else plan,
+            }
+            for membership, plan in dict(self._plans).items()
+        ]
+
+    def _planned(self, membership: Membership) -> Plan | str:
+        """Plan in a process of its own, of low priority; return the plan, or why there is none."""
+        classes = tuple(
+            replace(self._classes[name].device_class, count=count) for name, count, _ in membership
+        )
+        content = {
+            "graph": self._own.graph.to_json(),
+            "profiles": {name: self._classes[name].profile.to_json() for name, _, _ in membership},
+            "slowdowns": {name: slowdown for name, _, slowdown in membership},
+            "sensitivity": self._own.sensitivity.to_json(),
+            "cluster": Cluster(classes, self.link).to_json(), "options": self._options,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-m", "qsync.elastic_training.planning_process"],
+            input=json.dumps(content), capture_output=True, text=True,
+        )  # fmt: skip
+        if done.returncode == 0:
+            # Shares differ between memberships: a plan is for no batch in particular.
+            return replace(Plan.from_json(json.loads(done.stdout)), batch=())
+        return f"no plan for {shown(membership)}: {done.stderr.strip().splitlines()[-1]}"

@@ -1,0 +1,251 @@
+"""Meet the other cards of a job at its lighthouse, before every step.
+
+The lighthouse is torchft's. Every card sends what the others must know of it (`Card`) with its request for a
+quorum, and receives the same of all. Everything that cards must decide alike is a function of this meeting:
+who is in the step, who heals from whom, and who takes which samples.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from typing import Any
+
+from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
+
+logger = logging.getLogger("qsync")
+
+LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
+HEARTBEAT_S = 0.1
+_RETRY_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What the others know of a card.
+
+    `history` names the sequence of commits behind its state, empty before the first. `group` is the process
+    group that it is in, empty if it has none that works. `store` and `server` are the addresses of its
+    rendezvous store and of its state. `limit` is the most samples that it takes in one pass.
+    """
+
+    name: str
+    device_class: str
+    started_s: float
+    facts: Mapping[str, str]
+    step: int = 0
+    history: str = ""
+    group: str = ""
+    store: str = ""
+    server: str = ""
+    rate: float = 1.0
+    limit: int | None = None
+    slowdown: float = 1.0
+    link_s: float | None = None  # of the all-reduce by which it measured the link; None: not yet
+    book: int = 0  # the number of plans in its book
+    is_ready: bool = False  # it has the plan for the first step
+    release: tuple[str, ...] = ()  # the cards that it asks to leave
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The cards of one step: those that are up to date, then those that must be healed, each by name."""
+
+    key: str
+    current: tuple[Card, ...]
+    behind: tuple[Card, ...]
+    released: tuple[str, ...] = ()
+
+    @property
+    def cards(self) -> tuple[Card, ...]:
+        """Return all cards, in the order of their ranks."""
+        return self.current + self.behind
+
+    @property
+    def keeps_group(self) -> bool:
+        """Return whether all cards, and no others, are in one process group that works."""
+        groups = {card.group for card in self.cards}
+        size = next(iter(groups)).rpartition("/")[2]
+        return len(groups) == 1 and size == str(len(self.cards))
+
+    def rank_of(self, name: str) -> int:
+        """Return the rank of a card."""
+        return [card.name for card in self.cards].index(name)
+
+    def is_only(self, name: str) -> bool:
+        """Return whether no other card has the state of the job."""
+        return [card.name for card in self.current] == [name]
+
+    def source_of(self, name: str) -> Card:
+        """Return the card that a card which is behind takes its state from."""
+        place = [card.name for card in self.behind].index(name)
+        return self.current[place % len(self.current)]
+
+
+def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
+    """Return the meeting of the cards that train what this card trains. Pure.
+
+    The job is that of the card with the most steps behind it, then of the first that came. Cards of other
+    jobs are passed over. Raises MismatchError on a card of another job, with what differs.
+    """
+    workers = [card for card in cards if card.facts]
+    first = min(workers, key=lambda card: (-card.step, card.started_s, card.name))
+    for what, value in first.facts.items():
+        if own.facts.get(what) != value:
+            raise MismatchError(
+                f"the job at this lighthouse has {value} as {what}, and this card has "
+                f"{own.facts.get(what, 'nothing')}; start this card with the same, or give its job a "
+                "lighthouse of its own"
+            )
+    mates = sorted((card for card in workers if card.facts == first.facts), key=lambda card: card.name)
+    leading = [card for card in mates if card.step == first.step]
+    # Two parts of a job may have trained the same step apart. The larger part is right.
+    count = Counter(card.history for card in leading)
+    history = min(count, key=lambda one: (-count[one], one))
+    current = tuple(card for card in leading if card.history == history)
+    released = tuple(name for card in cards for name in card.release)
+    return Meeting(key, current, tuple(card for card in mates if card not in current), released)
+
+
+def coordination() -> Any:
+    """Return torchft's coordination module. Raises UnsupportedError where torchft is not installed."""
+    try:
+        return import_module("torchft.coordination")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"elastic jobs meet at torchft's lighthouse, which is not here ({error}); run `pip install "
+            "qsync[elastic]`"
+        ) from error
+
+
+def ask_to_leave(name: str, address: str) -> list[str]:
+    """Ask a card to leave after its present step, in a meeting; return the names of the others.
+
+    Raises FormatError where no such card is in the job.
+    """
+    rendezvous = Rendezvous(address, 10.0)
+    asking = Card(f"release-{uuid.uuid4()}", "", time.time(), {}, release=(name,))
+    names: list[str] = []
+    for _ in range(2):  # the first meeting may be that of the asking card alone
+        cards = rendezvous.cards(asking)
+        names = sorted(card.name for card in cards if card.facts)
+        if name in names:
+            return [one for one in names if one != name]
+    raise FormatError(
+        f"no card {shortened(name)} is in the job at {rendezvous.address}"
+        + (f"; it has {shortened(', '.join(names), 200, quote=False)}" if names else ", which has no cards")
+    )
+
+
+class Rendezvous:
+    """A card's connection to the lighthouse: heartbeats from a thread, and one meeting a step.
+
+    Raises QSyncError if no lighthouse answers at the address.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = checked_address(address)
+        self._timeout = timedelta(seconds=timeout_s)
+        try:
+            self._client = self._connect()
+        except Exception as error:
+            raise QSyncError(
+                f"no lighthouse answers at {self.address}; start one with `qsync lighthouse`, or give its "
+                "address"
+            ) from error
+        self._left = threading.Event()
+
+    def _connect(self) -> Any:
+        return coordination().LighthouseClient(f"http://{self.address}", self._timeout)
+
+    def own_host(self) -> str:
+        """Return the address under which this machine is seen from the lighthouse's network."""
+        host, _, port = self.address.rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))
+            found: str = probe.getsockname()[0]
+        return found
+
+    def begin(self, name: str) -> None:
+        """Start the heartbeats of a card."""
+        threading.Thread(target=self._beat, args=(name,), name="qsync-heartbeat", daemon=True).start()
+
+    def _beat(self, name: str) -> None:
+        client = self._client
+        while not self._left.wait(HEARTBEAT_S):
+            try:
+                client.heartbeat(name, self._timeout)
+            except Exception:  # the lighthouse is gone; `meet` says so
+                time.sleep(_RETRY_S)
+                client = self._reconnected(client)
+
+    def _reconnected(self, client: Any) -> Any:
+        try:
+            return self._connect()
+        except Exception:
+            return client
+
+    def meet(self, card: Card) -> Meeting:
+        """Wait until the cards of the job have met.
+
+        While no lighthouse answers, the card waits for one, and says so once.
+        """
+        has_told = False
+        while True:
+            try:
+                quorum = self._quorum(card)
+                break
+            except Exception as error:
+                if not has_told and not isinstance(error, TimeoutError):
+                    logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
+                    has_told = True
+                time.sleep(_RETRY_S)
+                self._client = self._reconnected(self._client)
+        key = f"{quorum.created.seconds}.{quorum.created.nanos}"
+        return meeting_of(key, _cards_of(quorum), card)
+
+    def cards(self, asking: Card) -> list[Card]:
+        """Return the cards of one meeting. Raises QSyncError where there is none within the timeout."""
+        try:
+            return _cards_of(self._quorum(asking))
+        except Exception as error:
+            raise QSyncError(
+                f"no meeting took place at {self.address} ({shortened(str(error), 80, quote=False)}); is a "
+                "job running there?"
+            ) from error
+
+    def _quorum(self, card: Card) -> Any:
+        return self._client.quorum(
+            replica_id=card.name, timeout=self._timeout, step=card.step, data=asdict(card)
+        )
+
+    def leave(self) -> None:
+        """End the heartbeats: the next meeting is without this card."""
+        self._left.set()
+
+
+def _cards_of(quorum: Any) -> list[Card]:
+    """Read what the participants of a quorum sent, but for those that are no cards of qsync."""
+    cards = []
+    for member in quorum.participants:
+        with suppress(TypeError, KeyError):
+            cards.append(Card(**{**member.data, "release": tuple(member.data["release"])}))
+    return cards
+
+
+def checked_address(text: object) -> str:
+    """Return HOST:PORT. Raises FormatError for anything else."""
+    address = text.removeprefix("http://") if isinstance(text, str) else ""
+    host, colon, port = address.rpartition(":")
+    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+        raise FormatError(f"a lighthouse's address is HOST:PORT, found {shortened(text)}")
+    return address

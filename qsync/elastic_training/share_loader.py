@@ -1,0 +1,70 @@
+"""Load the samples of this card's share, ahead of the training loop where worker processes do it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from qsync.elastic_training.shares import SampleOrder, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an elastic job runs; see `qsync.elastic`."""
+
+    batch_size: int
+    seed: int
+    start_with: int
+    timeout_s: float
+    share: bool
+    max_samples: int | None
+    num_workers: int
+    collate_fn: Callable[[list[Any]], Any]
+
+
+class ShareLoader:
+    """Loads this card's micro-batches, also ahead in worker processes; `turn` makes those ahead stale."""
+
+    def __init__(self, dataset: Any, options: Options) -> None:
+        self._order = SampleOrder(len(dataset), options.seed)
+        self._batch_size = options.batch_size
+        self._asked: list[int] = []  # the generation of every batch that workers have been asked for
+        self._generation = 0
+        self._place, self._share, self._pass = 0, Share(0, 1, 1), 0  # of the next batch that is taken
+        self._next = (0, 0)  # the step and pass of the next batch that is asked for
+        workers: dict[str, Any] = {"num_workers": options.num_workers}
+        if options.num_workers:
+            workers["persistent_workers"] = True
+        self._batches = iter(
+            DataLoader(dataset, batch_sampler=self, collate_fn=options.collate_fn, **workers)
+        )
+
+    def turn(self, step: int, share: Share) -> None:
+        """Go on with a share of this step. What was loaded ahead for another share is thrown away."""
+        if (step, share, 0) == (self._place, self._share, self._pass):
+            return
+        self._generation += 1
+        self._place, self._share, self._pass = step, share, 0
+        self._next = (step, 0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            step, k = self._next
+            size = self._share.samples // self._share.passes
+            start = step * self._batch_size + self._share.start + k * size
+            self._next = (step, k + 1) if k + 1 < self._share.passes else (step + 1, 0)
+            self._asked.append(self._generation)
+            yield self._order.indices(start, size)
+
+    def next_batch(self) -> Any:
+        """Return the next micro-batch."""
+        while True:
+            batch, generation = next(self._batches), self._asked.pop(0)
+            if generation == self._generation:
+                self._pass += 1
+                if self._pass == self._share.passes:
+                    self._place, self._pass = self._place + 1, 0
+                return batch

@@ -1,0 +1,229 @@
+"""`elastic`: stands where `hybrid` stands, in a job whose cards come and go."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import default_collate
+
+import qsync
+from qsync import api
+from qsync.allocator import check_options
+from qsync.backend.device_detection import detect_class, device_of
+from qsync.distributed.data_parallel import check_not_parallel
+from qsync.distributed.ddp_profiling import profile_seconds
+from qsync.distributed.plan_cache import cache_folder
+from qsync.elastic_training.elastic_job import ElasticJob
+from qsync.elastic_training.healing import Server
+from qsync.elastic_training.plan_book import PlanBook, class_costs
+from qsync.elastic_training.rendezvous import LIGHTHOUSE_VARIABLE, Card, Rendezvous
+from qsync.elastic_training.share_loader import Options
+from qsync.errors import FormatError, shortened
+from qsync.records.cluster import DeviceClass
+from qsync.records.graph import digest
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
+from qsync.tracing.tracer import undisturbed
+
+_RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
+
+
+def elastic(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: Any,
+    *,
+    batch_size: int,
+    loss_fn: api.LossFunction | None = None,
+    lighthouse: str | None = None,
+    start_with: int | None = None,
+    seed: int = 0,
+    states: Mapping[str, Any] | None = None,
+    plan: Plan | None = None,
+    card: str | None = None,
+    device_class: str | None = None,
+    emulated_share: float | None = None,
+    precisions: Sequence[Precision | str] | None = None,
+    base: str | None = None,
+    share: bool = False,
+    max_samples: int | None = None,
+    timeout_s: float = 10.0,
+    num_workers: int = 0,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    cache_dir: str | Path | None = None,
+    **options: Any,
+) -> ElasticJob:
+    """Join a training job whose cards come and go, at its lighthouse (`qsync lighthouse`).
+
+    Called in one process per card, started by torchrun or by hand, at any time. It profiles the card's class
+    if no card of it ever did. The global batch stays, whatever the membership: its samples are shared out
+    over the cards that are there, and every step's gradient is their mean. Cards that die, stop or get stuck
+    are left out; cards that come are healed from a card that trains. (As torchft, whose lighthouse and
+    process groups this uses.)
+
+    Args:
+        model: the same on every card. Those of the first card count.
+        optimizer: of the model's parameters.
+        dataset: with `len` and whole numbers as indices; the same on every card.
+        batch_size: the number of samples of a step on all cards together.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss of a batch as `collate_fn` makes it: to
+            profile with. Without it the model's own `.loss` counts.
+        lighthouse: HOST:PORT; without it, what the variable QSYNC_LIGHTHOUSE says.
+        start_with: the number of cards to wait for before the first step; without it torchrun's WORLD_SIZE,
+            else 1.
+        seed: of the order of samples.
+        states: more objects with `state_dict` and `load_state_dict` that a card which joins must have, by
+            name: schedulers, averages.
+        plan: run this plan under every membership; nothing is profiled then.
+        card: the name of this card, for `qsync release`; without it its class and a number.
+        device_class: the name of this card's class, instead of the detected one.
+        emulated_share: the share of its core that an emulated card gets, in (0, 1].
+        precisions: those to choose from, instead of all that this card multiplies in hardware.
+        base: as in `qsync.hybrid`.
+        share: give cards samples in proportion to their predicted speed, instead of equally many.
+        max_samples: the most samples of this card in one pass; by the memory model without it.
+        timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step
+            differs from the fastest.
+        num_workers: of `torch.utils.data.DataLoader`.
+        collate_fn: of `torch.utils.data.DataLoader`.
+        cache_dir: the folder of cached profiles, instead of `~/.cache/qsync`.
+        **options: options of `qsync.plan`, but for levers.
+
+    Returns:
+        The job: call `job.model`, and iterate over `job.steps(...)`.
+
+    Raises:
+        QSyncError: no lighthouse answers.
+        FormatError: an option that does not exist or cannot be used.
+        CalibrationError, TracingError, UnsupportedError: as in `qsync.hybrid`.
+
+    Example:
+        >>> job = qsync.elastic(model, optimizer, dataset, batch_size=64, loss_fn=loss_fn)
+        >>> for step in job.steps(epochs=3):
+        ...     optimizer.zero_grad()
+        ...     for batch in step:
+        ...         loss_fn(job.model, batch).backward()
+        ...     if step.arrived():
+        ...         optimizer.step()
+    """
+    check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
+    check_not_parallel(model)
+    start_with = start_with if start_with is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    _check(options, states or {}, dataset, batch_size=batch_size, start_with=start_with, seed=seed,
+           max_samples=max_samples, num_workers=num_workers, timeout_s=timeout_s)  # fmt: skip
+    address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
+    if address is None:
+        raise FormatError(
+            "no lighthouse is given; start one with `qsync lighthouse`, and set "
+            f"{LIGHTHOUSE_VARIABLE} to its address"
+        )
+    rendezvous = Rendezvous(address, timeout_s)
+    how = Options(
+        batch_size,
+        seed,
+        start_with,
+        timeout_s,
+        share,
+        max_samples,
+        num_workers,
+        collate_fn or default_collate,
+    )
+    found = detect_class(device_of(model), emulated_share, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    own = replace(found, name=device_class) if device_class else found
+    server = Server(rendezvous.own_host(), timeout_s)
+    book = None
+    if plan is not None:
+        api.wrap_as(model, plan, own.name, speaks=True)
+    else:
+        samples = min(-(-batch_size // start_with), max_samples or batch_size, len(dataset))
+        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in {samples, max(1, samples // 2)}]
+        book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
+                     type(optimizer), options)  # fmt: skip
+    facts = _facts(model, dataset, how, {**options, "base": base or "fp32", "plan": plan and plan.to_json()})
+    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
+    states = {"model": model, "optimizer": optimizer, **(states or {})}
+    entry = Card(name, own.name, time.time(), facts, limit=max_samples)
+    return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
+
+
+def _check(options: Mapping[str, Any], states: Mapping[str, Any], dataset: Any, **numbers: Any) -> None:
+    """Raise FormatError for an option that cannot be used."""
+    if options.get("levers"):
+        raise FormatError(
+            "an elastic job shares its samples out anew at every change; give share=True instead"
+        )
+    least = {"seed": 0, "num_workers": 0, "max_samples": 1, "batch_size": 1, "start_with": 1}
+    for name, number in numbers.items():
+        if name == "timeout_s":
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0.1 <= number < 1e6:
+                raise FormatError(f"timeout_s must be seconds of at least 0.1, found {shortened(number)}")
+        elif not (name == "max_samples" and number is None) and (
+            type(number) is not int or number < least[name]
+        ):
+            raise FormatError(
+                f"{name} must be a whole number of at least {least[name]}, found {shortened(number)}"
+            )
+    if numbers["start_with"] > numbers["batch_size"]:
+        raise FormatError(
+            f"{numbers['start_with']} cards cannot share {numbers['batch_size']} samples a step; give a "
+            "larger batch_size, or fewer cards"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or not len(dataset):
+        raise FormatError(
+            f"dataset must have a length and indices, and samples, found {shortened(type(dataset).__name__)}"
+        )
+    for name, one in states.items():
+        if name in _RESERVED or not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise FormatError(
+                f"states[{shortened(name)}] must be an object with state_dict and load_state_dict, under "
+                f"another name than {', '.join(_RESERVED)}"
+            )
+
+
+def _book(
+    model: torch.nn.Module,
+    batches: Sequence[Any],
+    loss_fn: api.LossFunction | None,
+    own: DeviceClass,
+    server: Server,
+    folder: Path,
+    precisions: Sequence[Precision | str] | None,
+    base: str | None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    options: Mapping[str, Any],
+) -> PlanBook:
+    """Profile the class, and trace the model for any number of samples, before the others see this card."""
+    costs = class_costs(
+        model, batches[0], loss_fn, own, folder, precisions=precisions, make_optimizer=make_optimizer,
+        seconds=profile_seconds(),
+    )  # fmt: skip
+    options = {**options, "base": base} if base is not None else options
+    api.wrap(model, base=base or "fp32")
+    with undisturbed(model):
+        for batch in batches:
+            api.loss_of(model, batch, loss_fn)().backward()  # type: ignore[no-untyped-call]
+    return PlanBook(costs, server, options)
+
+
+def _facts(model: torch.nn.Module, dataset: Any, how: Options, options: Mapping[str, Any]) -> dict[str, str]:
+    """Return what must be the same on every card, by what a message calls it."""
+    layout = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    return {
+        "qsync": qsync.__version__,
+        "torch": torch.__version__,
+        "the model's class": type(model).__name__,
+        "the number of parameters": str(len(layout)),
+        "the shapes of the parameters": digest(layout),
+        "the number of samples in the dataset": str(len(dataset)),
+        "batch_size": str(how.batch_size),
+        "seed": str(how.seed),
+        "the options of the plan": digest([str(value) for value in sorted(options.items())]),
+    }
