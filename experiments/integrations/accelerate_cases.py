@@ -18,6 +18,7 @@ from qsync.experiments.integrations.cases import (
     Outcome,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
@@ -67,29 +68,20 @@ def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **setting
     return Outcome(loop(accelerator, model, optimizer, loader, clip=clip), model)
 
 
-@case(_GROUP, "`accelerator.prepare(hybrid, optimizer, loader)`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`gradient_accumulation_steps=2`, `accelerator.accumulate`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_accumulation_steps=2)
-
-
-@case(_GROUP, "`accelerator.clip_grad_norm_`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, clip=0.1, gradient_accumulation_steps=2)
+cases(_GROUP, _outcome, {
+    "`accelerator.prepare(hybrid, optimizer, loader)`": {},
+    "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {"gradient_accumulation_steps": 2},
+    "`accelerator.clip_grad_norm_`": {"clip": 0.1, "gradient_accumulation_steps": 2},
+    '`mixed_precision="bf16"` around a hybrid of another base': {
+        "mixed_precision": "bf16", "options": {"base": "fp32"},
+    },
+    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}},
+})  # fmt: skip
 
 
 @case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
-
-
-@case(_GROUP, '`mixed_precision="bf16"` around a hybrid of another base')
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, mixed_precision="bf16", options={"base": "fp32"})
 
 
 @case(_GROUP, "`ddp_options` of the hybrid, `find_unused_parameters=True`")
@@ -135,11 +127,6 @@ def _(arm: Arm) -> Outcome:
     other, of_other, _ = prepared(arm, accelerator)
     norms = loop(accelerator, one, of_one, loader, 2) + loop(accelerator, other, of_other, loader, 2)
     return Outcome(norms, nn.ModuleList([one, other]))
-
-
-@case(_GROUP, "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"ddp": False})
 
 
 @case(_GROUP, "prepared twice")

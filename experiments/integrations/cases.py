@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,12 @@ def case(
         return do
 
     return listed
+
+
+def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
+    """List a case for each name: `outcome` with these arguments."""
+    for name, arguments in given.items():
+        case(group, name)(update_wrapper(partial(outcome, **arguments), outcome))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from qsync.experiments.integrations.cases import (
     Spare,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
@@ -126,34 +127,23 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
     return Outcome(module.norms, module)
 
 
-@case(_GROUP, "`fit`, `self(x)` in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`accumulate_grad_batches=2`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, accumulate_grad_batches=2)
-
-
-@case(_GROUP, "`self.net(x)` in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Submodule, accumulate_grad_batches=2)
+cases(_GROUP, _outcome, {
+    "`fit`, `self(x)` in training_step": {},
+    "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
+    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
+    "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
+    "unused parameters, `find_unused_parameters=True` of the strategy": {
+        "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
+    },
+    "manual optimization with `loss_fn`": {"kind": Manual, "options": {"loss_fn": loss_of}},
+    "manual optimization without it": {"kind": Manual},
+    "two networks in training_step": {"kind": TwoNetworks},
+})  # fmt: skip
 
 
 @case(_GROUP, '`precision="bf16-mixed"`: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, precision="bf16-mixed", options=arm.in_bf16)
-
-
-@case(_GROUP, "`gradient_clip_val=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_clip_val=0.1)
-
-
-@case(_GROUP, "unused parameters, `find_unused_parameters=True` of the strategy")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, lambda: Classifier(Spare), ddp={"find_unused_parameters": True})
 
 
 @case(_GROUP, "validation before and during training, `test`, `predict`")
@@ -200,21 +190,6 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     module, again = _resumed(arm, arm, {"max_steps": 2}, {"max_steps": 4}, OTHER_PLAN)
     return Outcome(module.norms, again)
-
-
-@case(_GROUP, "manual optimization with `loss_fn`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Manual, options={"loss_fn": lambda model, one: loss_of(model, one)})
-
-
-@case(_GROUP, "manual optimization without it")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Manual)
-
-
-@case(_GROUP, "two networks in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, TwoNetworks)
 
 
 @case(_GROUP, "DDPStrategy around a LightningModule that holds a hybrid")

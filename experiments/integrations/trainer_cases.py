@@ -24,6 +24,7 @@ from qsync.experiments.integrations.cases import (
     Arm,
     Outcome,
     case,
+    cases,
     facts,
     net,
     norm,
@@ -107,14 +108,19 @@ def _outcome(arm: Arm, **given: Any) -> Outcome:
     return Outcome(norms, made.model)
 
 
-@case(_GROUP, "`train()`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`gradient_accumulation_steps=2`, losses by tokens")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_accumulation_steps=2)
+cases(_GROUP, _outcome, {
+    "`train()`": {},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
+    "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
+    "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
+    "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
+    "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`": {
+        "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1,
+    },
+    "levers": {"options": {"levers": ["share"]}},
+    "an option that the Trainer states": {"options": {"base": "bf16"}},
+    "a misspelt option": {"options": {"slak": 0.1}},
+})  # fmt: skip
 
 
 @case(_GROUP, "a model whose loss is a mean over samples, accumulation 2")
@@ -128,21 +134,6 @@ def _(arm: Arm) -> Outcome:
     return _outcome(arm, bf16=True, options=arm.in_bf16)
 
 
-@case(_GROUP, "`label_smoothing_factor=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, label_smoothing_factor=0.1)
-
-
-@case(_GROUP, "`gradient_checkpointing=True`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_checkpointing=True)
-
-
-@case(_GROUP, "`max_grad_norm=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, max_grad_norm=0.1)
-
-
 @case(_GROUP, "`compute_loss_func`")
 def _(arm: Arm) -> Outcome:
     def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> Any:
@@ -150,11 +141,6 @@ def _(arm: Arm) -> Outcome:
         return nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
 
     return _outcome(arm, extra={"compute_loss_func": loss})
-
-
-@case(_GROUP, "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1)
 
 
 @case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`")
@@ -266,21 +252,6 @@ class _Once(IterableDataset[dict[str, torch.Tensor]]):
 @case(_GROUP, "a dataset that can be read once")
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, data=_Once())
-
-
-@case(_GROUP, "levers")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"levers": ["share"]})
-
-
-@case(_GROUP, "an option that the Trainer states")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"base": "bf16"})
-
-
-@case(_GROUP, "a misspelt option")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"slak": 0.1})
 
 
 @case(_GROUP, "other accumulation on the ranks")
