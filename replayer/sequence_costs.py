@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from qsync.errors import FormatError, MismatchError
+from qsync.errors import FormatError
 from qsync.lowering.lowered_graph import Cast
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
@@ -178,12 +178,3 @@ def waiting(lengths: Sequence[int], taken: Sequence[Sequence[int]], costs: Seque
         cost.seconds(len(own), max(lengths[i] for i in own)) for own, cost in zip(taken, costs, strict=True)
     ]
     return 1.0 - sum(times) / (len(times) * max(times))
-
-
-def check_same_classes(classes: Sequence[str], costs: Mapping[str, SequenceCost]) -> None:
-    """Raise MismatchError unless the costs of every rank's class are known."""
-    missing = [name for name in classes if name not in costs]
-    if missing:
-        raise MismatchError(
-            f"no sequence costs are known of {missing[0]}; there are those of {', '.join(costs)}"
-        )

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import qsync
 from qsync.experiments.integrations.cases import (
@@ -18,10 +18,12 @@ from qsync.experiments.integrations.cases import (
     Outcome,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
     norm,
+    rows,
     same_state,
     sgd,
     trained,
@@ -30,14 +32,6 @@ from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
 
 _GROUP = "Accelerate"
-
-
-def rows() -> TensorDataset:
-    """Return a small set of training data."""
-    generator = torch.Generator().manual_seed(3)
-    return TensorDataset(
-        torch.randn(64, 32, generator=generator), torch.randint(0, 8, (64,), generator=generator)
-    )
 
 
 def prepared(arm: Arm, accelerator: Accelerator, **options: Any) -> tuple[Any, Any, Any]:
@@ -74,47 +68,26 @@ def _outcome(arm: Arm, clip: float | None = None, options: Any = None, **setting
     return Outcome(loop(accelerator, model, optimizer, loader, clip=clip), model)
 
 
-@case(_GROUP, "`accelerator.prepare(hybrid, optimizer, loader)`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`gradient_accumulation_steps=2`, `accelerator.accumulate`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_accumulation_steps=2)
-
-
-@case(_GROUP, "`accelerator.clip_grad_norm_`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, clip=0.1, gradient_accumulation_steps=2)
+cases(_GROUP, _outcome, {
+    "`accelerator.prepare(hybrid, optimizer, loader)`": {},
+    "`gradient_accumulation_steps=2`, `accelerator.accumulate`": {"gradient_accumulation_steps": 2},
+    "`accelerator.clip_grad_norm_`": {"clip": 0.1, "gradient_accumulation_steps": 2},
+    '`mixed_precision="bf16"` around a hybrid of another base': {
+        "mixed_precision": "bf16", "options": {"base": "fp32"},
+    },
+    "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it": {"options": {"ddp": False}},
+})  # fmt: skip
 
 
 @case(_GROUP, '`mixed_precision="bf16"` before the hybrid: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
-    found = _outcome(arm if arm.precision != "fp32" else _in_bf16(arm), mixed_precision="bf16")
-    return found
-
-
-def _in_bf16(arm: Arm) -> Arm:
-    """Return the arm whose plan is the base: BF16 wherever torch.autocast has it."""
-    return _Base(arm.precision, arm.folder)
-
-
-class _Base(Arm):
-    @property
-    def options(self) -> dict[str, Any]:
-        return {"cache_dir": self.folder.parent / "plans", "precisions": ["fp32", "bf16"]}
-
-
-@case(_GROUP, '`mixed_precision="bf16"` around a hybrid of another base')
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, mixed_precision="bf16", options={} if arm.is_plain else {"base": "fp32"})
+    return _outcome(arm, mixed_precision="bf16", options=arm.in_bf16)
 
 
 @case(_GROUP, "`ddp_options` of the hybrid, `find_unused_parameters=True`")
 def _(arm: Arm) -> Outcome:
     handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
-    options = {} if arm.is_plain else {"ddp_options": {"find_unused_parameters": True}}
+    options = {"ddp_options": {"find_unused_parameters": True}}
     return _outcome(arm, kwargs_handlers=handlers, options=options)
 
 
@@ -156,11 +129,6 @@ def _(arm: Arm) -> Outcome:
     return Outcome(norms, nn.ModuleList([one, other]))
 
 
-@case(_GROUP, "`qsync.hybrid(model, ddp=False)`: Accelerate wraps it")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={} if arm.is_plain else {"ddp": False})
-
-
 @case(_GROUP, "prepared twice")
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
@@ -187,8 +155,7 @@ def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
         loss_of(model, (x, y)).backward()
         return Outcome([norm(model)], model)
     own = (slice(0, 12), slice(12, 16))[rank]
-    model = qsync.hybrid(net(), plan=_plan(passes), device_class=f"class{rank}")
-    model = accelerator.prepare(model)
+    model = accelerator.prepare(qsync.hybrid(net(), plan=_plan(passes), device_class=f"class{rank}"))
     if arm.precision == "int8":
         model = qsync.wrap(model, "int8")
     for part in zip(x[own].chunk(accumulation), y[own].chunk(accumulation), strict=True):
@@ -215,7 +182,7 @@ def _(arm: Arm) -> Outcome:
 @case(_GROUP, "`qsync.token_mean` in Accelerate's own DDP, accumulation 2")
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer, loader = prepared(arm, accelerator, **({} if arm.is_plain else {"ddp": False}))
+    model, optimizer, loader = prepared(arm, accelerator, ddp=False)
     norms = []
     for one in itertools.islice(loader, 6):
         with accelerator.accumulate(model):
@@ -232,8 +199,7 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     accelerator = Accelerator(cpu=True)
     tokens = torch.randint(0, 9, (4, 16))
-    embedding = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9))
-    model = net(lambda: embedding)
+    model = net(lambda: nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 9)))
     if not arm.is_plain:
         model = arm.hybrid(model, (tokens,), lambda model, one: model(one[0]).square().mean())
         sampler = qsync.LengthSampler(model, list(range(1, 33)), 8)

@@ -7,13 +7,13 @@ returns the gradient norms that its user would see, and the trained model.
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 import qsync
 from qsync.distributed.agreement import agree
@@ -32,6 +33,8 @@ WORKS, REFUSED, WARNS, SILENT = "works", "refused", "warns", "SILENT"
 # whose attention is another kernel, up to the second. Those in INT8 differ by no more than the third.
 NORM_TOLERANCE, BF16_TOLERANCE, LARGEST_DIFFERENCE = 1e-6, 2e-3, 0.2
 _EVERYTHING = {"lower_all": True, "precisions": ["fp32", "bf16", "int8"]}
+# Options of a plan in BF16, which differs from those of all arms.
+OTHER_PLAN = {"pins": {"*": "bf16"}, "lower_all": True, "precisions": ["fp32", "bf16"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,20 @@ class Arm:
         chosen = {"precisions": ["fp32"]} if self.precision == "fp32" else lowered
         return {"cache_dir": self.folder.parent / "plans", **chosen}
 
+    @property
+    def in_bf16(self) -> dict[str, Any]:
+        """Return options with which the FP32 plan is one of the base bf16."""
+        return {"precisions": ["fp32", "bf16"]} if self.precision == "fp32" else {}
+
     def hybrid(
         self, model: nn.Module, batch: Any, loss_fn: Any = None, *, ddp: bool = True, **options: Any
     ) -> Any:
-        """Return the model in DDP; without `ddp` as a framework takes it."""
+        """Return the model in DDP; without `ddp` as a framework takes it.
+
+        Of the options plain DDP takes `ddp_options` alone.
+        """
         if not self.is_plain:
-            return qsync.hybrid(model, batch, loss_fn, ddp=ddp, **self.options, **options)
+            return qsync.hybrid(model, batch, loss_fn, ddp=ddp, **{**self.options, **options})
         ddp_options = {"gradient_as_bucket_view": True, **options.get("ddp_options", {})}
         return DistributedDataParallel(model, **ddp_options) if ddp else model
 
@@ -95,6 +106,12 @@ def case(
         return do
 
     return listed
+
+
+def cases(group: str, outcome: Callable[..., Outcome], given: Mapping[str, Mapping[str, Any]]) -> None:
+    """List a case for each name: `outcome` with these arguments."""
+    for name, arguments in given.items():
+        case(group, name)(update_wrapper(partial(outcome, **arguments), outcome))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +236,14 @@ class Net(nn.Module):
         return self.head(x + self.body(x))  # type: ignore[no-any-return]
 
 
+class Spare(Net):
+    """A model with a layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
 def net(kind: Callable[[], nn.Module] = Net) -> Any:
     """Return a model, the same each time and on every rank."""
     with torch.random.fork_rng():
@@ -235,9 +260,12 @@ def batch(number: int = 0, size: int = 8) -> Batch:
     return torch.randn(size, 32, generator=generator), torch.randint(0, 8, (size,), generator=generator)
 
 
-def batches() -> Iterator[Batch]:
-    """Yield batches of this rank for ever."""
-    return (batch(number) for number in itertools.count(1))
+def rows() -> TensorDataset:
+    """Return a small set of training data."""
+    generator = torch.Generator().manual_seed(3)
+    return TensorDataset(
+        torch.randn(64, 32, generator=generator), torch.randint(0, 8, (64,), generator=generator)
+    )
 
 
 def loss_of(model: Any, batch: Batch) -> Any:
@@ -258,15 +286,29 @@ def sgd(model: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05)
 
 
-def trained(model: Any, steps: int = 3, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+def trained(
+    model: Any,
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+    loss_fn: Callable[[Any, Batch], Any] = loss_of,
+    norm_of: Callable[[Any], float] = norm,
+) -> list[float]:
     """Train for some steps, and return the gradient norms."""
     norms, optimizer = [], optimizer or sgd(model)
     for number in range(steps):
         optimizer.zero_grad()
-        loss_of(model, batch(number)).backward()
-        norms.append(norm(model))
+        loss_fn(model, batch(number)).backward()
+        norms.append(norm_of(model))
         optimizer.step()
     return norms
+
+
+def parts_of(model: Any, batch: Batch, passes: int) -> Iterator[Batch]:
+    """Yield the parts of a batch, of unequal size; gradients are exchanged in the last one alone."""
+    x, y = (tensor.tensor_split(passes) for tensor in batch)
+    for k in range(passes):
+        with nullcontext() if k == passes - 1 else model.no_sync():
+            yield x[k], y[k]
 
 
 def facts(**checks: bool) -> list[float]:

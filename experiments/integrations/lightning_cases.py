@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,18 +12,21 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
-from qsync.experiments.integrations.accelerate_cases import rows
 from qsync.experiments.integrations.cases import (
     BF16_TOLERANCE,
+    OTHER_PLAN,
     Arm,
     Net,
     Outcome,
+    Spare,
     batch,
     case,
+    cases,
     facts,
     loss_of,
     net,
     norm,
+    rows,
     same_state,
 )
 from qsync.integrations.lightning import QSyncStrategy
@@ -36,9 +38,9 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 class Classifier(pl.LightningModule):
     """A LightningModule with a forward of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[Net] = Net) -> None:
         super().__init__()
-        self.net, self.loss = Net(), nn.CrossEntropyLoss()
+        self.net, self.loss = kind(), nn.CrossEntropyLoss()
         self.norms: list[float] = []
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -125,43 +127,23 @@ def _outcome(arm: Arm, kind: Any = Classifier, **given: Any) -> Outcome:
     return Outcome(module.norms, module)
 
 
-@case(_GROUP, "`fit`, `self(x)` in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`accumulate_grad_batches=2`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, accumulate_grad_batches=2)
-
-
-@case(_GROUP, "`self.net(x)` in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Submodule, accumulate_grad_batches=2)
+cases(_GROUP, _outcome, {
+    "`fit`, `self(x)` in training_step": {},
+    "`accumulate_grad_batches=2`": {"accumulate_grad_batches": 2},
+    "`self.net(x)` in training_step": {"kind": Submodule, "accumulate_grad_batches": 2},
+    "`gradient_clip_val=0.1`": {"gradient_clip_val": 0.1},
+    "unused parameters, `find_unused_parameters=True` of the strategy": {
+        "kind": lambda: Classifier(Spare), "ddp": {"find_unused_parameters": True},
+    },
+    "manual optimization with `loss_fn`": {"kind": Manual, "options": {"loss_fn": loss_of}},
+    "manual optimization without it": {"kind": Manual},
+    "two networks in training_step": {"kind": TwoNetworks},
+})  # fmt: skip
 
 
 @case(_GROUP, '`precision="bf16-mixed"`: the base', BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
-    options = {"precisions": ["fp32", "bf16"]} if arm.precision == "fp32" else {}
-    return _outcome(arm, precision="bf16-mixed", options=options)
-
-
-@case(_GROUP, "`gradient_clip_val=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_clip_val=0.1)
-
-
-class Unused(Classifier):
-    """A LightningModule with a layer that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 4)
-
-
-@case(_GROUP, "unused parameters, `find_unused_parameters=True` of the strategy")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Unused, ddp={"find_unused_parameters": True})
+    return _outcome(arm, precision="bf16-mixed", options=arm.in_bf16)
 
 
 @case(_GROUP, "validation before and during training, `test`, `predict`")
@@ -175,60 +157,39 @@ def _(arm: Arm) -> Outcome:
     return Outcome(module.norms, module, [validation, test, *facts(all=len(predicted or ()) == 8)])
 
 
-def _path(arm: Arm, name: str) -> Path:
-    return arm.folder / f"{name}.ckpt"
+def _resumed(
+    arm: Arm, then: Arm, first: Any, more: Any, options: Any = None
+) -> tuple[Classifier, Classifier]:
+    """Train in one arm, save, and train on in another; return both modules."""
+    loader, (module, again) = DataLoader(rows(), 4), (net(Classifier), net(Classifier))
+    path = arm.folder / "made.ckpt"
+    made = trainer(arm, **first)
+    made.fit(module, loader)
+    made.save_checkpoint(path)
+    trainer(then, options, **more).fit(again, loader, ckpt_path=str(path))
+    return module, again
 
 
 @case(_GROUP, "saved and resumed: bitwise the uninterrupted run")
 def _(arm: Arm) -> Outcome:
-    loader, settings = DataLoader(rows(), 4), {"max_steps": -1, "limit_train_batches": 2}
-    whole, part, again = (net(Classifier) for _ in range(3))
-    trainer(arm, max_epochs=2, **settings).fit(whole, loader)
-    made = trainer(arm, max_epochs=1, **settings)
-    made.fit(part, loader)
-    made.save_checkpoint(_path(arm, "part"))
-    resumed = trainer(arm, max_epochs=2, **settings)
-    resumed.fit(again, loader, ckpt_path=str(_path(arm, "part")))
+    settings = {"max_steps": -1, "limit_train_batches": 2}
+    whole = net(Classifier)
+    trainer(arm, max_epochs=2, **settings).fit(whole, DataLoader(rows(), 4))
+    part, again = _resumed(arm, arm, {"max_epochs": 1, **settings}, {"max_epochs": 2, **settings})
     same = same_state(whole.state_dict(), again.state_dict())
     return Outcome([*part.norms, *again.norms], again, facts(same=same))
 
 
 @case(_GROUP, "a qsync checkpoint resumed by DDPStrategy")
 def _(arm: Arm) -> Outcome:
-    loader, module = DataLoader(rows(), 4), net(Classifier)
-    made = trainer(arm, max_steps=2)
-    made.fit(module, loader)
-    made.save_checkpoint(_path(arm, "made"))
-    again = net(Classifier)
-    trainer(Arm(None, arm.folder), max_steps=4).fit(again, loader, ckpt_path=str(_path(arm, "made")))
+    module, again = _resumed(arm, Arm(None, arm.folder), {"max_steps": 2}, {"max_steps": 4})
     return Outcome([*module.norms, *again.norms], again)
 
 
 @case(_GROUP, "resumed under another plan")
 def _(arm: Arm) -> Outcome:
-    loader, module = DataLoader(rows(), 4), net(Classifier)
-    made = trainer(arm, max_steps=2)
-    made.fit(module, loader)
-    made.save_checkpoint(_path(arm, "other"))
-    other = {} if arm.is_plain else {"pins": {"*": "bf16"}, "lower_all": True, "precisions": ["fp32", "bf16"]}
-    again = net(Classifier)
-    trainer(arm, max_steps=4, options=other).fit(again, loader, ckpt_path=str(_path(arm, "other")))
+    module, again = _resumed(arm, arm, {"max_steps": 2}, {"max_steps": 4}, OTHER_PLAN)
     return Outcome(module.norms, again)
-
-
-@case(_GROUP, "manual optimization with `loss_fn`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Manual, options={"loss_fn": lambda model, one: loss_of(model, one)})
-
-
-@case(_GROUP, "manual optimization without it")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, Manual)
-
-
-@case(_GROUP, "two networks in training_step")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, TwoNetworks)
 
 
 @case(_GROUP, "DDPStrategy around a LightningModule that holds a hybrid")

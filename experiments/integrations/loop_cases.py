@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +23,14 @@ from qsync.experiments.integrations.cases import (
     Batch,
     Net,
     Outcome,
+    Spare,
     batch,
     case,
     facts,
     loss_of,
     net,
     norm,
+    parts_of,
     same_state,
     sgd,
     trained,
@@ -65,12 +66,7 @@ def _(arm: Arm) -> Outcome:
 @case(_LOOP, "`torch.nn.utils.clip_grad_norm_`")
 def _(arm: Arm) -> Outcome:
     model = _hybrid(arm)
-    optimizer, norms = sgd(model), []
-    for number in range(3):
-        optimizer.zero_grad()
-        loss_of(model, batch(number)).backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        optimizer.step()
+    norms = trained(model, norm_of=lambda model: float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
     return Outcome(norms, model)
 
 
@@ -85,14 +81,6 @@ def _(arm: Arm) -> Outcome:
             norms.append(norm(model))
             optimizer.step()
     return Outcome(norms, model)
-
-
-class Spare(Net):
-    """A model with a layer that no loss depends on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spare = nn.Linear(4, 4)
 
 
 @case(_LOOP, "unused parameters, `find_unused_parameters=True`")
@@ -137,13 +125,7 @@ def _(arm: Arm) -> Outcome:
         return F.triplet_margin_loss(*parts)
 
     model = arm.hybrid(net(), batch(), triplet)
-    optimizer, norms = sgd(model), []
-    for number in range(3):
-        optimizer.zero_grad()
-        triplet(model, batch(number)).backward()
-        norms.append(norm(model))
-        optimizer.step()
-    return Outcome(norms, model)
+    return Outcome(trained(model, loss_fn=triplet), model)
 
 
 @case(_LOOP, "a GAN: two hybrids, two optimizers")
@@ -182,16 +164,13 @@ def _(arm: Arm) -> Outcome:
     teacher, student = _hybrid(arm), _hybrid(arm, Net())
     for p, q in zip(student.parameters(), net().parameters(), strict=True):
         p.data.copy_(q + 0.01)
-    optimizer, norms = sgd(student), []
-    for number in range(3):
-        optimizer.zero_grad()
-        x, _ = batch(number)
+
+    def distance(student: Any, one: Batch) -> Any:
         with torch.no_grad():
-            wanted = teacher(x)
-        (student(x) - wanted - 0.1).square().mean().backward()
-        norms.append(norm(student))
-        optimizer.step()
-    return Outcome(norms, student)
+            wanted = teacher(one[0])
+        return (student(one[0]) - wanted - 0.1).square().mean()
+
+    return Outcome(trained(student, loss_fn=distance), student)
 
 
 @case(_LOOP, "`torch.compile(hybrid)`")
@@ -271,70 +250,53 @@ def _(arm: Arm) -> Outcome:
     return Outcome(trained(model), model)
 
 
+_SIZES = (12, 4)  # samples a step
+
+
+def _on_shares(arm: Arm, model: Any, passes: tuple[int, int] = (1, 1), counted: bool = False) -> Outcome:
+    """Train on other samples and passes on each rank; in plain DDP on all samples at once, on both ranks."""
+    own, num_passes = slice(None), 1
+    if not arm.is_plain:
+        own = (slice(0, _SIZES[0]), slice(_SIZES[0], None))[dist.get_rank()]
+        num_passes = passes[dist.get_rank()]
+    optimizer, norms = sgd(model), []
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(3):
+        x = torch.randn(sum(_SIZES), 32, generator=generator)
+        y = torch.randint(0, 8, (sum(_SIZES),), generator=generator)
+        optimizer.zero_grad()
+        for part in parts_of(model, (x[own], y[own]), num_passes):
+            loss = loss_of(model, part)
+            (qsync.token_mean(model, loss, len(part[0])) if counted else loss).backward()
+        norms.append(norm(model))
+        optimizer.step()
+    return Outcome(norms, model)
+
+
+def _weighed(arm: Arm, model: Any, **options: Any) -> Any:
+    return model if arm.is_plain else qsync.weigh_gradients(model, _SIZES[dist.get_rank()], **options)
+
+
 @case(_SHARES, "`qsync.weigh_gradients`: other batch sizes on the ranks")
 def _(arm: Arm) -> Outcome:
-    sizes = (12, 4)
-    if arm.is_plain:  # all samples of both ranks on each
-        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
-        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
-    model = qsync.weigh_gradients(_hybrid(arm), sizes[dist.get_rank()], total=16)
-    return Outcome(_trained_on(model, sizes, whole_batch=False), model)
+    return _on_shares(arm, _weighed(arm, _hybrid(arm), total=16))
 
 
 @case(_SHARES, "`qsync.micro_batches`: other passes on the ranks")
 def _(arm: Arm) -> Outcome:
-    sizes = (12, 4)
-    if arm.is_plain:
-        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
-        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
-    passes = (3, 1)[dist.get_rank()]
-    model = qsync.weigh_gradients(_hybrid(arm), sizes[dist.get_rank()], passes=passes)
-    return Outcome(_trained_on(model, sizes, whole_batch=False, passes=passes), model)
+    passes = (3, 1)
+    return _on_shares(arm, _weighed(arm, _hybrid(arm), passes=passes[dist.get_rank()]), passes)
 
 
 @case(_SHARES, "`qsync.token_mean`: other numbers of tokens, and of passes, on the ranks")
 def _(arm: Arm) -> Outcome:
-    sizes = (12, 4)
-    if arm.is_plain:
-        whole = DistributedDataParallel(net(), gradient_as_bucket_view=True)
-        return Outcome(_trained_on(whole, sizes, whole_batch=True), whole)
-    passes = (5, 2)[dist.get_rank()]  # of unequal size
-    model = _hybrid(arm)
-    return Outcome(_trained_on(model, sizes, whole_batch=False, passes=passes, counted=True), model)
+    return _on_shares(arm, _hybrid(arm), (5, 2), counted=not arm.is_plain)  # passes of unequal size
 
 
 @case(_SHARES, "`qsync.weigh_gradients` with `ddp=False` in one's own DDP")
 def _(arm: Arm) -> Outcome:
-    sizes = (12, 4)
     model = DistributedDataParallel(_hybrid(arm, ddp=False), gradient_as_bucket_view=True)
-    if not arm.is_plain:
-        qsync.weigh_gradients(model, sizes[dist.get_rank()])
-    return Outcome(_trained_on(model, sizes, whole_batch=arm.is_plain), model)
-
-
-def _trained_on(
-    model: Any,
-    sizes: tuple[int, int],
-    whole_batch: bool,
-    passes: int = 1,
-    counted: bool = False,
-) -> list[float]:
-    optimizer, norms = sgd(model), []
-    generator = torch.Generator().manual_seed(7)
-    for _ in range(3):
-        x = torch.randn(sum(sizes), 32, generator=generator)
-        y = torch.randint(0, 8, (sum(sizes),), generator=generator)
-        if not whole_batch:
-            own = slice(0, sizes[0]) if dist.get_rank() == 0 else slice(sizes[0], sum(sizes))
-            x, y = x[own], y[own]
-        optimizer.zero_grad()
-        for k, part in enumerate(zip(x.tensor_split(passes), y.tensor_split(passes), strict=True)):
-            with model.no_sync() if k < passes - 1 else nullcontext():
-                loss = loss_of(model, part)
-                (qsync.token_mean(model, loss, len(part[0])) if counted else loss).backward()
-        norms.append(norm(model))
-        optimizer.step()
-    return norms
+    return _on_shares(arm, _weighed(arm, model))
 
 
 @case(_COPY, "`torch.save(hybrid)`, `torch.load`")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -59,7 +61,8 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
             dist.barrier()
             timer.restart()
             timer.clear()
-            for one in DataLoader(rows, batch_sampler=_steps(sampler, arm), collate_fn=_padded):
+            own = (step[dist.get_rank()] for step in islice(_steps(sampler, arm), _STEPS))
+            for one in DataLoader(rows, batch_sampler=own, collate_fn=_padded):
                 optimizer.zero_grad()
                 loss: Any = qsync.token_mean(model, _loss(model, one), (one[1] != -100).sum())
                 loss.backward()
@@ -78,33 +81,19 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     }
 
 
-def _equal(step: list[list[int]]) -> list[list[int]]:
-    """Return the step's sequences in equal numbers, in the order they were drawn: by their own number."""
-    whole = sorted(index for own in step for index in own)
-    return [whole[rank :: len(step)] for rank in range(len(step))]
-
-
-def _steps(sampler: qsync.LengthSampler, arm: str) -> Iterator[list[int]]:
-    for number, step in enumerate(sampler.steps()):
-        if number == _STEPS:
-            return
-        yield (_equal(step) if arm == ARMS[0] else step)[dist.get_rank()]
+def _steps(sampler: qsync.LengthSampler, arm: str) -> Iterator[list[list[int]]]:
+    """Yield the sampler's steps; in the first arm equal numbers of sequences, in the order of the rows."""
+    for step in sampler.steps():
+        whole = sorted(index for own in step for index in own)
+        yield [whole[rank :: len(step)] for rank in range(len(step))] if arm == ARMS[0] else step
 
 
 def _summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
-    """Return the median step, and the part of it that each rank is blocked, of all rounds."""
+    """Return the mean step, and the part of it that each rank is blocked, of all rounds."""
     blocked = [sum(r["blocked_s"] for r in own) / sum(r["period_s"] for r in own) for own in ranks]
-    period = sum(r["period_s"] for r in ranks[0]) / len(ranks[0])
-    return {"step_s": period, "blocked": blocked}
+    return {"step_s": fmean(r["period_s"] for r in ranks[0]), "blocked": blocked}
 
 
 def _predicted(sampler: qsync.LengthSampler, arm: str, lengths: list[int]) -> float:
     """Return the part of all ranks' time that they wait, as the sampler's costs say, in an epoch."""
-    parts = [
-        waiting([lengths[i] for i in whole], [[whole.index(i) for i in own] for own in taken], sampler.costs)
-        for step in sampler.steps()
-        for whole, taken in [
-            (sorted(i for own in step for i in own), step if arm != ARMS[0] else _equal(step))
-        ]
-    ]
-    return sum(parts) / len(parts)
+    return fmean(waiting(lengths, step, sampler.costs) for step in _steps(sampler, arm))

@@ -45,8 +45,8 @@ def _sharded(model: Any) -> Any:
     return fully_shard(model)
 
 
-def _planned(arm: Arm, kind: Any = Net) -> Any:
-    return arm.hybrid(net(kind), batch(), loss_of, ddp=False)
+def _planned(arm: Arm, model: Any = None) -> Any:
+    return arm.hybrid(net() if model is None else model, batch(), loss_of, ddp=False)
 
 
 @case(_FSDP, "`qsync.hybrid(model, ddp=False)`, then `fully_shard` on blocks and model")
@@ -78,8 +78,7 @@ def _(arm: Arm) -> Outcome:
 
 @case(_FSDP, "`fully_shard` before `qsync.hybrid`")
 def _(arm: Arm) -> Outcome:
-    model = _sharded(net())
-    model = model if arm.is_plain else arm.hybrid(model, batch(), loss_of, ddp=False)
+    model = _planned(arm, _sharded(net()))
     return Outcome(trained(model), model)
 
 
@@ -104,7 +103,7 @@ def _(arm: Arm) -> Outcome:
     of_plain = torch.optim.AdamW(plain.parameters(), lr=1e-3)
     norms = trained(plain, optimizer=of_plain)
     _save(arm, plain, of_plain)
-    model = arm.hybrid(net(lambda: Net()), batch(), loss_of)
+    model = arm.hybrid(net(), batch(), loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     _load(arm, model, optimizer)
     same = same_state(plain.state_dict(), model.state_dict())
@@ -123,18 +122,17 @@ def _(arm: Arm) -> Outcome:
     return Outcome([*norms, *trained(model, 2, optimizer)], model)
 
 
-def _where(arm: Arm) -> str:
-    return str(arm.folder / "dcp")
+def _states(model: Any, optimizer: Any) -> dict[str, Any]:
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _save(arm: Arm, model: Any, optimizer: Any) -> None:
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    save(states, checkpoint_id=_where(arm))
+    save(_states(model, optimizer), checkpoint_id=arm.folder / "dcp")
 
 
 def _load(arm: Arm, model: Any, optimizer: Any) -> None:
-    states: dict[str, Any] = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    load(states, checkpoint_id=_where(arm))
+    states = _states(model, optimizer)
+    load(states, checkpoint_id=arm.folder / "dcp")
     set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 import qsync
 from qsync.distributed.agreement import agree
 from qsync.experiments.harness.ranks import Place
-from qsync.experiments.integrations.cases import net
+from qsync.experiments.integrations.cases import net, parts_of
 
 _SEQUENCES, _LENGTH, _VOCABULARY = 24, 16, 13
 
@@ -52,12 +51,11 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, float]:
 def _after_backward(name: str, x: torch.Tensor, y: torch.Tensor, passes: int) -> nn.Module:
     """Return a model in DDP with the gradients of a step, weighed by tokens or as plain DDP does."""
     model = nn.parallel.DistributedDataParallel(net(_model))
-    for k, (xs, ys) in enumerate(zip(x.tensor_split(passes), y.tensor_split(passes), strict=True)):
-        with model.no_sync() if k < passes - 1 else nullcontext():
-            loss = _loss(model, xs, ys)
-            counted = (ys != -100).sum()
-            loss = qsync.token_mean(model, loss, counted) if name == "qsync" else loss / passes
-            loss.backward()
+    for xs, ys in parts_of(model, (x, y), passes):
+        loss = _loss(model, xs, ys)
+        counted = (ys != -100).sum()
+        loss = qsync.token_mean(model, loss, counted) if name == "qsync" else loss / passes
+        loss.backward()
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import nn
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, default_collate
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -20,9 +20,11 @@ from transformers import (
 
 from qsync.experiments.integrations.cases import (
     BF16_TOLERANCE,
+    OTHER_PLAN,
     Arm,
     Outcome,
     case,
+    cases,
     facts,
     net,
     norm,
@@ -71,13 +73,13 @@ class Norms(TrainerCallback):
         self.norms.append(norm(model))
 
 
-def arguments(arm: Arm, **options: Any) -> TrainingArguments:
+def arguments(arm: Arm, arguments_kind: Any = TrainingArguments, **options: Any) -> Any:
     """Return arguments of a short run."""
     given = {
         "max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 0.05, "optim": "sgd",
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "save_strategy": "no", **options,
     }  # fmt: skip
-    return TrainingArguments(
+    return arguments_kind(
         str(arm.folder / "trainer"), report_to=[], disable_tqdm=True, use_cpu=True, ddp_backend="gloo",
         logging_strategy="no", dataloader_pin_memory=False, **given,
     )  # fmt: skip
@@ -106,14 +108,19 @@ def _outcome(arm: Arm, **given: Any) -> Outcome:
     return Outcome(norms, made.model)
 
 
-@case(_GROUP, "`train()`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm)
-
-
-@case(_GROUP, "`gradient_accumulation_steps=2`, losses by tokens")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_accumulation_steps=2)
+cases(_GROUP, _outcome, {
+    "`train()`": {},
+    "`gradient_accumulation_steps=2`, losses by tokens": {"gradient_accumulation_steps": 2},
+    "`label_smoothing_factor=0.1`": {"label_smoothing_factor": 0.1},
+    "`gradient_checkpointing=True`": {"gradient_checkpointing": True},
+    "`max_grad_norm=0.1`": {"max_grad_norm": 0.1},
+    "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`": {
+        "ddp_find_unused_parameters": False, "ddp_bucket_cap_mb": 1,
+    },
+    "levers": {"options": {"levers": ["share"]}},
+    "an option that the Trainer states": {"options": {"base": "bf16"}},
+    "a misspelt option": {"options": {"slak": 0.1}},
+})  # fmt: skip
 
 
 @case(_GROUP, "a model whose loss is a mean over samples, accumulation 2")
@@ -124,23 +131,7 @@ def _(arm: Arm) -> Outcome:
 
 @case(_GROUP, "`bf16=True`: the base", BF16_TOLERANCE)
 def _(arm: Arm) -> Outcome:
-    options = {"precisions": ["fp32", "bf16"]} if arm.precision == "fp32" else {}
-    return _outcome(arm, bf16=True, options=options)
-
-
-@case(_GROUP, "`label_smoothing_factor=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, label_smoothing_factor=0.1)
-
-
-@case(_GROUP, "`gradient_checkpointing=True`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, gradient_checkpointing=True)
-
-
-@case(_GROUP, "`max_grad_norm=0.1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, max_grad_norm=0.1)
+    return _outcome(arm, bf16=True, options=arm.in_bf16)
 
 
 @case(_GROUP, "`compute_loss_func`")
@@ -150,11 +141,6 @@ def _(arm: Arm) -> Outcome:
         return nn.functional.cross_entropy(logits, wanted, reduction="sum") / num_items_in_batch
 
     return _outcome(arm, extra={"compute_loss_func": loss})
-
-
-@case(_GROUP, "`ddp_find_unused_parameters=False`, `ddp_bucket_cap_mb=1`")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, ddp_find_unused_parameters=False, ddp_bucket_cap_mb=1)
 
 
 @case(_GROUP, "`evaluate()`, `predict()`, `eval_on_start`")
@@ -208,8 +194,7 @@ def _(arm: Arm) -> Outcome:
 def _(arm: Arm) -> Outcome:
     first, norms = trainer(arm, max_steps=2, save_strategy="steps", save_steps=2)
     first.train()
-    other = {} if arm.is_plain else {"pins": {"*": "bf16"}, "lower_all": True, "precisions": ["fp32", "bf16"]}
-    second, _ = trainer(arm, max_steps=4, options=other)
+    second, _ = trainer(arm, max_steps=4, options=OTHER_PLAN)
     second.train(resume_from_checkpoint=str(arm.folder / "trainer" / "checkpoint-2"))
     return Outcome(norms, second.model)
 
@@ -227,38 +212,16 @@ def _(arm: Arm) -> Outcome:
 
 @case(_GROUP, "`QSyncMixin` before `Seq2SeqTrainer`")
 def _(arm: Arm) -> Outcome:
-    seen = Norms()
-    args = transformers.Seq2SeqTrainingArguments(**_fields(arguments(arm)))
-    kind: Any = transformers.Seq2SeqTrainer
-    own = {}
-    if not arm.is_plain:
-        kind, own = type("Mixed", (QSyncMixin, kind), {}), {"hybrid_options": arm.options}
-    made = kind(model=gpt(), args=args, train_dataset=Rows(), callbacks=[seen], **own)
-    made.train()
-    return Outcome(seen.norms, made.model)
-
-
-def _fields(args: TrainingArguments) -> dict[str, Any]:
-    names = (
-        "output_dir", "max_steps", "per_device_train_batch_size", "learning_rate", "optim", "max_grad_norm",
-        "save_strategy", "report_to", "disable_tqdm", "use_cpu", "ddp_backend", "logging_strategy",
-        "lr_scheduler_type", "dataloader_pin_memory",
-    )  # fmt: skip
-    return {name: getattr(args, name) for name in names}
+    arguments_kind = transformers.Seq2SeqTrainingArguments
+    return _outcome(arm, kind=transformers.Seq2SeqTrainer, arguments_kind=arguments_kind)
 
 
 def _plain_trainer(arm: Arm, **given: Any) -> Outcome:
     """Give the library's own Trainer a hybrid model."""
-    seen, model = Norms(), gpt()
-    rows = [Rows()[index] for index in range(4)]
-    one = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-    wrapped = model if arm.is_plain else arm.hybrid(model, one)
-    made = transformers.Trainer(
-        model=wrapped, args=arguments(arm, remove_unused_columns=False, **given), train_dataset=Rows(),
-        callbacks=[seen],
-    )  # fmt: skip
-    made.train()
-    return Outcome(seen.norms, model)
+    model = gpt()
+    wrapped = model if arm.is_plain else arm.hybrid(model, default_collate([Rows()[k] for k in range(4)]))
+    found = _outcome(Arm(None, arm.folder), model=wrapped, remove_unused_columns=False, **given)
+    return Outcome(found.norms, model)
 
 
 @case(_GROUP, "`Trainer(model=qsync.hybrid(...))`, `remove_unused_columns=False`")
@@ -289,21 +252,6 @@ class _Once(IterableDataset[dict[str, torch.Tensor]]):
 @case(_GROUP, "a dataset that can be read once")
 def _(arm: Arm) -> Outcome:
     return _outcome(arm, data=_Once())
-
-
-@case(_GROUP, "levers")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"levers": ["share"]})
-
-
-@case(_GROUP, "an option that the Trainer states")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"base": "bf16"})
-
-
-@case(_GROUP, "a misspelt option")
-def _(arm: Arm) -> Outcome:
-    return _outcome(arm, options={"slak": 0.1})
 
 
 @case(_GROUP, "other accumulation on the ranks")

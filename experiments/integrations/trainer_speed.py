@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -56,19 +57,15 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
         logging_strategy="no",
         ddp_find_unused_parameters=False, dataloader_pin_memory=False,
     )  # fmt: skip
+    options = {"emulated_share": share, "margin": MARGIN, "cache_dir": f"{config['folder']}/plans"}
+    kinds: dict[str, Any] = {
+        "DDP": transformers.Trainer, "qsync": partial(QSyncTrainer, hybrid_options=options)
+    }  # fmt: skip
     trainers, times = {}, {}
-    for name in ("DDP", "qsync"):
-        own: dict[str, Any] = {}
-        if name == "qsync":
-            kind: Any = QSyncTrainer
-            own = {"hybrid_options": {
-                "emulated_share": share, "margin": MARGIN, "cache_dir": f"{config['folder']}/plans",
-            }}  # fmt: skip
-        else:
-            kind = transformers.Trainer
+    for name, kind in kinds.items():
         times[name] = _StepTimes()
         model = net(lambda: GPT2LMHeadModel(size))
-        trainers[name] = kind(model=model, args=args, train_dataset=_Bytes(), callbacks=[times[name]], **own)
+        trainers[name] = kind(model=model, args=args, train_dataset=_Bytes(), callbacks=[times[name]])
     seconds: dict[str, list[float]] = {name: [] for name in trainers}
     for _ in range(config["rounds"]):
         for name, trainer in trainers.items():

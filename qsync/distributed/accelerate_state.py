@@ -13,13 +13,13 @@ from qsync.errors import MismatchError, UnsupportedError
 from qsync.records.levers import ClassLevers
 from qsync.records.precision import Precision
 
-_CASTS = {"bf16": Precision.BF16, "fp16": Precision.FP16}
+_BASES = ("bf16", "fp16")
 
 
 def mixed_precision() -> str | None:
     """Return the base that Accelerate's mixed precision asks for; None without any."""
     asked = _shared("AcceleratorState").get("_mixed_precision")
-    return asked if asked in _CASTS else None
+    return asked if asked in _BASES else None
 
 
 def check_prepared(base: Precision, share: ClassLevers | None) -> None:
@@ -29,7 +29,7 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
     UnsupportedError: for FP8, and by a Trainer under a plan with shares.
     """
     asked = _shared("AcceleratorState").get("_mixed_precision")
-    if asked in _CASTS and _CASTS[asked] != base:
+    if asked in _BASES and asked != base:
         raise MismatchError(
             f"Accelerate was asked for mixed precision {asked}, and the model was planned above {base}; give "
             f'base="{asked}" to qsync.hybrid, or leave mixed_precision out'
@@ -46,7 +46,7 @@ def check_prepared(base: Precision, share: ClassLevers | None) -> None:
             "again; plan without levers"
         )
     passes = num_passes()
-    if share.passes not in (1, passes) or (passes > 1 and share.passes != passes):
+    if share.passes != passes:
         raise MismatchError(
             f"the plan takes {share.passes} passes a step on this rank, and Accelerate {passes}; give "
             f"Accelerator(gradient_accumulation_steps={share.passes})"

@@ -32,6 +32,7 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import Timeline, profiles_under_levers, replay
 from qsync.replayer.sequence_costs import SequenceCost, sequence_costs
+from qsync.runtime.wrapping import wrapped_module
 
 logger = logging.getLogger("qsync")
 
@@ -222,10 +223,8 @@ class Monitor:
 
     def _times(self) -> int:
         """Return how many times a step takes the profiled calls; 0 if it cannot be compared."""
-        num_calls, profiled = (
-            statistics.median_low(self._timer.num_calls),
-            self._prediction.num_calls[self._class],
-        )
+        num_calls = statistics.median_low(self._timer.num_calls)
+        profiled = self._prediction.num_calls[self._class]
         self.incomparable = ""
         if self._timer.others:
             self.incomparable = f"{', '.join(sorted(self._timer.others))} trains in the same step"
@@ -263,8 +262,7 @@ def note_prediction(model: torch.nn.Module, prediction: Prediction, device_class
 
 def prediction_of(model: torch.nn.Module) -> tuple[Prediction, str] | None:
     """Return what is predicted of a planned model, or of the one in DDP, and this rank's class."""
-    found = _predictions.get(model)
-    return found or _predictions.get(getattr(model, "module", model))
+    return _predictions.get(wrapped_module(model))
 
 
 # The monitor of each model that a loop calls (DDP, or the model), for as long as that lives.

@@ -12,7 +12,7 @@ from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.drift_monitor import prediction_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.graph import digest
-from qsync.replayer.sequence_costs import SequenceCost, check_same_classes, hand_out
+from qsync.replayer.sequence_costs import SequenceCost, hand_out
 
 
 class LengthSampler(Sampler[list[int]]):
@@ -73,7 +73,11 @@ class LengthSampler(Sampler[list[int]]):
 
         classes = agree("reading lengths", own_class)
         known = costs or (found[0].sequence_costs if found else None) or {}
-        check_same_classes(classes, known)
+        for name in classes:
+            if name not in known:
+                raise MismatchError(
+                    f"no sequence costs are known of {name}; there are those of {', '.join(known)}"
+                )
         check_same(
             {"the lengths of sequences": digest([int(n) for n in lengths]), "the batch size": batch_size}
         )

@@ -2,6 +2,7 @@
 
 `transformers`        `QSyncTrainer`, and a mixin for other trainers
 `lightning`           `QSyncStrategy`
+`trainer_plans`       what both check of options and checkpoints
 `supported_versions`  the versions that these are tested with
 
 Accelerate needs none: `accelerator.prepare(qsync.hybrid(model, ...))`. Nor do FSDP2, peft and

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,13 +17,12 @@ from torch import nn
 
 from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.data_parallel import check_ddp_options
-from qsync.errors import FormatError, QSyncError, UnsupportedError
+from qsync.errors import FormatError, UnsupportedError
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
+from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
-from qsync.runtime.wrapping import plan_of
-
-logger = logging.getLogger("qsync")
+from qsync.runtime.wrapping import plan_of, wrapping_of
 
 _PLAN_KEY = "qsync_plan"  # in a checkpoint
 _BASES = {"bf16-mixed": "bf16", "16-mixed": "fp16"}
@@ -58,7 +57,7 @@ class QSyncStrategy(DDPStrategy):
         super().__init__(**options)
         check_ddp_options(self._ddp_kwargs)
         self._hybrid_options = dict(hybrid_options or {})
-        self._plan_before: Plan | None = None
+        self._plan_before: Any = None  # as JSON, of the checkpoint that training goes on from
 
     def configure_ddp(self) -> None:
         """Plan the network of the LightningModule, then let Lightning wrap that in DDP."""
@@ -74,33 +73,19 @@ class QSyncStrategy(DDPStrategy):
         with _without_effects(module):
             network, arguments = agree_locally("finding the network", lambda: self._arguments(module))
             hybrid(network, ddp=False, **arguments)
-        plan = plan_of(network)
-        if self._plan_before is not None and plan is not None and self._plan_before.diff(plan):
-            logger.warning(
-                "qsync: the checkpoint was made under another plan; training goes on under this one"
-            )
+        if self._plan_before is not None:
+            warn_of_other_plan(partial(Plan.from_json, self._plan_before), plan_of(network))
         super().configure_ddp()
 
     def _check_options(self) -> None:
-        given = {"base", "ddp", "ddp_options"} & set(self._hybrid_options)
-        if given:
-            raise FormatError(
-                f"the Trainer and QSyncStrategy state {', '.join(sorted(given))} themselves; leave it out of "
-                "hybrid_options"
-            )
-        plan = self._hybrid_options.get("plan")
-        if self._hybrid_options.get("levers") or (isinstance(plan, Plan) and plan.levers):
-            raise FormatError(
-                "a Trainer takes the batches of its loaders; plan without levers, or write the loop with "
-                "qsync.micro_batches"
-            )
+        check_hybrid_options(
+            self._hybrid_options, {"base", "ddp", "ddp_options"}, "the batches of its loaders"
+        )
 
     def _arguments(self, module: pl.LightningModule) -> tuple[nn.Module, dict[str, Any]]:
         """Return the network to plan, and the arguments of `qsync.hybrid`."""
         base = _BASES.get(str(self.precision_plugin.precision))
         found = {"base": base, "ddp_options": self._ddp_kwargs, **self._hybrid_options}
-        if "plan" in found and "module" in found:
-            return found.pop("module"), found
         batch = found.get("example_batch")
         if batch is None:
             batch = found["example_batch"] = self._example_batch(module)
@@ -130,25 +115,18 @@ class QSyncStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a checkpoint with its plan."""
-        plan = self._plan()
-        if plan is not None:
-            checkpoint[_PLAN_KEY] = plan.to_json()
+        module = self.lightning_module
+        found = map(wrapping_of, module.modules()) if module is not None else ()
+        plans = [wrapping.plan for wrapping in found if wrapping is not None and wrapping.plan is not None]
+        if plans:
+            checkpoint[_PLAN_KEY] = plans[0].to_json()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint, and remember its plan."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if _PLAN_KEY in checkpoint:
-            try:
-                self._plan_before = Plan.from_json(checkpoint[_PLAN_KEY])
-            except QSyncError as error:
-                logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
+        self._plan_before = checkpoint.get(_PLAN_KEY)
         return checkpoint
-
-    def _plan(self) -> Plan | None:
-        module = self.lightning_module
-        plans = (plan_of(one) for one in module.modules()) if module is not None else iter(())
-        return next((plan for plan in plans if plan is not None), None)
 
 
 class _TrainingStep:

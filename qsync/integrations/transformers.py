@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -19,14 +18,13 @@ from torch.utils.data import IterableDataset
 from qsync.api import unwrap
 from qsync.distributed.agreement import agree_locally, check_same
 from qsync.distributed.job import is_rank_zero
-from qsync.errors import FormatError, QSyncError, UnsupportedError
+from qsync.errors import FormatError, UnsupportedError
 from qsync.hybrid_training import hybrid
 from qsync.integrations.supported_versions import check_version
+from qsync.integrations.trainer_plans import check_hybrid_options, warn_of_other_plan
 from qsync.records.plans import Plan
 from qsync.runtime.wrapping import plan_of
 from qsync.tracing.replaced_forward import is_replaced
-
-logger = logging.getLogger("qsync")
 
 _PLAN_FILE = "qsync_plan.json"  # in a checkpoint
 # What the batches of a step depend on: ranks that differ in it would wait for each other for ever.
@@ -106,17 +104,9 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         return {**self._hybrid_options, **found}
 
     def _check_arguments(self) -> None:
-        given = {"base", "make_optimizer", "loss_fn", "ddp"} & set(self._hybrid_options)
-        if given:
-            raise FormatError(
-                f"the Trainer states {', '.join(sorted(given))} itself; leave it out of hybrid_options"
-            )
-        plan = self._hybrid_options.get("plan")
-        if self._hybrid_options.get("levers") or (isinstance(plan, Plan) and plan.levers):
-            raise FormatError(
-                "a Trainer takes per_device_train_batch_size samples on every rank; plan without levers, or "
-                "write the loop with qsync.micro_batches"
-            )
+        stated = {"base", "make_optimizer", "loss_fn", "ddp"}
+        batches = "per_device_train_batch_size samples on every rank"
+        check_hybrid_options(self._hybrid_options, stated, batches)
         for what, is_on in {
             "FSDP (qsync.hybrid(..., ddp=False), then fully_shard, works in a loop of your own)": (
                 self.is_fsdp_enabled
@@ -151,7 +141,9 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         self._loader = train_dataloader
         found = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
-            self._compare_plans(Path(resume_from_checkpoint) / _PLAN_FILE)
+            path = Path(resume_from_checkpoint) / _PLAN_FILE
+            if path.exists():
+                warn_of_other_plan(partial(Plan.load, path), plan_of(self.model))
         return found
 
     def _planned_loss(self, model: torch.nn.Module, batch: Any, num_items: Any) -> torch.Tensor:
@@ -166,20 +158,6 @@ class QSyncMixin(_Base):  # type: ignore[misc]  # the library is untyped
         if plan is not None and is_rank_zero():
             folder = f"{transformers.trainer_utils.PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             plan.save(os.path.join(self._get_output_dir(trial), folder, _PLAN_FILE))
-
-    def _compare_plans(self, path: Path) -> None:
-        """Log that training goes on under another plan than a checkpoint was made under."""
-        if not path.exists() or not is_rank_zero():
-            return
-        try:
-            before, now = Plan.load(path), plan_of(self.model)
-        except QSyncError as error:
-            logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
-            return
-        if now is not None and before.diff(now):
-            logger.warning(
-                "qsync: the checkpoint was made under another plan; training goes on under this one"
-            )
 
 
 class QSyncTrainer(QSyncMixin, transformers.Trainer):

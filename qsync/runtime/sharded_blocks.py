@@ -16,8 +16,7 @@ import torch
 from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
-
-_LAYERS = ("linear", "addmm", "conv2d", "conv1d", "embedding")  # named by their module alone
+from qsync.tracing.segments import operator_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,9 @@ class Block:
         whole = f"{self.path}.{name}" if self.path else name
         if whole in self.assignment:
             return whole
-        return self.path if name in _LAYERS and self.path in self.assignment else None
+        kind, mark, number = name.partition("#")  # of the module itself, not of one inside it
+        own = operator_name(self.path, kind) + mark + number
+        return own if own in self.assignment else None
 
     @property
     def is_whole(self) -> bool:
@@ -69,7 +70,7 @@ def blocks_apart(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module
         if is_called and (_is_sharded(child) or not holds_sharded):
             if not _is_elementwise(child):
                 yield name, child
-        elif holds_sharded or not is_called:
+        else:
             inside = blocks_apart(child) if holds_sharded else child.named_children()
             yield from ((f"{name}.{path}", inner) for path, inner in inside)
 

@@ -369,15 +369,18 @@ class _Reader:
             segment.op_of[node] = name
 
     def _name(self, node: torch.fx.Node, kind: str) -> str:
-        """Return an operator's module path, and its kind unless it is its module's own product."""
         base, path = _module_place(node)
-        path = f"{self.roots.get(base, '')}.{path}".strip(".")
-        own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
-        return self._unique(path if own and path else f"{path}.{kind}" if path else kind)
+        return self._unique(operator_name(f"{self.roots.get(base, '')}.{path}".strip("."), kind))
 
     def _unique(self, name: str) -> str:
         self.count[name] += 1
         return name if self.count[name] == 1 else f"{name}#{self.count[name]}"
+
+
+def operator_name(path: str, kind: str) -> str:
+    """Return an operator's module path, and its kind unless it is its module's own product."""
+    own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
+    return path if own and path else f"{path}.{kind}" if path else kind
 
 
 def _roots(segment: Segment) -> dict[str, str]:

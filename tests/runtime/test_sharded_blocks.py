@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from two_ranks import launch, said
 
+import qsync
+from qsync.runtime.sharded_blocks import Block
+
 BODY = """
 import copy
 from torch.distributed.fsdp import fully_shard
@@ -104,3 +107,12 @@ say(f"ddp: {isinstance(model, torch.nn.parallel.DistributedDataParallel)} {dist.
 def test_one_process_under_torchrun_gets_a_ddp_of_one_rank(tmp_path):
     output = launch(tmp_path, ALONE, "--standalone", ranks=1)
     assert "[0] ddp: True 1" in output
+
+
+def test_an_operator_of_the_sharded_module_itself_has_the_name_that_it_has_in_the_model():
+    names = ("layers.0.attention", "layers.0.attention#2", "layers.0.attention.out", "layers.0.up")
+    assignment = dict.fromkeys(names, qsync.Precision.BF16)
+    block = Block("layers.0.attention", assignment)
+    found = [block.name_in_plan(own) for own in ("attention", "attention#2", "out", "matmul")]
+    assert found == [*names[:3], None]
+    assert Block("layers.0.up", assignment).name_in_plan("linear") == "layers.0.up"

@@ -1,0 +1,41 @@
+"""Plans under other libraries' Trainers: the options they are made with, the checkpoints that hold them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from qsync.distributed.job import is_rank_zero
+from qsync.errors import FormatError, QSyncError
+from qsync.records.plans import Plan
+
+logger = logging.getLogger("qsync")
+
+
+def check_hybrid_options(options: Mapping[str, Any], stated: Collection[str], batches: str) -> None:
+    """Raise FormatError for options that a Trainer states itself, and for shares of the batch.
+
+    `batches` says what the Trainer takes in a step.
+    """
+    given = [name for name in sorted(options) if name in stated]
+    if given:
+        raise FormatError(f"the Trainer states {', '.join(given)} itself; leave it out of hybrid_options")
+    plan = options.get("plan")
+    if options.get("levers") or (isinstance(plan, Plan) and plan.levers):
+        raise FormatError(
+            f"a Trainer takes {batches}; plan without levers, or write the loop with qsync.micro_batches"
+        )
+
+
+def warn_of_other_plan(read: Callable[[], Plan], now: Plan | None) -> None:
+    """Log, on rank 0, that training goes on under another plan than its checkpoint was made under."""
+    if not is_rank_zero():
+        return
+    try:
+        is_other = now is not None and read().diff(now)
+    except QSyncError as error:
+        logger.warning("qsync: the checkpoint's plan cannot be read: %s", error)
+        return
+    if is_other:
+        logger.warning("qsync: the checkpoint was made under another plan; training goes on under this one")
