@@ -1,7 +1,7 @@
-"""One card of an elastic job: `python -m qsync.experiments.elastic.card CONFIG`. It logs every step that counts.
+"""One card of an elastic job: `python -m qsync.experiments.elastic.card CONFIG`. It logs every step.
 
-A line of the log: number of the step, key of the group, whether the card only healed, its samples, digest of
-weights and optimizer state afterwards, loss, seconds of the step, time, class counts. Other lines are events.
+A line of the log: number of the step, history before it, group, whether the card only healed, its samples,
+digest of weights and optimizer state afterwards, loss, seconds, time, cards. Other lines are events.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import qsync
-from qsync.experiments.harness.emulation import Throttle, pin_to_core
 
 NUM_SAMPLES, FEATURES, CLASSES = 1000, 64, 10
 
@@ -65,6 +63,21 @@ def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return found.hexdigest()[:16]
 
 
+class Slowed:
+    """Makes a card emulate a weaker one: before each pass it sleeps as long as its share of a core lacks.
+
+    Several cards share a core here, so that pausing one (as the harness does) would pause none of the others.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share, self._before_s = share, time.process_time()
+
+    def __call__(self, *_: Any) -> None:
+        """Sleep for what the CPU time since the last pass would have taken longer."""
+        used_s, self._before_s = time.process_time() - self._before_s, time.process_time()
+        time.sleep(min(used_s, 2.0) * (1 / self._share - 1))
+
+
 class Log:
     """Lines of JSON, each written at once."""
 
@@ -94,7 +107,6 @@ def main(config: dict[str, Any]) -> None:
     log.write(event="started")
     logging.getLogger("qsync").addHandler(_Told(log))
     logging.getLogger("qsync").setLevel(logging.INFO)
-    pin_to_core(config["core"])
     dtype = getattr(torch, config["dtype"])
     model = model_of(config["width"], dtype, seed=config["core"] + len(config["card"]))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -106,26 +118,27 @@ def main(config: dict[str, Any]) -> None:
         precisions=config["precisions"], seed=config["seed"], share=config["by_speed"],
     )  # fmt: skip
     log.write(event="ready")
-    with Throttle(share) if share < 1 else nullcontext():
-        for step in job.steps(num_steps=config["steps"]):
-            start_s = time.perf_counter()
-            optimizer.zero_grad()
-            indices: list[int] = []
-            for batch in step:
-                loss = loss_of(job.model, batch)
-                loss.backward()
-                indices += batch[2].tolist()
-            if not step.arrived():
-                log.write(event="dropped", step=step.number)
-                continue
-            if config["keep_gradients"] and step.number % config["keep_gradients"] == 0:
-                _keep_gradients(Path(config["log"]).parent, step.number, model)
-            optimizer.step()
-            log.write(
-                step=step.number, group=job.group, behind=step.is_behind, samples=indices,
-                digest=digest_of(model, optimizer), loss=float(loss.detach()),
-                seconds=time.perf_counter() - start_s, cards=job.cards,
-            )  # fmt: skip
+    slowed = Slowed(share)
+    job.model.register_forward_pre_hook(slowed)
+    for step in job.steps(num_steps=config["steps"]):
+        start_s = time.perf_counter()
+        optimizer.zero_grad()
+        indices: list[int] = []
+        for batch in step:
+            loss = loss_of(job.model, batch)
+            loss.backward()
+            indices += batch[2].tolist()
+        if not step.arrived():
+            log.write(event="dropped", step=step.number)
+            continue
+        if config["keep_gradients"] and step.number % config["keep_gradients"] == 0:
+            _keep_gradients(Path(config["log"]).parent, step.number, model)
+        optimizer.step()
+        log.write(
+            step=step.number, history=job.state_dict()["history"], group=job.group, behind=step.is_behind,
+            samples=indices, digest=digest_of(model, optimizer), loss=float(loss.detach()),
+            seconds=time.perf_counter() - start_s, cards=job.cards,
+        )  # fmt: skip
     log.write(event="left", step=job.step)
 
 

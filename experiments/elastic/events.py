@@ -95,6 +95,7 @@ def _happen(cards: Cards, draw: random.Random, away: set[str]) -> Happened:
     else:
         command = [sys.executable, "-m", "qsync", "release", chosen[0], "--lighthouse", cards.address]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        start = time.time()
     recovered = cards.wait_for_step(stays, time.time() if kind == "lighthouse" else start)
     for name in chosen:
         cards.processes[name].wait(timeout=60)

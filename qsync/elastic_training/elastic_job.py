@@ -181,7 +181,7 @@ class ElasticJob:
             meeting = self._rendezvous.meet(self._card())
             if self.card in meeting.released:
                 self.release()
-            if self._may_leave(meeting):
+            if not meeting.has(self.card):
                 return None
             if not self._may_step(meeting):
                 time.sleep(_POLL_S)
@@ -197,16 +197,8 @@ class ElasticJob:
             group=self._own.group if self._exchange.failure is None else "",
             book=len(self._book) if self._book is not None else 0,
             slowdown=self._pace.slowdown,
+            leaves=self._released.is_set(),
         )
-
-    def _may_leave(self, meeting: Meeting) -> bool:
-        """Return whether this card is asked to leave, and is not the only one that has the state."""
-        if not self._released.is_set():
-            return False
-        if meeting.is_only(self.card):
-            self._wait_for("a card to take the job over: this one is the last, and is to leave")
-            return False
-        return True
 
     def _may_step(self, meeting: Meeting) -> bool:
         """Return whether the cards that are there can take the next step."""
@@ -215,8 +207,9 @@ class ElasticJob:
             self._wait_for(f"a card that has the state of step {self._seen_step}")
             return False
         self._seen_step = step
-        if self._released.is_set() and not meeting.behind:
-            return False  # the last card waits for another one
+        if all(card.leaves for card in meeting.cards):
+            self._wait_for("a card to take the job over: this one is the last, and is to leave")
+            return False
         if step or meeting.current[0].history:
             return True
         if len(meeting.cards) < self._options.start_with:
@@ -385,9 +378,8 @@ class ElasticJob:
             )
         self._present = None
         if step.outcome:
-            assert self._meeting is not None
             self.step += 1
-            history = digest([self._own.history, self._meeting.key])
+            history = digest([self._own.history, self.group])
             self._own = with_fields(self._own, step=self.step, history=history)
             for call in self.on_step:
                 call(self.step)

@@ -54,11 +54,16 @@ class Card:
     book: int = 0  # the number of plans in its book
     is_ready: bool = False  # it has the plan for the first step
     release: tuple[str, ...] = ()  # the cards that it asks to leave
+    leaves: bool = False  # it is to leave, as soon as another card has the state
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The cards of one step: those that are up to date, then those that must be healed, each by name."""
+    """The cards of one step: those that are up to date, then those that must be healed, each by name.
+
+    Cards that leave are in neither; but where all up-to-date cards are to leave, the first of them stays.
+    `released` are the names of those that others ask to leave.
+    """
 
     key: str
     current: tuple[Card, ...]
@@ -81,9 +86,9 @@ class Meeting:
         """Return the rank of a card."""
         return [card.name for card in self.cards].index(name)
 
-    def is_only(self, name: str) -> bool:
-        """Return whether no other card has the state of the job."""
-        return [card.name for card in self.current] == [name]
+    def has(self, name: str) -> bool:
+        """Return whether a card is in this step."""
+        return any(card.name == name for card in self.cards)
 
     def source_of(self, name: str) -> Card:
         """Return the card that a card which is behind takes its state from."""
@@ -111,9 +116,10 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
     # Two parts of a job may have trained the same step apart. The larger part is right.
     count = Counter(card.history for card in leading)
     history = min(count, key=lambda one: (-count[one], one))
-    current = tuple(card for card in leading if card.history == history)
-    released = tuple(name for card in cards for name in card.release)
-    return Meeting(key, current, tuple(card for card in mates if card not in current), released)
+    able = [card for card in leading if card.history == history]
+    current = tuple(card for card in able if not card.leaves) or tuple(able[:1])
+    behind = tuple(card for card in mates if card not in able and not card.leaves)
+    return Meeting(key, current, behind, tuple(name for card in cards for name in card.release))
 
 
 def coordination() -> Any:
