@@ -15,6 +15,7 @@
 `comparison`        predicted against measured steps
 `lazy_sequence`     a sequence computed at its first use
 `levers/`           profiles under batch shares, passes and recomputation
+`churn/`            training while cards leave and return
 """
 
 from qsync.replayer.chrome_trace import write_trace

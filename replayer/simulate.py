@@ -249,13 +249,7 @@ def replay(
         >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
     """
     exchange = Exchange(graph, cluster, bucket_cap_bytes)
-    costs = {
-        name: vectorized_costs_of(
-            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
-            profiles[name],
-        )
-        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
-    }
+    costs = costs_of_classes(graph, plan, profiles, cluster)
     works = [exchange.work(entry) for entry in costs.values()]
     step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
     blocked = _blocked_s(step)
@@ -332,6 +326,22 @@ def _interval(
         for sign in (-1.0, 1.0)
     )
     return fast, slow
+
+
+def costs_of_classes(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+) -> dict[str, VectorizedCosts]:
+    """Return the costs of every class under a plan; raise if the records do not match."""
+    return {
+        name: vectorized_costs_of(
+            Tabulated(profiles[name].graph_of(graph), assignment, cluster[name].carried_16bit, less),
+            profiles[name],
+        )
+        for name, assignment, less in checked_assignments(graph, plan, profiles, cluster)
+    }
 
 
 def checked_lowerings(

@@ -11,13 +11,14 @@ from matplotlib.figure import Figure
 
 from qsync.errors import QSyncError
 from qsync.experiments.demo import picture
-from qsync.figures import memory, pareto, precision_map
+from qsync.figures import churn, memory, pareto, precision_map
 from qsync.figures import timeline as timeline_figure
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.plans import ClassPlan, Plan, Predicted
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
 from qsync.replayer import Peak
+from qsync.replayer.churn import ChurnEvent, play
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 
 
@@ -207,3 +208,16 @@ def test_what_cannot_be_drawn_is_said_and_leaves_no_file(tmp_path):
     with pytest.raises(QSyncError, match=r"pictures are PNG files, found .*a\.svg'; end the name in \.png"):
         memory.steps(filled(), tmp_path / "a.svg")
     assert not list(tmp_path.iterdir())
+
+
+def test_churn_is_drawn_with_a_row_of_marks_for_each_kind_of_event(tmp_path, figures):
+    events = [ChurnEvent(10.5, "kill", "a:0"), ChurnEvent(15.0, "join", "a:0"), ChurnEvent(60.0, "end")]
+    report = play(events, {"a": 2}, lambda ranks: 2.0 / ranks["a"], samples_per_step=4)
+    check_png(churn.throughput(report, events, tmp_path / "churn.png", model="Gpt"))
+    above, below = figures[0].axes
+    assert [label.get_text() for label in below.get_yticklabels()] == ["kill", "join"]
+    assert below.get_xlabel() == "seconds since the start" and above.get_ylim()[1] == pytest.approx(4 * 1.08)
+    quiet = [ChurnEvent(3 * 86400.0, "end")]
+    report = play(quiet, {"a": 1}, lambda ranks: 2.0)
+    check_png(churn.throughput(report, quiet, tmp_path / "churn.png", model="Gpt"))
+    assert figures[1].axes[1].get_xlabel() == "days since the start"

@@ -18,6 +18,7 @@ from qsync.commands.options import (
     console,
     print_json,
 )
+from qsync.errors import QSyncError
 
 
 def replay(
@@ -25,11 +26,26 @@ def replay(
     basis: BasisFolder = None,
     cluster: ClusterFile = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw the step of every class here (PNG).")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the step, or the churn, here (PNG).")] = None,
     steps: Annotated[
         int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of these steps.")] = 0,
+    churn: Annotated[
+        str | None,
+        typer.Option(
+            help="Play cards that leave and return: a CSV file of time_s,event,card, or mtbf=HOURS"
+            "[,mttr=MINUTES][,days=D][,seed=S][,classes=A+B][,away=8-20].",
+            show_default="none",
+        ),
+    ] = None,
+    churn_costs: Annotated[
+        str | None,
+        typer.Option(
+            help="Seconds that events cost: detection=5,timeout=30,... or a JSON file with churn_costs.",
+            show_default="those of a small machine",
+        ),
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -38,7 +54,16 @@ def replay(
     from qsync.replayer import replay as simulate
     from qsync.replayer import vary
 
+    if churn is None and churn_costs is not None:
+        raise QSyncError("--churn-costs are those of --churn; give a trace, or mtbf=HOURS")
+    if churn is not None and (trace is not None or steps is not None):
+        raise QSyncError("--churn plays many steps; leave out --trace and --steps, which are of one step")
     plan, found = load_plan(plan_file, basis, cluster, force=force)
+    if churn is not None:
+        from qsync.commands.churn import replay_churn
+
+        replay_churn(plan, found, churn, churn_costs, picture, as_json)
+        return
     parts, cap = (found.graph, plan, found.profiles, found.cluster), plan.bucket_cap_bytes
     timeline = simulate(*parts, bucket_cap_bytes=cap)
     varied = None

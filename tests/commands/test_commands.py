@@ -14,6 +14,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate
 from qsync.commands import main
 from qsync.commands.loading import load_other, under_levers
+from qsync.records.cluster import Cluster
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -589,3 +590,69 @@ def test_operators_can_be_told_to_run_alike_and_variance_can_be_limited(qsync, r
     limited = json.loads(out)
     added = sum(entry["predicted"]["added_variance"] for entry in limited["classes"].values())
     assert code == 0 and added <= variance / 2 and limited["step_s"] > chosen["step_s"]
+
+
+@pytest.fixture
+def planned(qsync, folder) -> Path:
+    """A plan of one `train` and three `infer`, beside its basis."""
+    Path("cluster.toml").write_text(CLUSTER_TOML)
+    qsync("plan", folder, "--cluster", "cluster.toml", "--out", folder / "plan.json")
+    cluster = Cluster.load("cluster.toml")
+    Path("cluster.toml").unlink()
+    (folder / "cluster.json").write_text(json.dumps(cluster.to_json()))
+    return folder / "plan.json"
+
+
+def test_replay_plays_cards_that_leave_and_return(qsync, planned, tmp_path):
+    (tmp_path / "trace.csv").write_text(
+        "time_s,event,card\n0.5,kill,infer:1\n2,join,infer:1\n4,lighthouse,\n9,stop,train:0\n60,end,\n"
+    )
+    options = ("--churn", tmp_path / "trace.csv", "--churn-costs", "detection=1,timeout=20")
+    code, out, err = qsync("replay", planned, *options, "--picture", "churn.png")
+    assert (code, err) == (0, "")
+    assert all(text in out for text in ("simulated", "detection", "timeout", "train 1, infer 2", "samples/s"))
+    assert Path("churn.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads(qsync("replay", planned, *options, "--json")[1])
+    assert report["simulated"] is True and report["lost_s"]["timeout"] == pytest.approx(20.0)
+    assert report["lost_s"]["detection"] == pytest.approx(1.0) and len(report["memberships"]) == 3
+    assert report["ideal_samples_per_s"] == pytest.approx(4 * 32 / Plan.load(planned).step_s)
+
+
+def test_replay_plays_random_failures_by_their_seed(qsync, planned):
+    one, again, other = (
+        qsync("replay", planned, "--churn", f"mtbf=2,days=3,seed={seed}", "--json")[1] for seed in (1, 1, 2)
+    )
+    assert one == again != other
+    code, out, _ = qsync("replay", planned, "--churn", "mtbf=2,days=3,away=8-20,classes=infer")
+    assert code == 0 and "train 1" in out and "no card" not in out
+    code, out, _ = qsync("replay", planned, "--churn", "mtbf=1e9", "--picture", "quiet.png")
+    assert code == 0 and "100.0% of all cards" in out and Path("quiet.png").is_file()
+
+
+def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path):
+    trace = tmp_path / "trace.csv"
+    for text, message in (
+        ("", "line 1"), ("time_s,event,card\n", "no event"), ("time_s,event,card\nsoon,end,\n", "line 2"),
+        ("time_s,event,card\n1,kill,gpu:0\n", "no card 'gpu:0'"),
+        ("time_s,event,card\n1,kill,infer:3\n", "no card 'infer:3'"),
+        ("time_s,event,card\n1,melt,infer:0\n", "no event 'melt'"),
+        ("time_s,event,card\n2,kill,infer:0\n1,join,infer:0\n", "sort the events"),
+        ("time_s,event,card\n1,kill,infer:0\n2,kill,infer:0\n", "is gone then"),
+        ("time_s,event,card\n1,join,infer:0\n", "is present then"),
+    ):  # fmt: skip
+        trace.write_text(text)
+        assert message in refused("replay", planned, "--churn", trace)
+    for churn, message in (
+        (tmp_path / "none.csv", "check the path"), ("mtbf=0", "positive"), ("mtbf=often", "positive"),
+        ("mtbf=1,classes=gpu", "device class 'gpu'"), (tmp_path, "cannot read"),
+    ):  # fmt: skip
+        assert message in refused("replay", planned, "--churn", churn)
+    assert "did you mean start_s" in refused(
+        "replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1"
+    )
+    assert "give a trace" in refused("replay", planned, "--churn-costs", "start=1")
+    assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
+    cluster = json.loads((planned.parent / "cluster.json").read_text())
+    cluster["classes"][1]["count"] = 10_000
+    (planned.parent / "cluster.json").write_text(json.dumps(cluster))
+    assert "1 to 10000 ranks, found 10001" in refused("replay", planned, "--churn", "mtbf=100")

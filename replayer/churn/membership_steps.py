@@ -1,0 +1,95 @@
+"""The step time of a plan at any membership, without solving anything: less than a millisecond each. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.levers import samples_of
+from qsync.records.plans import Plan
+from qsync.records.profiles import Cost, Profile
+from qsync.replayer.simulate import Exchange, Work, costs_of_classes, replay, step_time
+
+_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
+
+
+class MembershipSteps:
+    """Seconds of a step at any membership of a plan's cluster: `steps({"train": 1, "infer": 2})`.
+
+    Every class keeps its assignment. The batch of all ranks together stays as planned. Its samples are shared
+    out anew at each membership, in the proportions of the plan: equally many to every rank, or more to faster
+    classes where the plan has the lever "share". A rank takes more passes only where a planned pass with more
+    samples does not fit in its memory (activations grow with the samples). Loading, forward and backward are
+    taken to be in proportion to samples, Python to passes; the optimizer and copies to buckets stay. The rank
+    of a class with the most samples counts.
+
+    >>> steps = MembershipSteps(graph, plan, profiles, cluster)
+    >>> steps({"train": 1, "infer": 2}), steps.shares({"train": 1, "infer": 2})
+    """
+
+    def __init__(self, graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> None:
+        self._graph, self._cluster, self._cap = graph, cluster, plan.bucket_cap_bytes
+        self._costs = costs_of_classes(graph, plan, profiles, cluster)
+        timeline = replay(graph, plan, profiles, cluster, bucket_cap_bytes=self._cap)
+        weights_bytes = _FIXED_COPIES * sum(value.num_bytes for value in graph.parameters)
+        self._planned: dict[str, tuple[int, int]] = {}  # class -> samples of a step, passes
+        self._limits: dict[str, int] = {}  # class -> the most samples of a pass
+        self._works: dict[tuple[str, bool], tuple[Work, Work]] = {}
+        for c in cluster.classes:
+            setting = profiles[c.name].setting
+            samples, passes = (setting.samples, setting.levers.passes) if setting else (samples_of(graph), 1)
+            grows_bytes = max(1, timeline[c.name].memory_bytes - weights_bytes)  # with the samples of a pass
+            room = max(1.0, (c.memory_bytes - weights_bytes) / grows_bytes)
+            self._planned[c.name] = samples, passes
+            self._limits[c.name] = int(room * (samples // passes))
+        self.samples_per_step = sum(c.count * self._planned[c.name][0] for c in cluster.classes)
+
+    def __call__(self, ranks: Mapping[str, int]) -> float:
+        """Return the seconds of a step of these ranks (class -> number)."""
+        classes = tuple(replace(c, count=ranks[c.name]) for c in self._cluster.classes if ranks.get(c.name))
+        hosts = min(self._cluster.num_hosts, sum(c.count for c in classes))
+        between = self._cluster.between if hosts > 1 else None
+        exchange = Exchange(self._graph, Cluster(classes, self._cluster.link, between, hosts), self._cap)
+        works = [self._work(name, samples, exchange) for name, samples in self.shares(ranks).items()]
+        return step_time(works, exchange)
+
+    def shares(self, ranks: Mapping[str, int]) -> dict[str, int]:
+        """Return the samples of the rank with the most, for each class that is present."""
+        present = {name: count for name, count in ranks.items() if count}
+        parts = sum(count * self._planned[name][0] for name, count in present.items())
+        shares, rests = {}, {}
+        for name in present:
+            shares[name], rests[name] = divmod(self.samples_per_step * self._planned[name][0], parts)
+        left = self.samples_per_step - sum(count * shares[name] for name, count in present.items())
+        for name in sorted(present, key=lambda name: -rests[name]):
+            if left > 0:
+                shares[name] += 1
+                left -= present[name]
+        return {name: max(1, samples) for name, samples in shares.items()}
+
+    def _work(self, name: str, samples: int, exchange: Exchange) -> Work:
+        """Return the step of a rank with so many samples, from the planned step and one without samples."""
+        costs, (planned, planned_passes) = self._costs[name], self._planned[name]
+        key = (name, bool(exchange.buckets))
+        if key not in self._works:
+            fixed = replace(
+                costs, forward_s=0.0 * costs.forward_s, backward_s=0.0 * costs.backward_s,
+                profile=replace(costs.profile, loading_s=0.0, outside=Cost(0.0)),
+            )  # fmt: skip
+            self._works[key] = exchange.work(costs), exchange.work(fixed)
+        full, fixed_work = self._works[key]
+        passes = max(-(-samples // self._limits[name]), min(samples, planned_passes))
+        part = samples * planned_passes / (planned * passes)  # of the samples of a planned pass
+        loading_s, host_s = costs.profile.loading_s, costs.profile.host_s / planned_passes
+        backward_s = full.backward_s - fixed_work.backward_s
+        pass_s = (full.lead_s - fixed_work.lead_s - loading_s + backward_s) / planned_passes
+        lead_s = loading_s * samples / planned + passes * (host_s + part * pass_s) - part * backward_s
+        ready_s = tuple(
+            fixed + part * (ready - fixed)
+            for ready, fixed in zip(full.ready_s, fixed_work.ready_s, strict=True)
+        )
+        return replace(
+            full, lead_s=lead_s, ready_s=ready_s, backward_s=fixed_work.backward_s + part * backward_s
+        )
