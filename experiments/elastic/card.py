@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -115,7 +116,7 @@ def main(config: dict[str, Any]) -> None:
         model, optimizer, Rows(dtype), batch_size=config["batch_size"], loss_fn=loss_of,
         card=config["card"], device_class=config["class"], emulated_share=share if share < 1 else None,
         start_with=config["start_with"], timeout_s=config["timeout_s"], cache_dir=config["cache"],
-        precisions=config["precisions"], seed=config["seed"], share=config["by_speed"],
+        plan=None if config["lower"] else False, seed=config["seed"], share=config["by_speed"],
     )  # fmt: skip
     log.write(event="ready")
     slowed = Slowed(share)
@@ -147,7 +148,7 @@ def _keep_gradients(folder: Path, step: int, model: nn.Module) -> None:
     path = folder / f"gradient-{step}.pt"
     if not path.exists():
         kept = [(parameter.detach().clone(), parameter.grad) for parameter in model.parameters()]
-        temporary = path.with_suffix(f".{id(kept)}")
+        temporary = path.with_suffix(f".{os.getpid()}")
         torch.save(kept, temporary)
         temporary.replace(path)
 
@@ -167,9 +168,9 @@ def gradient_errors(folder: Path, config: dict[str, Any]) -> Iterator[tuple[int,
             parameter.data.copy_(weight)
         model.zero_grad()
         loss_of(model, torch.utils.data.default_collate([rows[i] for i in chosen])).backward()
-        pairs = [(p.grad, gradient) for p, (_, gradient) in zip(model.parameters(), kept, strict=True)]
-        error = torch.cat([(a - b).flatten() for a, b in pairs]).norm()
-        yield step, float(error / torch.cat([a.flatten() for a, _ in pairs]).norm())
+        own = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        found = torch.cat([gradient.flatten() for _, gradient in kept])
+        yield step, float((own - found).norm() / own.norm())
 
 
 if __name__ == "__main__":

@@ -107,6 +107,7 @@ class ElasticJob:
         self._present: ElasticStep | None = None
         self._pace, self._membership = Pace(), Membership()
         self._seen_step, self._waits_for = 0, ""
+        self._num_failures = 0
         self._released = threading.Event()
         self._optimizer.register_step_pre_hook(self._check_order)
 
@@ -194,7 +195,6 @@ class ElasticJob:
         """Return what the others are to know of this card now."""
         return with_fields(
             self._own,
-            group=self._own.group if self._exchange.failure is None else "",
             book=len(self._book) if self._book is not None else 0,
             slowdown=self._pace.slowdown,
             leaves=self._released.is_set(),
@@ -237,6 +237,7 @@ class ElasticJob:
             group = self._exchange.form(f"{first.store}/{meeting.key}", rank, len(cards))
         except RuntimeError as error:
             self._exchange.fail(error)
+            self._go_alone()
             return False
         self.model.reform(group)
         self._own = with_fields(self._own, group=f"{meeting.key}/{len(cards)}")
@@ -249,7 +250,10 @@ class ElasticJob:
                 "qsync: step %d goes on with %s (%.0f ms)", first.step, shown(membership_of(cards)),
                 1e3 * (time.perf_counter() - start_s),
             )  # fmt: skip
-        return self._exchange.failure is None
+        if self._exchange.failure is not None:
+            self._go_alone()
+            return False
+        return True
 
     def _measure_link(self, group: dist.ProcessGroup, num_ranks: int) -> None:
         """Measure an all-reduce between the cards: one of them has not."""
@@ -355,7 +359,16 @@ class ElasticJob:
                 self._exchange.fail(error)
         elif self._exchange.failure is None:
             self._note_pace(step)
-        return self._exchange.failure is None
+        if self._exchange.failure is not None:
+            self._go_alone()
+            return False
+        return True
+
+    def _go_alone(self) -> None:
+        """Leave a group that has failed: its connections close, and the others' exchanges fail at once, too."""
+        self._own = with_fields(self._own, group="")
+        self._num_failures += 1
+        self.model.reform(self._exchange.form(f"{self._own.store}/alone/{self._num_failures}", 0, 1))
 
     def _note_pace(self, step: ElasticStep) -> None:
         own = self._own.device_class

@@ -12,6 +12,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -85,7 +86,8 @@ class Server:
                 self.send_response(200 if content is not None else 404)
                 self.send_header("Content-Length", str(len(content or b"")))
                 self.end_headers()
-                self.wfile.write(content or b"")
+                with suppress(ConnectionError):  # the card that asked is gone
+                    self.wfile.write(content or b"")
 
             def log_message(self, *_: Any) -> None:
                 """Say nothing."""

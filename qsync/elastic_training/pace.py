@@ -2,12 +2,11 @@
 
 The plan's prediction may be off by a constant factor. The first steps show that factor; what comes on top of
 it it later is a slowdown. It is told when even the faster quarter of the last steps takes `SLOWER` times as
-long, and ends below `BACK`. After each change the next decision needs as many new steps.
+long, and ends below `BACK`. Each decision needs a window of new steps.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from statistics import quantiles
 
 WINDOW = 20  # steps
@@ -24,7 +23,7 @@ class Pace:
 
     def __init__(self, window: int = WINDOW) -> None:
         self._window = window
-        self._ratios: deque[float] = deque(maxlen=window)
+        self._ratios: list[float] = []
         self._usual: float | None = None
         self.slowdown = 1.0
 
@@ -34,9 +33,9 @@ class Pace:
         if len(self._ratios) < self._window:
             return False
         present = quantiles(self._ratios, n=4)[0]
+        self._ratios.clear()
         if self._usual is None:
             self._usual = present
-            self._ratios.clear()
             return False
         factor = present / self._usual
         if self.slowdown == 1.0:
@@ -45,9 +44,5 @@ class Pace:
             new = 1.0
         else:
             new = factor if max(factor / self.slowdown, self.slowdown / factor) >= SLOWER else self.slowdown
-        new = round(new, 1)
-        if new == self.slowdown:
-            return False
-        self.slowdown = new
-        self._ratios.clear()
-        return True
+        before, self.slowdown = self.slowdown, round(new, 1)
+        return self.slowdown != before

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import default_collate
@@ -47,7 +47,7 @@ def elastic(
     start_with: int | None = None,
     seed: int = 0,
     states: Mapping[str, Any] | None = None,
-    plan: Plan | None = None,
+    plan: Plan | Literal[False] | None = None,
     card: str | None = None,
     device_class: str | None = None,
     emulated_share: float | None = None,
@@ -82,7 +82,7 @@ def elastic(
         seed: of the order of samples.
         states: more objects with `state_dict` and `load_state_dict` that a card which joins must have, by
             name: schedulers, averages.
-        plan: run this plan under every membership; nothing is profiled then.
+        plan: run this plan under every membership; nothing is profiled then. False: lower nothing.
         card: the name of this card, for `qsync release`; without it its class and a number.
         device_class: the name of this card's class, instead of the detected one.
         emulated_share: the share of its core that an emulated card gets, in (0, 1].
@@ -140,14 +140,15 @@ def elastic(
     own = replace(found, name=device_class) if device_class else found
     server = Server(rendezvous.own_host(), timeout_s)
     book = None
-    if plan is not None:
+    if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True)
-    else:
+    elif plan is not False:
         samples = min(-(-batch_size // start_with), max_samples or batch_size, len(dataset))
         batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in {samples, max(1, samples // 2)}]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
                      type(optimizer), options)  # fmt: skip
-    facts = _facts(model, dataset, how, {**options, "base": base or "fp32", "plan": plan and plan.to_json()})
+    given = plan.to_json() if isinstance(plan, Plan) else plan
+    facts = _facts(model, dataset, how, {**options, "base": base or "fp32", "plan": given})
     name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     states = {"model": model, "optimizer": optimizer, **(states or {})}
     entry = Card(name, own.name, time.time(), facts, limit=max_samples)

@@ -1,0 +1,83 @@
+"""The state of a card on its way to another: bytes, and a server."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from qsync import QSyncError
+from qsync.elastic_training.healing import Server, decode, encode, fetch
+from qsync.elastic_training.pace import WINDOW, Pace
+
+CPU = torch.device("cpu")
+
+
+def test_a_state_arrives_as_it_was():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "more": [(1, None), True, "x", 0.1],
+    }
+    found = decode(encode(state), CPU)
+    assert found["more"] == state["more"]
+    assert found["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    for name, tensor in state["model"].items():
+        assert torch.equal(found["model"][name], tensor) and found["model"][name].dtype == tensor.dtype
+    for number, entry in state["optimizer"]["state"].items():
+        assert all(torch.equal(found["optimizer"]["state"][number][name], one) for name, one in entry.items())
+
+
+def test_later_changes_do_not_show_and_shared_memory_is_sent():
+    weight = torch.ones(3)
+    content = encode({"a": weight, "b": weight, "c": weight[1:], "empty": torch.zeros(0, 2)})
+    weight.zero_()
+    found = decode(content, CPU)
+    assert (
+        found["a"].tolist() == [1, 1, 1] and found["c"].tolist() == [1, 1] and found["empty"].shape == (0, 2)
+    )
+
+
+def test_what_only_a_pickle_could_carry_is_refused():
+    with pytest.raises(QSyncError, match="a set in the training state cannot be sent to another card"):
+        encode({"seen": {1, 2}})
+
+
+def test_a_request_waits_for_its_content_and_gives_up():
+    server = Server("127.0.0.1", timeout_s=5.0)
+    try:
+        threading.Timer(0.2, lambda: server.offer("state/1", b"one")).start()
+        assert fetch(server.address, "state/1", 5.0) == b"one"
+        server.offer("state/2", lambda: b"two", instead_of="state/")
+        assert fetch(server.address, "state/2", 5.0) == b"two"
+        with pytest.raises(QSyncError, match="did not send state/1"):
+            fetch(server.address, "state/1", 0.3)
+    finally:
+        server.close()
+    with pytest.raises(QSyncError, match=f"the card at {server.address} did not send"):
+        fetch(server.address, "state/2", 0.5)
+
+
+def steps(pace, measured_s, number=WINDOW):
+    return sum(pace.note(measured_s, 0.5) for _ in range(number))
+
+
+def test_a_slowdown_is_told_once_and_taken_back_once():
+    pace = Pace()
+    assert steps(pace, 1.0) == 0  # the prediction is off by 2, and stays so
+    assert steps(pace, 1.1, 3 * WINDOW) == 0 and pace.slowdown == 1.0
+    assert steps(pace, 2.0, 3 * WINDOW) == 1 and pace.slowdown == 2.0
+    assert steps(pace, 2.2, 2 * WINDOW) == 0  # it is planned for
+    assert steps(pace, 1.0, 3 * WINDOW) == 1 and pace.slowdown == 1.0
+
+
+def test_a_few_slow_steps_are_no_slowdown():
+    pace = Pace()
+    steps(pace, 1.0)
+    for _ in range(10):
+        assert steps(pace, 9.0, WINDOW // 2) == 0 and steps(pace, 1.0, WINDOW // 2) == 0
