@@ -1,6 +1,6 @@
 """One card of an elastic job: `python -m qsync.experiments.elastic.card CONFIG`. It logs every step.
 
-A line of the log: number of the step, history before it, group, whether the card only healed, its samples,
+A line of the log: number of the step, history after it, group, whether the card only healed, its samples,
 digest of weights and optimizer state afterwards, loss, seconds, time, cards. Other lines are events.
 """
 
@@ -140,6 +140,8 @@ def main(config: dict[str, Any]) -> None:
             samples=indices, digest=digest_of(model, optimizer), loss=float(loss.detach()),
             seconds=time.perf_counter() - start_s, cards=job.cards,
         )  # fmt: skip
+    if config["keep_plan"] and job.plan is not None:
+        job.plan.save(Path(config["log"]).parent / "plan.json")
     log.write(event="left", step=job.step)
 
 

@@ -17,7 +17,8 @@ BATCH_SIZE = 64
 FAST, WEAK = "train", "infer"
 DEFAULTS: dict[str, Any] = {
     "batch_size": BATCH_SIZE, "start_with": 4, "timeout_s": 1.5, "dtype": "float32", "width": 256, "seed": 0,
-    "steps": 10**9, "lower": True, "keep_gradients": 0, "by_speed": False, "weak_share": 0.5,
+    "steps": 10**9,
+    "lower": True, "keep_gradients": 0, "keep_plan": False, "by_speed": False, "weak_share": 0.5,
 }  # fmt: skip
 _START_S = 120.0
 

@@ -27,7 +27,8 @@ class Happened:
     at: float
     recovered: float
     stays: tuple[str, ...]
-    gone: float | None = None  # when a released card's process had ended
+    gone: float | None = None  # when a released card's loop had ended
+    away_s: float | None = None  # how long a stopped card was
 
 
 def run(cards: Cards, num_events: int, seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -83,8 +84,9 @@ def _happen(cards: Cards, draw: random.Random, away: set[str]) -> Happened:
         recovered = cards.wait_for_step(stays, start)
         time.sleep(max(0.0, _PAUSE_S - (time.time() - start)))
         cards.signal(chosen[0], GO)
+        away_s = time.time() - start
         cards.wait_for_step(present, time.time())
-        return Happened(kind, tuple(chosen), start, recovered, tuple(present))
+        return Happened(kind, tuple(chosen), start, recovered, tuple(present), away_s=away_s)
     elif kind == "two":
         for name in chosen:
             cards.signal(name, KILL)

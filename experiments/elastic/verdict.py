@@ -1,7 +1,7 @@
 """What the logs of an elastic job must show, whatever happened to its cards.
 
 A step may count twice: where all cards that completed it died before anybody knew. The steps that the final
-state has behind it form one chain, linked by the histories that cards logged; the others were undone.
+state has behind it form one chain, linked by the histories that cards log after each; the others were undone.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -24,22 +25,21 @@ def chain(logs: Mapping[str, Sequence[Line]]) -> list[list[Line]]:
 
     Raises QSyncError where the chain is broken: a step that is behind the state was never logged.
     """
-    by_result: dict[tuple[int, str], list[Line]] = defaultdict(list)
+    by_step: dict[int, dict[str, list[Line]]] = defaultdict(lambda: defaultdict(list))
     for card, lines in logs.items():
         for line in lines:
             if "digest" in line:
-                result = digest([line["history"], line["group"]])
-                by_result[line["step"], result].append({**line, "card": card})
-    step, result = max(by_result)
-    found: list[list[Line]] = []
-    while True:
-        lines = by_result.get((step, result), [])
-        if not lines:
+                by_step[line["step"]][line["history"]].append({**line, "card": card})
+    last = max(by_step)
+    history = max(by_step[last])
+    found = [by_step[last][history]]
+    for step in reversed(range(last)):
+        group, after = found[-1][0]["group"], history
+        history = next((one for one in by_step[step] if digest([one, group]) == after), "")
+        if not history:
             raise QSyncError(f"step {step} is behind the final state, and no card logged it")
-        found.append(lines)
-        step, result = step - 1, lines[0]["history"]
-        if step < 0:
-            return found[::-1]
+        found.append(by_step[step][history])
+    return found[::-1]
 
 
 def judge(logs: Mapping[str, Sequence[Line]], batch_size: int, num_samples: int, seed: int) -> dict[str, Any]:
@@ -84,16 +84,23 @@ def dropped_by_event(logs: Mapping[str, Sequence[Line]], events: Sequence[Line])
     return [len(steps) for steps in found]
 
 
+def usual_step_s(steps: Sequence[Sequence[Line]]) -> dict[str, float]:
+    """Return the median seconds from one step to the next by the classes of its cards: "infer+train"."""
+    spans: dict[str, list[float]] = defaultdict(list)
+    for before, lines in pairwise(steps):
+        spans[_classes(lines[0])].append(_end(lines) - _end(before))
+    return {classes: median(seconds) for classes, seconds in spans.items()}
+
+
 def lost_seconds(steps: Sequence[Sequence[Line]]) -> tuple[float, float]:
-    """Return the seconds of training, and those lost: beyond the usual step of each number of cards."""
-    ends = [min(line["at"] for line in lines) for lines in steps]
-    spans: dict[tuple[str, ...], list[float]] = defaultdict(list)
-    for before, after, lines in zip(ends, ends[1:], steps[1:], strict=False):
-        spans[_classes(lines[0])].append(after - before)
-    usual = {classes: median(seconds) for classes, seconds in spans.items()}
-    ideal = sum(usual[_classes(lines[0])] for lines in steps[1:])
-    return ends[-1] - ends[0], max(0.0, ends[-1] - ends[0] - ideal)
+    """Return the seconds of training, and those lost: beyond the usual steps of each membership."""
+    usual, seconds = usual_step_s(steps), _end(steps[-1]) - _end(steps[0])
+    return seconds, max(0.0, seconds - sum(usual[_classes(lines[0])] for lines in steps[1:]))
 
 
-def _classes(line: Line) -> tuple[str, ...]:
-    return tuple(sorted(card.rpartition("-")[0] for card in line["cards"]))
+def _end(lines: Sequence[Line]) -> float:
+    return min(float(line["at"]) for line in lines)
+
+
+def _classes(line: Line) -> str:
+    return "+".join(sorted(card.rpartition("-")[0] for card in line["cards"]))

@@ -103,6 +103,8 @@ class ElasticJob:
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="qsync-heal")
         self._pending: Future[bytes] | None = None  # the state of another card
+        self._next: Future[Meeting] | None = None  # the meeting of the next step
+        self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
         self._pace, self._membership = Pace(), Membership()
@@ -130,7 +132,7 @@ class ElasticJob:
         """
         if epochs is not None:
             num_steps = int(epochs * self._num_samples) // self._options.batch_size
-        restore = self._listen()
+        self._num_steps, restore = num_steps, self._listen()
         self._rendezvous.begin(self.card)
         try:
             while num_steps is None or self.step < num_steps:
@@ -179,7 +181,8 @@ class ElasticJob:
     def _begin(self) -> ElasticStep | None:
         """Meet the other cards, and return this card's part of the next step; None to leave."""
         while True:
-            meeting = self._rendezvous.meet(self._card())
+            pending, self._next = self._next, None
+            meeting = pending.result() if pending is not None else self._rendezvous.meet(self._card())
             if self.card in meeting.released:
                 self.release()
             if not meeting.has(self.card):
@@ -362,10 +365,17 @@ class ElasticJob:
         if self._exchange.failure is not None:
             self._go_alone()
             return False
+        self.step += 1
+        history = digest([self._own.history, self.group])
+        self._own = with_fields(self._own, step=self.step, history=history)
+        if self.step != self._num_steps:
+            # All cards are here at the same time. They meet again while the optimizer steps, and no card
+            # waits for others before its next forward.
+            self._next = self._pool.submit(self._rendezvous.meet, self._card())
         return True
 
     def _go_alone(self) -> None:
-        """Leave a group that has failed: its connections close, and the others' exchanges fail at once, too."""
+        """Leave a group that failed: its connections close, and the exchanges of others fail at once, too."""
         self._own = with_fields(self._own, group="")
         self._num_failures += 1
         self.model.reform(self._exchange.form(f"{self._own.store}/alone/{self._num_failures}", 0, 1))
@@ -391,9 +401,6 @@ class ElasticJob:
             )
         self._present = None
         if step.outcome:
-            self.step += 1
-            history = digest([self._own.history, self.group])
-            self._own = with_fields(self._own, step=self.step, history=history)
             for call in self.on_step:
                 call(self.step)
 

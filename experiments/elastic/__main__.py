@@ -1,0 +1,180 @@
+"""An elastic job under random events: what must hold, what events cost, and what else they would cost.
+
+    python -m qsync.experiments.elastic --out FOLDER
+
+`--publish` writes its tables and its picture into `docs/results/elastic.md`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qsync.experiments.elastic import churn, events, restarts, steady, throughput, verdict
+from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
+from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
+from qsync.experiments.harness import (
+    Bar,
+    Experiment,
+    Fresh,
+    Out,
+    as_markdown,
+    bar,
+    run_command,
+    table_of,
+    write_between,
+)
+
+_PAGE = Path("docs/results/elastic.md")
+_PICTURE = Path("docs/figures/elastic.png")
+_FP64_EVENTS, _RESTARTS = 10, 6
+Job = dict[str, Any]
+
+
+def main(
+    out: Out = Path("elastic"),
+    num_events: Annotated[int, typer.Option("--events", help="Random events of the long run.")] = 100,
+    seed: Annotated[int, typer.Option(help="Of the events.")] = 0,
+    steps: Annotated[int, typer.Option(help="Steps of a round without events.")] = 80,
+    rounds: Annotated[int, typer.Option(help="Rounds without events, in turns with hybrid.")] = 3,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Run four cards through random events; compare with hybrid, with restarts and with the simulation."""
+    experiment = Experiment(
+        "elastic", out, settings={"steps": steps, "rounds": rounds}, fresh=fresh, seed=seed
+    )
+    work = out.absolute() / "work"
+    with experiment.progress() as say:
+        job = experiment.piece(
+            "events", lambda: _run(work / "events", num_events, seed, say), events=num_events
+        )
+        exact = experiment.piece(
+            "gradients",
+            lambda: _run(
+                work / "fp64", _FP64_EVENTS, seed + 1, say, dtype="float64", lower=False, keep_gradients=10
+            ),
+        )
+        same = experiment.piece(
+            "without events",
+            lambda: steady.compare(work / "steady", steps, rounds, width=1024, timeout_s=10.0),
+        )
+        again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, seed))
+    simulated = churn.simulate(job)
+    bars = [*_exactness(job, exact, same), *_times(job, same, again, simulated)]
+    tables = [_costs(job["events"])]
+    experiment.finish(
+        {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
+         "restarts": again, "churn": simulated, "churn_costs": simulated["costs"], "origin": "measured"},
+        bars=bars, tables=tables,
+    )  # fmt: skip
+    throughput.draw(job, out / "throughput.png")
+    if publish:
+        throughput.draw(job, _PICTURE)
+        write_between([_PAGE], "times", "\n\n".join(as_markdown(table) for table in tables))
+
+
+def _run(folder: Path, num_events: int, seed: int, say: Any, **settings: Any) -> Job:
+    """Run the events, and return them with what the logs of the cards show."""
+    with Cards(folder, **settings) as cards:
+        happened = events.run(cards, num_events, seed, say)
+    logs = {name: cards.lines(name) for name in events.NAMES}
+    chain = verdict.chain(logs)
+    seconds, lost_s = verdict.lost_seconds(chain)
+    return {
+        "events": happened,
+        "judged": verdict.judge(logs, BATCH_SIZE, NUM_SAMPLES, cards.settings["seed"]),
+        "dropped": verdict.dropped_by_event(logs, happened), "seconds": seconds, "lost_s": lost_s,
+        "swaps_ms": [
+            float(ms) for text in _said(logs) for ms in re.findall(r"runs the plan.*\((\d+) ms\)", text)
+        ],
+        "joins_s": [second for lines in logs.values() for second in _joins(lines)],
+        "steps": [[min(line["at"] for line in lines), len(lines[0]["cards"])] for lines in chain],
+        "usual_s": verdict.usual_step_s(chain),
+        "gradient_errors": dict(gradient_errors(cards.folder, cards.settings)),
+    }  # fmt: skip
+
+
+def _said(logs: Mapping[str, Sequence[Any]]) -> list[str]:
+    return [line["text"] for lines in logs.values() for line in lines if line.get("event") == "says"]
+
+
+def _joins(lines: Sequence[Any]) -> list[float]:
+    """Return the seconds from a process's start (torch imported) to the end of its first step that counts."""
+    found, started = [], None
+    for line in lines:
+        if line.get("event") == "started":
+            started = line["at"]
+        elif started is not None and "digest" in line and not line["behind"]:
+            found.append(line["at"] - started)
+            started = None
+    return found[1:]  # the first waits for all cards, and for the first plan
+
+
+def _by_kind(happened: Sequence[Any]) -> dict[str, list[Any]]:
+    kinds = defaultdict(list)
+    for event in happened:
+        kinds[event["kind"]].append(event)
+    return dict(kinds)
+
+
+def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:
+    return [event["recovered"] - event["at"] for event in happened if event["kind"] in kinds]
+
+
+def _exactness(job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
+    judged, both = job["judged"], (job, exact)
+    return [
+        bar("hangs", 0, 0, how="each event is waited for"),
+        bar("steps with unequal replicas", sum(one["judged"]["replicas"] for one in both), 0),
+        bar("steps with another batch", sum(one["judged"]["batch"] for one in both), 0),
+        bar("samples lost or seen twice", sum(one["judged"]["samples"] for one in both), 0),
+        bar("steps lost by an event, at most", max(job["dropped"]), 1),
+        bar("gradient against one process, FP64", max(exact["gradient_errors"].values()), 1e-12),
+        bar("losses and weights without events are hybrid's, bit by bit", same["bitwise_equal"], True),
+        bar("epochs in the long run", judged["epochs"], 1, at_least=True),
+    ]
+
+
+def _times(
+    job: Job, same: Mapping[str, Any], again: Mapping[str, Any], simulated: Mapping[str, Any]
+) -> list[Bar]:
+    happened = job["events"]
+    deaths = _recoveries(happened, "kill", "two")
+    gone = [event["gone"] - event["at"] for event in happened if event["gone"] is not None]
+    lost_s = job["lost_s"] / len(happened)
+    return [
+        bar("step over hybrid's", same["ratio"], 1.03),
+        bar("death to the next good step, median s", median(deaths), 3.0),
+        bar("release, median s", median(gone), 1.0 + max(job["usual_s"].values())),
+        bar("swap of a plan, longest ms", max(job["swaps_ms"]), 100.0),
+        bar("newcomer in step, median s after its process has started", median(job["joins_s"]), 5.0),
+        bar(
+            "time lost to an event: restarts over elastic",
+            again["lost_s_per_event"] / lost_s,
+            3.0,
+            at_least=True,
+        ),
+        bar("steps: simulated over real, off by", abs(simulated["ratio"] - 1), 0.1),
+    ]
+
+
+def _costs(happened: Sequence[Any]) -> Table:
+    rows = []
+    for kind, found in sorted(_by_kind(happened).items()):
+        seconds = _recoveries(found, kind)
+        rows.append([kind, str(len(found)), f"{median(seconds):.2f}", f"{max(seconds):.2f}"])
+    return table_of(
+        "Until all other cards have taken a step", ("event", "times", "median s", "longest s"), rows
+    )
+
+
+if __name__ == "__main__":
+    run_command(main)
