@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import qsync
-from qsync.commands import demo, diff, doctor, expand, explain, learn, plan, replay, validate
+from qsync.commands import checkpoint, demo, diff, doctor, expand, explain, learn, plan, replay, validate
 from qsync.errors import QSyncError, shortened
 
 app = typer.Typer(
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
-    validate.validate, diff.diff,
+    validate.validate, diff.diff, checkpoint.checkpoint,
 ):  # fmt: skip
     app.command()(command)
 
