@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint import load as torch_load
 from two_ranks import launch
 
 import qsync
@@ -127,6 +129,11 @@ def test_four_ranks_save_and_fewer_load(tmp_path):
     model.load_state_dict(load_file(folder / "ddp" / "step-00000004" / "model.safetensors"))
     for name, value in model.state_dict().items():
         assert torch.equal(value, expected[name])
+    shards = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    reader = HuggingFaceStorageReader(str(folder / "sharded" / "step-00000004"))
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        torch_load(shards, storage_reader=reader, no_dist=True)
+    assert all(torch.equal(value, expected[name]) for name, value in shards.items())
     for kind in ("ddp", "sharded"):
         optimizer = torch.optim.AdamW(model.parameters())
         for parameter in model.parameters():
