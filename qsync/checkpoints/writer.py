@@ -87,12 +87,12 @@ class Save:
         self._exchange = Exchange(str(next(_numbers)))
         self.is_first = self._exchange.rank == 0
         if self.is_first:
-            token = uuid.uuid4().hex if is_wanted else ""
-            self._exchange.tell("begin", token)
+            hidden = f".{target.name}.{uuid.uuid4().hex}{PARTIAL}" if is_wanted else ""
+            self._exchange.tell("begin", hidden)
         else:
-            token = self._exchange.hear("begin")
-        self.is_wanted = bool(token)
-        self._partial = target.with_name(f".{target.name}.{token}{PARTIAL}")
+            hidden = self._exchange.hear("begin")
+        self.is_wanted = bool(hidden)
+        self._partial = target.parent / hidden
         self._files: dict[str, tuple[Tensors, dict[str, str]]] = {}
         self._index = {
             "step": step,
