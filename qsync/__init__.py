@@ -15,6 +15,9 @@ if TYPE_CHECKING:  # for type checkers: the names below, imported
     from qsync.api import sensitivity as sensitivity
     from qsync.api import unwrap as unwrap
     from qsync.api import wrap as wrap
+    from qsync.checkpoints.periodic import Checkpoints as Checkpoints
+    from qsync.checkpoints.reader import load as load
+    from qsync.checkpoints.writer import save as save
     from qsync.distributed.gradient_weighting import micro_batches as micro_batches
     from qsync.distributed.gradient_weighting import token_mean as token_mean
     from qsync.distributed.gradient_weighting import weigh_gradients as weigh_gradients
@@ -64,6 +67,9 @@ _PUBLIC = {
     "token_mean": "qsync.distributed.gradient_weighting",
     "LengthSampler": "qsync.distributed.length_sampler",
     "validate": "qsync.distributed.validation",
+    "save": "qsync.checkpoints.writer",
+    "load": "qsync.checkpoints.reader",
+    "Checkpoints": "qsync.checkpoints.periodic",
     "Recipe": "qsync.expansion.recipe.recipe",
     "recipe_of": "qsync.expansion.recipe.shipped_recipes",
     "derive_recipe": "qsync.expansion.derivation.derive",

@@ -13,6 +13,7 @@ import typer
 
 import qsync
 from qsync.commands import (
+    checkpoint,
     demo,
     diff,
     doctor,
@@ -33,7 +34,7 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
-    validate.validate, diff.diff, lighthouse.lighthouse, lighthouse.release,
+    validate.validate, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse, lighthouse.release,
 ):  # fmt: skip
     app.command()(command)
 

@@ -1,0 +1,148 @@
+"""Read checkpoints, onto any number of ranks: each reads what it holds of the state, without collectives."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_tensors
+
+from qsync.checkpoints.contents import Checkpoint, find_verified
+from qsync.checkpoints.state import (
+    ModelState,
+    OptimizerState,
+    join,
+    names_in,
+    set_random_state,
+    split,
+    stateful_parts,
+)
+from qsync.distributed.agreement import agree_locally
+from qsync.errors import MismatchError, shortened
+from qsync.progress import is_rank_zero
+
+logger = logging.getLogger("qsync")
+
+
+def load(
+    folder: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    random_state: bool = True,
+    **objects: Any,
+) -> Checkpoint:
+    """Load a checkpoint into a model, its optimizer and other objects. Every rank calls it.
+
+    The number of ranks, their devices, the plan and the sharding may differ from when it was saved. All files
+    are verified before anything is changed. What is not given is not loaded.
+
+    Args:
+        folder: a checkpoint, or a folder of several: the newest that is whole.
+        model: of the same keys and shapes; plain, in DDP, compiled, or sharded.
+        optimizer: of the same class and groups.
+        random_state: set this rank's random state, if there was such a rank.
+        **objects: by the names that they were saved under.
+
+    Returns:
+        What the checkpoint says of itself: `.step`, `.plan`, `.profiles`, `.versions`, `.path`.
+
+    Raises:
+        FormatError: there is no checkpoint, it is not whole, or a newer qsync wrote it.
+        MismatchError: it is of another model or optimizer, or lacks an object.
+        Every rank raises the same error.
+
+    Example:
+        >>> step = qsync.load("checkpoints", model, optimizer, scheduler=scheduler).step
+    """
+    return agree_locally(
+        "loading the checkpoint", lambda: _load(folder, model, optimizer, random_state, objects)
+    )
+
+
+def _load(
+    folder: str | Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    random_state: bool,
+    objects: Mapping[str, Any],
+) -> Checkpoint:
+    parts = stateful_parts(model, optimizer, objects)
+    checkpoint, errors = find_verified(folder)
+    for error in errors if is_rank_zero() else ():
+        logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
+    if missing := sorted(parts.keys() - checkpoint.state.keys()):
+        raise MismatchError(
+            f"{checkpoint.path} holds no {missing[0]}, only {', '.join(checkpoint.state)}; leave it out"
+        )
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    saved = reader.read_metadata().state_dict_metadata
+    targets: dict[str, torch.Tensor] = {}
+    for name, part in parts.items():  # all is checked before anything is changed
+        targets |= _targets(checkpoint, name, part, saved)
+    if targets:
+        with warnings.catch_warnings():  # that nothing is exchanged between ranks
+            warnings.simplefilter("ignore")
+            read_tensors(dict(targets), storage_reader=reader, no_dist=True)
+    for name, part in parts.items():
+        part.load_state_dict(join(checkpoint.state[name], targets))
+    own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
+    if random_state and own is not None:
+        set_random_state(own)
+    return checkpoint
+
+
+def _targets(
+    checkpoint: Checkpoint, name: str, part: Any, saved: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return where the tensors of a part are read to: its own where they fit, else new ones.
+
+    Raises MismatchError for another model or optimizer.
+    """
+    state, current = checkpoint.state[name], part.state_dict()
+    own: dict[str, torch.Tensor] = {}
+    alike: dict[str, torch.Tensor] = {}  # sharded as what is read must be
+    split(current, name if name != "model" else "", own)
+    if isinstance(part, ModelState):
+        _check_model(checkpoint, part, current, saved)
+    if isinstance(part, OptimizerState):
+        part.check(state)
+        for parameter, slots in state["state"].items():
+            alike |= dict.fromkeys(names_in(slots), part.parameters[parameter].detach())
+    targets = {}
+    for each in names_in(state):
+        size, dtype = saved[each].size, saved[each].properties.dtype
+        mine, like = own.get(each), alike.get(each)
+        if mine is not None and (mine.shape, mine.dtype) == (size, dtype):
+            targets[each] = mine
+        elif like is not None and like.shape == size:
+            targets[each] = torch.empty_like(like, dtype=dtype)
+        else:
+            targets[each] = torch.empty(size, dtype=dtype)
+    return targets
+
+
+def _check_model(
+    checkpoint: Checkpoint, part: ModelState, current: Mapping[str, Any], saved: Mapping[str, Any]
+) -> None:
+    """Raise MismatchError unless a checkpoint has the keys, types and shapes of a model."""
+    here, there = (dict.fromkeys(each, "no tensor") for each in (current, checkpoint.state["model"]))
+    for key, value in current.items():
+        if isinstance(value, torch.Tensor):
+            where = " on the meta device" if value.is_meta else ""
+            here[key] = f"{value.dtype} {list(value.shape)}{where}"
+    for key in there.keys() & saved.keys():
+        there[key] = f"{saved[key].properties.dtype} {list(saved[key].size)}"
+    for key in [*there, *here]:
+        one, other = there.get(key, "missing"), here.get(key, "missing")
+        if one != other:
+            raise MismatchError(
+                f"{checkpoint.path} is of another model: {shortened(key)} is {one} there and {other} in this "
+                f"{type(part.module).__name__}; build the {checkpoint.model} that was saved"
+            )

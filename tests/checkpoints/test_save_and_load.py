@@ -1,0 +1,252 @@
+"""One process: what is saved is what is loaded, and bad input is one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from graphs import profile_of
+from safetensors.torch import load_file
+
+import qsync
+from qsync.commands import main
+from qsync.errors import FormatError, QSyncError
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.records.plans import ClassPlan
+
+
+class Sampler:
+    """A sampler of the user's, with state of several types."""
+
+    def __init__(self) -> None:
+        self.state = {
+            "epoch": 1,
+            "order": torch.randperm(4),
+            "by_rank": {0: (1, 2)},
+            "name": None,
+            "best": 1e-300,
+        }
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def trained(steps=3, kind=torch.optim.AdamW):
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 6), torch.nn.BatchNorm1d(6), torch.nn.Dropout(0.5), torch.nn.Linear(6, 2)
+    )
+    parameters = list(model.parameters())
+    optimizer = kind([{"params": parameters[2:]}, {"params": parameters[:2], "lr": 1e-3}], lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    train(model, optimizer, scheduler, steps)
+    return model, optimizer, scheduler
+
+
+def train(model, optimizer, scheduler, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def numbers(model):
+    return torch.cat([value.flatten().double() for value in model.state_dict().values()])
+
+
+def command(monkeypatch, capsys, *arguments):
+    """Return the exit code of `qsync checkpoint`, and what it prints."""
+    monkeypatch.setattr("sys.argv", ["qsync", "checkpoint", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    printed = capsys.readouterr()
+    return end.value.code, printed.out, printed.err
+
+
+def test_training_goes_on_bitwise(tmp_path):
+    model, optimizer, scheduler = trained()
+    sampler, other = Sampler(), Sampler()
+    other.state = {"epoch": 0}
+    qsync.save(tmp_path / "a", model, optimizer, step=3, scheduler=scheduler, sampler=sampler)
+    train(model, optimizer, scheduler, 3)
+    again = trained(steps=0)
+    found = qsync.load(tmp_path / "a", *again[:2], scheduler=again[2], sampler=other)
+    train(*again, 3)
+    assert found.step == 3
+    assert torch.equal(numbers(model), numbers(again[0]))
+    assert scheduler.state_dict() == again[2].state_dict()
+    assert torch.equal(other.state.pop("order"), sampler.state.pop("order")) and other.state == sampler.state
+
+
+@pytest.mark.parametrize("steps", (0, 2))
+def test_saving_changes_nothing(tmp_path, steps):
+    """Also before the first step: an optimizer without state stays without."""
+    torch.manual_seed(0)
+    model, optimizer, scheduler = trained(steps)
+    before = torch.get_rng_state()
+    qsync.save(tmp_path / "a", model, optimizer)
+    assert torch.equal(torch.get_rng_state(), before) and bool(optimizer.state) == bool(steps)
+    train(model, optimizer, scheduler, 2)
+    torch.manual_seed(0)
+    assert torch.equal(numbers(model), numbers(trained(steps + 2)[0]))
+
+
+def test_plain_pytorch_reads_it(tmp_path):
+    model, optimizer, _ = trained()
+    expected = model.state_dict()
+    compiled = torch.nn.Sequential(torch.compile(model[0], backend="eager"), *model[1:])
+    qsync.save(tmp_path / "a", torch.compile(compiled, backend="eager"), optimizer)
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    qsync.load(tmp_path / "a", trained(0)[0])
+
+
+def test_parameters_may_have_another_order(tmp_path):
+    model = trained(0)[0]
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(8, 6)).sum().backward()
+    optimizer.step()
+    qsync.save(tmp_path / "a", model, optimizer)
+    other = torch.optim.Adam(reversed(list(model.parameters())))
+    qsync.load(tmp_path / "a", model, other)
+    for parameter, state in optimizer.state.items():
+        assert all(torch.equal(other.state[parameter][slot], value) for slot, value in state.items())
+
+
+def test_tied_weights_and_the_plan_are_saved(tmp_path):
+    model, tokens = Gpt(2, 16, 2, context=8, vocab=11, tied=True), torch.arange(16).view(2, 8) % 11
+    graph = qsync.capture(model, tokens)
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 2.0))}
+    plan = qsync.Plan("Gpt", graph.hash, {
+        "infer": ClassPlan({op.name: qsync.Precision.FP32 for op in graph.adjustable})
+    })  # fmt: skip
+    qsync.wrap(model, plan)
+    qsync.save(tmp_path / "a", model, profiles=profiles)
+    again = Gpt(2, 16, 2, context=8, vocab=11, tied=True)
+    found = qsync.load(tmp_path / "a", again)
+    assert found.plan == plan and found.profiles["infer"].hash == profiles["infer"].hash
+    assert torch.equal(numbers(again), numbers(model))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "a"
+    model, optimizer, scheduler = trained()
+    return qsync.save(folder, model, optimizer, step=3, scheduler=scheduler)
+
+
+def cut_short(path):
+    file = path / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flip_a_bit(path):
+    data = bytearray((path / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (path / "model.safetensors").write_bytes(data)
+
+
+def change(path, **changes):
+    value = json.loads((path / "checkpoint.json").read_text())
+    (path / "checkpoint.json").write_text(json.dumps({**value, **changes}))
+
+
+DAMAGES = {
+    "has 0 bytes": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "instead of": cut_short,
+    "SHA-256": flip_a_bit,
+    "model.safetensors is missing": lambda path: (path / "model.safetensors").unlink(),
+    "does not name": lambda path: shutil.copy(path / "model.safetensors", path / "more.safetensors"),
+    "newer qsync": lambda path: change(path, version=2),
+    "was changed": lambda path: change(path, step=4),
+    "not valid JSON": lambda path: (path / "checkpoint.json").write_text('{"kind": "check'),
+    "expected a checkpoint file": lambda path: change(path, kind="plan"),
+    "holds no checkpoint": lambda path: (path / "checkpoint.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_checkpoint_is_refused(saved, what, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "a"
+    shutil.copytree(saved, path)
+    DAMAGES[what](path)
+    model, optimizer, _ = trained()
+    before = numbers(model)
+    with pytest.raises(FormatError, match=what) as error:
+        qsync.load(path, model, optimizer)
+    assert torch.equal(numbers(model), before)
+    code, out, err = command(monkeypatch, capsys, path)
+    assert (code, out) == (2, "") and err.strip().splitlines()[-1] == f"qsync: {error.value}"
+
+
+def others():
+    """Models, optimizers and objects that are not the saved ones, by what is said of them."""
+    model, optimizer, _ = trained(0)
+    narrow = torch.nn.Sequential(torch.nn.Linear(3, 6), *list(model)[1:])
+    one_group = torch.optim.AdamW(model.parameters())
+    with torch.device("meta"):
+        meta = trained(0)[0]
+    yield "0.weight' is torch.float32 .6, 6. there and torch.float32 .6, 3.", (narrow,), {}
+    yield "torch.float64", (trained(0)[0].double(),), {}
+    yield "meta device", (meta,), {}
+    yield "3.weight' is torch.float32 .2, 6. there and missing", (model[:2],), {}
+    yield "missing there", (torch.nn.Sequential(*model, torch.nn.Linear(2, 2)),), {}
+    yield "AdamW, the optimizer is SGD", trained(0, torch.optim.SGD)[:2], {}
+    yield "groups", (model, one_group), {}
+    yield "holds no sampler, only model, optimizer, scheduler", (model, optimizer), {"sampler": Sampler()}
+    yield "scheduler= needs state_dict", (model, optimizer), {"scheduler": 3}
+    yield "does not have", (model, torch.optim.AdamW(narrow.parameters())), {}
+
+
+@pytest.mark.parametrize("number", range(len(list(others()))))
+def test_another_model_is_refused(saved, number):
+    what, arguments, objects = list(others())[number]
+    before = numbers(arguments[0]).clone()
+    with pytest.raises(QSyncError, match=what):
+        qsync.load(saved, *arguments, **objects)
+    assert arguments[0][0].weight.is_meta or torch.equal(numbers(arguments[0]), before)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path):
+    model, optimizer, _ = trained(0)
+    sampler = Sampler()
+    sampler.state["order"] = {3, 4}
+    with pytest.raises(FormatError, match="sampler/order is a set"):
+        qsync.save(tmp_path / "a", model, optimizer, sampler=sampler)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(FormatError, match="is there already"):
+        qsync.save(tmp_path / "full", model)
+    (tmp_path / "file").touch()
+    with pytest.raises(QSyncError, match="could not be written"):
+        qsync.save(tmp_path / "file" / "a", model)
+    assert {path.name for path in tmp_path.iterdir()} == {"full", "file"}
+
+
+def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
+    for name in ("one", "two"):
+        shutil.copytree(saved, tmp_path / name)
+    cut_short(tmp_path / "two")
+    code, out, _ = command(monkeypatch, capsys, tmp_path, "--json")
+    found = json.loads(out)
+    assert code == 0 and found["verified"] and found["step"] == 3 and found["optimizer"] == "AdamW"
+    assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
+    assert found["files"]["model.safetensors"]["bytes"] == (saved / "model.safetensors").stat().st_size
+    assert "instead of" in found["checkpoints"][str(tmp_path / "two")]
+    code, out, _ = command(monkeypatch, capsys, tmp_path)
+    assert code == 0 and "AdamW" in out and "instead of" in out
+
+
+def test_the_command_imports_no_torch(saved):
+    code = "import sys; sys.argv[1:] = ['checkpoint', sys.argv[1]]; from qsync.commands import main\n"
+    code += "try: main.main()\nexcept SystemExit: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, saved], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n") and "AdamW" in done.stdout
