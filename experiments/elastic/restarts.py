@@ -27,32 +27,36 @@ from qsync.experiments.elastic.card import NUM_SAMPLES, Log, Rows, Slowed, loss_
 from qsync.experiments.elastic.cluster import DEFAULTS
 
 STEPS_PER_CHECKPOINT = 20
-_RECOVERY_S = 90.0
+_RECOVERY_S = 240.0
 
 
 def measure(folder: Path, num_events: int, seed: int, **settings: Any) -> dict[str, float]:
-    """Kill a random rank so many times; return the seconds lost to an event, and those of a step."""
+    """Kill a random rank so many times; return the seconds of a step, and those lost to an event, as medians.
+
+    Lost is the time until the job is further than it was.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     path, log = folder / "config.json", folder / "steps.jsonl"
     path.write_text(json.dumps({**DEFAULTS, **settings, "folder": str(folder.absolute())}))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-               f"--max-restarts={num_events}", "-m", "qsync.experiments.elastic.restarts",
+               "--max-restarts=100", "-m", "qsync.experiments.elastic.restarts",
                str(path)]  # fmt: skip
-    draw = random.Random(seed)
+    draw, lost = random.Random(seed), []
     job = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
-        _wait(log, 30)
+        _wait(log, 100)
         for number in range(num_events):
             rank = draw.randrange(4)
+            before, start = _last(log), time.monotonic()
             os.kill(int((folder / f"rank-{rank}.pid").read_text()), signal.SIGKILL)
-            _wait(log, _last(log) + 30 + draw.randrange(STEPS_PER_CHECKPOINT), number)
+            lost.append(_wait(log, before + 1, number) - start)
+            _wait(log, before + 100 + draw.randrange(STEPS_PER_CHECKPOINT), number)
     finally:
         job.terminate()  # torchrun then ends its ranks
         job.wait()
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     step_s = median(b["at"] - a["at"] for a, b in pairwise(lines))
-    lost_s = lines[-1]["at"] - lines[0]["at"] - step_s * (lines[-1]["step"] - lines[0]["step"])
-    return {"lost_s_per_event": lost_s / num_events, "step_s": step_s, "events": num_events}
+    return {"lost_s_per_event": median(lost), "step_s": step_s, "events": num_events}
 
 
 def _last(log: Path) -> int:
@@ -60,12 +64,13 @@ def _last(log: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else -1
 
 
-def _wait(log: Path, step: int, number: int = 0) -> None:
+def _wait(log: Path, step: int, number: int = 0) -> float:
     until = time.monotonic() + _RECOVERY_S
     while _last(log) < step:
         if time.monotonic() > until:
             raise QSyncError(f"the job under torchrun did not reach step {step} after event {number}")
         time.sleep(0.05)
+    return time.monotonic()
 
 
 def main(config: dict[str, Any]) -> None:
