@@ -116,9 +116,15 @@ def elastic(
     """
     check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
     check_not_parallel(model)
-    start_with = start_with if start_with is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    if start_with is None:
+        text = os.environ.get("WORLD_SIZE", "1")
+        start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
+    assert start_with is not None
     _check(options, states or {}, dataset, batch_size=batch_size, start_with=start_with, seed=seed,
            max_samples=max_samples, num_workers=num_workers, timeout_s=timeout_s)  # fmt: skip
+    for what, value in (("card", card), ("device_class", device_class)):
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise FormatError(f"{what} must be a name, found {shortened(value)}")
     address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
     if address is None:
         raise FormatError(
@@ -144,12 +150,12 @@ def elastic(
         api.wrap_as(model, plan, own.name, speaks=True)
     else:
         samples = min(-(-batch_size // start_with), max_samples or batch_size, len(dataset))
-        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in {samples, max(1, samples // 2)}]
+        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
                      type(optimizer), options)  # fmt: skip
-    facts = _facts(model, dataset, how, {**options, "base": base or "fp32", "plan": plan and plan.to_json()})
-    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     states = {"model": model, "optimizer": optimizer, **(states or {})}
+    facts = _facts(states, dataset, how, {**options, "base": base or "fp32", "plan": plan and plan.to_json()})
+    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     entry = Card(name, own.name, time.time(), facts, limit=max_samples)
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
 
@@ -213,15 +219,23 @@ def _book(
     return PlanBook(costs, server, options)
 
 
-def _facts(model: torch.nn.Module, dataset: Any, how: Options, options: Mapping[str, Any]) -> dict[str, str]:
+def _facts(
+    states: Mapping[str, Any], dataset: Any, how: Options, options: Mapping[str, Any]
+) -> dict[str, str]:
     """Return what must be the same on every card, by what a message calls it."""
+    model, optimizer = states["model"], states["optimizer"]
     layout = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    groups = [str(len(group["params"])) for group in optimizer.param_groups]
     return {
         "qsync": qsync.__version__,
         "torch": torch.__version__,
         "the model's class": type(model).__name__,
         "the number of parameters": str(len(layout)),
         "the shapes of the parameters": digest(layout),
+        "the shapes of the buffers": digest(buffers),
+        "the optimizer": f"{type(optimizer).__name__} of {' + '.join(groups)} parameters",
+        "states": ", ".join(f"{name}: {type(one).__name__}" for name, one in sorted(states.items())),
         "the number of samples in the dataset": str(len(dataset)),
         "batch_size": str(how.batch_size),
         "seed": str(how.seed),
