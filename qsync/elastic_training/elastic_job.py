@@ -116,6 +116,7 @@ class ElasticJob:
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
         self._pace, self._membership = Pace(), Membership()
+        self._paces: dict[int, Pace] = {}  # by samples a step: fewer take longer each
         self._seen_step, self._waits_for = 0, ""
         self._has_left, self._patient_until = False, 0.0
         encode(self._rest())  # raises while no other card depends on it
@@ -439,6 +440,7 @@ class ElasticJob:
         predicted = self.plan[own].predicted if self.plan is not None else None
         if predicted is None:
             return
+        self._pace = self._paces.setdefault(step.samples, Pace())
         planned = next((slowdown for name, _, slowdown in self._membership if name == own), 1.0)
         measured_s = (self.model.hook.last_s - step.began_s) / step.samples
         if self._pace.note(measured_s, predicted.compute_s / planned):
