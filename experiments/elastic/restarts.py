@@ -42,7 +42,9 @@ def measure(folder: Path, num_events: int, seed: int, **settings: Any) -> dict[s
                "--max-restarts=100", "-m", "qsync.experiments.elastic.restarts",
                str(path)]  # fmt: skip
     draw, lost = random.Random(seed), []
-    job = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    # Without the second variable ranks that restart at once find addresses of the dead in the agent's store.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job = subprocess.Popen(command, env=environment)
     try:
         _wait(log, 100)
         for number in range(num_events):

@@ -10,6 +10,7 @@ and the others are healed from it.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -31,7 +32,7 @@ from qsync.elastic_training.plan_book import Membership, PlanBook, membership_of
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import Share, share_out
-from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError
+from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
 from qsync.runtime.wrapping import plan_of, swap_plan
@@ -39,6 +40,7 @@ from qsync.runtime.wrapping import plan_of, swap_plan
 logger = logging.getLogger("qsync")
 
 _POLL_S = 0.05  # between two meetings while a card waits
+_PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
 _LINK_BYTES = 4 * 2**20  # of the all-reduce that measures the link
 _FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
 
@@ -53,14 +55,22 @@ class ElasticStep:
         self.samples = share.samples
         self.began_s = time.perf_counter()
         self.outcome: bool | None = None
+        self.num_taken = 0  # micro-batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this card's micro-batches; run forward and backward of one before taking the next."""
-        passes = self._share.passes
-        for k in range(passes):
+        if self.num_taken:
+            raise FormatError("the loop iterates over a step twice; keep its micro-batches in a list")
+        for k in range(self.num_passes):
             batch = self._job._loader.next_batch()
-            with nullcontext() if k == passes - 1 else self._job.model.no_sync():
+            self.num_taken += 1
+            with nullcontext() if k == self.num_passes - 1 else self._job.model.no_sync():
                 yield batch
+
+    @property
+    def num_passes(self) -> int:
+        """Return the number of micro-batches."""
+        return self._share.passes
 
     def arrived(self) -> bool:
         """Return whether the gradients are the mean over all samples of the step; call it after backward.
@@ -103,13 +113,16 @@ class ElasticJob:
         )
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="qsync-heal")
         self._pending: Future[bytes] | None = None  # the state of another card
-        self._next: Future[Meeting] | None = None  # the meeting of the next step
+        self._next: Future[Meeting | None] | None = None  # the meeting of the next step
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
         self._pace, self._membership = Pace(), Membership()
+        self._paces: dict[int, Pace] = {}  # by samples a step: fewer take longer each
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
+        self._has_left, self._patient_until = False, 0.0
+        encode(self._rest())  # raises while no other card depends on it
         self._released = threading.Event()
         self._optimizer.register_step_pre_hook(self._check_order)
 
@@ -130,6 +143,11 @@ class ElasticJob:
             FormatError: more cards than samples in a batch, or the loop left out `step.arrived()`.
             InfeasibleError: no plan fits, found before the first step.
         """
+        if self._has_left:
+            raise FormatError("this card has left the job; join again with qsync.elastic")
+        for name, number in (("epochs", epochs), ("num_steps", num_steps)):
+            if number is not None and not (type(number) in (int, float) and 0 <= number < math.inf):
+                raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
         if epochs is not None:
             num_steps = int(epochs * self._num_samples) // self._options.batch_size
         self._num_steps, restore = num_steps, self._listen()
@@ -158,6 +176,11 @@ class ElasticJob:
         return tuple(card.name for card in self._meeting.cards) if self._meeting else ()
 
     @property
+    def is_first(self) -> bool:
+        """Return whether this is the first card of the present step: the one that writes checkpoints."""
+        return self.cards[:1] == (self.card,)
+
+    @property
     def group(self) -> str:
         """Return the name of the present process group, of which no two are alike."""
         return self._own.group
@@ -182,7 +205,9 @@ class ElasticJob:
         """Meet the other cards, and return this card's part of the next step; None to leave."""
         while True:
             pending, self._next = self._next, None
-            meeting = pending.result() if pending is not None else self._rendezvous.meet(self._card())
+            meeting = pending.result() if pending is not None else self._meet()
+            if meeting is None:
+                return None
             if self.card in meeting.released:
                 self.release()
             if not meeting.has(self.card):
@@ -193,6 +218,15 @@ class ElasticJob:
             self._meeting = meeting
             if meeting.keeps_group or self._form_group(meeting):
                 return self._step_of(meeting)
+
+    def _meet(self) -> Meeting | None:
+        """Meet the other cards; None if this card is to leave while no lighthouse answers, and others stay."""
+
+        def may_leave() -> bool:
+            current = self._meeting.current if self._meeting else ()
+            return self._released.is_set() and any(card.name != self.card for card in current)
+
+        return self._rendezvous.meet(self._card(), may_leave)
 
     def _card(self) -> Card:
         """Return what the others are to know of this card now."""
@@ -208,8 +242,16 @@ class ElasticJob:
         step = meeting.current[0].step
         if step < self._seen_step:
             self._wait_for(f"a card that has the state of step {self._seen_step}")
-            return False
-        self._seen_step = step
+            self._patient_until = (
+                self._patient_until or time.monotonic() + _PATIENCE * self._options.timeout_s
+            )
+            if time.monotonic() < self._patient_until:
+                return False
+            logger.warning(
+                "qsync: no card has the state of step %d any more; %s goes on from step %d",
+                self._seen_step, self.card, step,
+            )  # fmt: skip
+        self._seen_step, self._patient_until = step, 0.0
         if all(card.leaves for card in meeting.cards):
             self._wait_for("a card to take the job over: this one is the last, and is to leave")
             return False
@@ -245,7 +287,7 @@ class ElasticJob:
         self.model.reform(group)
         self._own = with_fields(self._own, group=f"{meeting.key}/{len(cards)}")
         if not first.history and not first.step:
-            self.model.broadcast_state()
+            self._begin_alike(meeting)
         if len(cards) > 1 and any(card.link_s is None for card in cards):
             self._measure_link(group, len(cards))
         if rank == 0:
@@ -257,6 +299,20 @@ class ElasticJob:
             self._go_alone()
             return False
         return True
+
+    def _begin_alike(self, meeting: Meeting) -> None:
+        """Give all cards what rank 0 begins with: weights, buffers, hyperparameters and other states."""
+        self.model.broadcast_state()
+        name = f"begin/{meeting.key}"
+        if meeting.rank_of(self.card) == 0:
+            self._server.offer(name, encode(self._rest()), instead_of="begin/")
+            return
+        try:
+            rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s), self._device)
+        except QSyncError as error:
+            self._exchange.fail(error)
+            return
+        self._load(rest)
 
     def _measure_link(self, group: dist.ProcessGroup, num_ranks: int) -> None:
         """Measure an all-reduce between the cards: one of them has not."""
@@ -287,13 +343,18 @@ class ElasticJob:
         hook.samples, hook.passes, hook.is_behind = share.samples, share.passes, is_behind
         is_equal = all(one.samples == shares[0].samples and one.passes == 1 for one in shares)
         hook.num_equal = len(shares) if is_equal else 0
+        hook.is_complete = False
         self.step = current[0].step
         name = f"state/{meeting.key}"
         if is_behind:
             server = meeting.source_of(self.card).server
             self._pending = self._pool.submit(fetch, server, name, self._options.timeout_s)
         elif any(meeting.source_of(card.name).name == self.card for card in meeting.behind):
-            self._server.offer(name, encode(self._state()), instead_of="state/")
+            try:
+                content = encode(self._state())
+            except QSyncError as error:  # this card can train on; the other is refused
+                content = encode({"refused": str(error)})
+            self._server.offer(name, content, instead_of="state/")
         self._loader.turn(self.step, share)
         self._adopt_plan(meeting)
         self._present = ElasticStep(self, self.step, share, is_behind)
@@ -306,9 +367,24 @@ class ElasticJob:
             state["random_cuda"] = torch.cuda.get_rng_state(self._device)
         return {**state, "job": self.state_dict()}
 
+    def _rest(self) -> dict[str, Any]:
+        return {name: one.state_dict() for name, one in self._states.items() if name != "model"}
+
     def _load(self, state: dict[str, Any]) -> None:
         for name, one in self._states.items():
-            one.load_state_dict(state[name])
+            try:
+                if name in state:
+                    one.load_state_dict(state[name])
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise MismatchError(
+                    f"the job's {name} does not fit this card's ({shortened(error, 200)}); start this card "
+                    "with the same"
+                ) from error
+
+    def _heal(self, state: dict[str, Any]) -> None:
+        if "refused" in state:
+            raise UnsupportedError(state["refused"])
+        self._load(state)
         torch.set_rng_state(state["random"].cpu())
         if self._device.type == "cuda" and "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
@@ -354,12 +430,15 @@ class ElasticJob:
 
     def _finish(self, step: ElasticStep) -> bool:
         """Wait for the state if this card is behind, and return whether the step counts."""
+        self._check_whole(step)
         if self._exchange.failure is None and step.is_behind:
             assert self._pending is not None
             try:
-                self._load(decode(self._pending.result(), self._device))
+                state = decode(self._pending.result(), self._device)
             except QSyncError as error:
                 self._exchange.fail(error)
+            else:
+                self._heal(state)
         elif self._exchange.failure is None:
             self._note_pace(step)
         if self._exchange.failure is not None:
@@ -367,11 +446,11 @@ class ElasticJob:
             return False
         self.step += 1
         history = digest([self._own.history, self.group])
-        self._own = with_fields(self._own, step=self.step, history=history)
+        self._own = with_fields(self._own, step=self.step, history=history, has_trained=True)
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
             # waits for others before its next forward.
-            self._next = self._pool.submit(self._rendezvous.meet, self._card())
+            self._next = self._pool.submit(self._meet)
         return True
 
     def _go_alone(self) -> None:
@@ -380,13 +459,29 @@ class ElasticJob:
         self._num_failures += 1
         self.model.reform(self._exchange.form(f"{self._own.store}/alone/{self._num_failures}", 0, 1))
 
+    def _check_whole(self, step: ElasticStep) -> None:
+        """Raise FormatError if this card's loop left out a part of the step."""
+        if self._exchange.failure is not None:
+            return
+        if step.num_taken < step.num_passes:
+            raise FormatError(
+                f"the loop took {step.num_taken} of {step.num_passes} micro-batches of the step; write `for "
+                "batch in step:`, and leave it only at its end"
+            )
+        if not self.model.hook.is_complete:
+            raise FormatError(
+                "backward did not reach all parameters; call backward of every micro-batch's loss, and "
+                "requires_grad_(False) on parameters that the loss does not use, before qsync.elastic"
+            )
+
     def _note_pace(self, step: ElasticStep) -> None:
         own = self._own.device_class
         predicted = self.plan[own].predicted if self.plan is not None else None
         if predicted is None:
             return
+        self._pace = self._paces.setdefault(step.samples, Pace())
         planned = next((slowdown for name, _, slowdown in self._membership if name == own), 1.0)
-        measured_s = (self.model.hook.last_s - step.began_s) / step.samples
+        measured_s = self.model.hook.last_s - step.began_s
         if self._pace.note(measured_s, predicted.compute_s / planned):
             logger.warning(
                 "qsync: %s computes %g times as long as at first; the job plans for that", self.card,
@@ -432,6 +527,7 @@ class ElasticJob:
 
     def _leave(self) -> None:
         """Leave the job, and free what training holds beside the weights."""
+        self._has_left, self._present = True, None
         self._rendezvous.leave()
         if self._book is not None:
             self._book.close()

@@ -7,6 +7,7 @@ network that you trust.
 
 from __future__ import annotations
 
+import http.client
 import json
 import threading
 import urllib.error
@@ -124,5 +125,5 @@ def fetch(address: str, name: str, timeout_s: float) -> bytes:
         with urllib.request.urlopen(f"http://{address}/{name}", timeout=timeout_s) as answer:
             content: bytes = answer.read()
             return content
-    except (urllib.error.URLError, OSError) as error:
+    except (urllib.error.URLError, OSError, http.client.HTTPException) as error:
         raise QSyncError(f"the card at {address} did not send {name} ({error})") from error

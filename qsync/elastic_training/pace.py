@@ -1,8 +1,8 @@
 """Tell whether this card has become slower than planned, and when it is back. Pure.
 
 The plan's prediction may be off by a constant factor. The first steps show that factor; what comes on top of
-it it later is a slowdown. It is told when even the faster quarter of the last steps takes `SLOWER` times as
-long, and ends below `BACK`. Each decision needs a window of new steps.
+it later is a slowdown. It is told when even the faster quarter of the last steps takes `SLOWER` times as
+long and at least `LEAST_S` longer, and ends below `BACK`. Each decision needs a window of new steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from statistics import quantiles
 
 WINDOW = 20  # steps
 SLOWER, BACK = 1.25, 1.1
+LEAST_S = 0.005  # less is what other processes of a host take
 
 
 class Pace:
@@ -39,7 +40,8 @@ class Pace:
             return False
         factor = present / self._usual
         if self.slowdown == 1.0:
-            new = factor if factor >= SLOWER else 1.0
+            longer_s = (present - self._usual) * predicted_s
+            new = factor if factor >= SLOWER and longer_s >= LEAST_S else 1.0
         elif factor < BACK:
             new = 1.0
         else:

@@ -158,8 +158,9 @@ class PlanBook:
 
     def attend(self, cards: Sequence[Card], own: str) -> None:
         """Plan for these cards, the first of which leads, in the background; or copy the leader's book."""
-        is_news = membership_of(cards) != membership_of(self._cards)
-        self._cards, self._is_first = cards, cards[0].name == own
+        was_first, self._is_first = self._is_first, cards[0].name == own
+        is_news = membership_of(cards) != membership_of(self._cards) or self._is_first > was_first
+        self._cards = cards
         if is_news or (not self._is_first and cards[0].book > len(self)):
             self._wake.set()
 
@@ -228,4 +229,5 @@ class PlanBook:
         if done.returncode == 0:
             # Shares differ between memberships: a plan is for no batch in particular.
             return replace(Plan.from_json(json.loads(done.stdout)), batch=())
-        return f"no plan for {shown(membership)}: {done.stderr.strip().splitlines()[-1]}"
+        why = done.stderr.strip().splitlines() or [f"planning ended with exit code {done.returncode}"]
+        return f"no plan for {shown(membership)}: {why[-1]}"

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from importlib import import_module
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
+from qsync.records.graph import digest
 
 logger = logging.getLogger("qsync")
 
@@ -54,6 +55,7 @@ class Card:
     book: int = 0  # the number of plans in its book
     is_ready: bool = False  # it has the plan for the first step
     release: tuple[str, ...] = ()  # the cards that it asks to leave
+    has_trained: bool = False  # it has taken a step of the job
     leaves: bool = False  # it is to leave, as soon as another card has the state
 
 
@@ -99,20 +101,24 @@ class Meeting:
 def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
     """Return the meeting of the cards that train what this card trains. Pure.
 
-    The job is that of the card with the most steps behind it, then of the first that came. Cards of other
-    jobs are passed over. Raises MismatchError on a card of another job, with what differs.
+    The job is that of cards which have trained, then of the card with the most steps behind it, then of the
+    first that came. Cards of other jobs, under a name that is taken, or beyond the samples of a batch are
+    passed over. Raises MismatchError on a card of another job, with what differs; FormatError on the others.
     """
-    workers = [card for card in cards if card.facts]
-    first = min(workers, key=lambda card: (-card.step, card.started_s, card.name))
+    workers = _with_own_names([card for card in cards if card.facts], own)
+    first = min(workers, key=lambda card: (not card.has_trained, -card.step, card.started_s, card.name))
     for what, value in first.facts.items():
-        if own.facts.get(what) != value:
+        found = own.facts.get(what, "nothing")
+        if found != value:
+            is_digest = len(value) == len(found) == len(digest(""))
             raise MismatchError(
-                f"the job at this lighthouse has {value} as {what}, and this card has "
-                f"{own.facts.get(what, 'nothing')}; start this card with the same, or give its job a "
-                "lighthouse of its own"
-            )
-    mates = sorted((card for card in workers if card.facts == first.facts), key=lambda card: card.name)
-    leading = [card for card in mates if card.step == first.step]
+                (f"the job at this lighthouse and this card differ in {what}" if is_digest else
+                 f"the job at this lighthouse has {value} as {what}, and this card has {found}")
+                + "; start this card with the same, or give its job a lighthouse of its own"
+            )  # fmt: skip
+    mates = _that_find_samples([card for card in workers if card.facts == first.facts], own)
+    step = max(card.step for card in mates)
+    leading = [card for card in mates if card.step == step]
     # Two parts of a job may have trained the same step apart. The larger part is right.
     count = Counter(card.history for card in leading)
     history = min(count, key=lambda one: (-count[one], one))
@@ -120,6 +126,31 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
     current = tuple(card for card in able if not card.leaves) or tuple(able[:1])
     behind = tuple(card for card in mates if card not in able and not card.leaves)
     return Meeting(key, current, behind, tuple(name for card in cards for name in card.release))
+
+
+def _by_age(cards: Iterable[Card]) -> list[Card]:
+    return sorted(cards, key=lambda card: (not card.has_trained, card.started_s, card.store))
+
+
+def _with_own_names(workers: Sequence[Card], own: Card) -> list[Card]:
+    """Return the oldest card of every name. Raises FormatError on a younger one."""
+    oldest = {card.name: card for card in reversed(_by_age(workers))}
+    if own.name in oldest and oldest[own.name].store != own.store:
+        raise FormatError(
+            f"the job has a card {shortened(own.name)} already; give this one another name by card="
+        )
+    return list(oldest.values())
+
+
+def _that_find_samples(mates: Sequence[Card], own: Card) -> list[Card]:
+    """Return the oldest cards, as many as a batch has samples. Raises FormatError on the others."""
+    most = int(mates[0].facts.get("batch_size", len(mates)))
+    kept = _by_age(mates)[:most]
+    if len(kept) < len(mates) and own.name not in {card.name for card in kept}:
+        raise FormatError(
+            f"{len(mates)} cards cannot share {most} samples a step; give a larger batch_size, or fewer cards"
+        )
+    return sorted(kept, key=lambda card: card.name)
 
 
 def coordination() -> Any:
@@ -161,6 +192,7 @@ class Rendezvous:
     def __init__(self, address: str, timeout_s: float) -> None:
         self.address = checked_address(address)
         self._timeout = timedelta(seconds=timeout_s)
+        self._number = uuid.uuid4().hex  # two cards of one name are two to the lighthouse
         try:
             self._client = self._connect()
         except Exception as error:
@@ -189,7 +221,7 @@ class Rendezvous:
         client = self._client
         while not self._left.wait(HEARTBEAT_S):
             try:
-                client.heartbeat(name, self._timeout)
+                client.heartbeat(f"{name}/{self._number}", self._timeout)
             except Exception:  # the lighthouse is gone; `meet` says so
                 time.sleep(_RETRY_S)
                 client = self._reconnected(client)
@@ -200,10 +232,10 @@ class Rendezvous:
         except Exception:
             return client
 
-    def meet(self, card: Card) -> Meeting:
+    def meet(self, card: Card, may_leave: Callable[[], bool]) -> Meeting | None:
         """Wait until the cards of the job have met.
 
-        While no lighthouse answers, the card waits for one, and says so once.
+        While no lighthouse answers, the card waits for one, and says so once; or returns None if it may leave.
         """
         has_told = False
         while True:
@@ -214,6 +246,8 @@ class Rendezvous:
                 if not has_told and not isinstance(error, TimeoutError):
                     logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
                     has_told = True
+                if may_leave():
+                    return None
                 time.sleep(_RETRY_S)
                 self._client = self._reconnected(self._client)
         key = f"{quorum.created.seconds}.{quorum.created.nanos}"
@@ -231,7 +265,7 @@ class Rendezvous:
 
     def _quorum(self, card: Card) -> Any:
         return self._client.quorum(
-            replica_id=card.name, timeout=self._timeout, step=card.step, data=asdict(card)
+            replica_id=f"{card.name}/{self._number}", timeout=self._timeout, step=card.step, data=asdict(card)
         )
 
     def leave(self) -> None:
@@ -252,6 +286,6 @@ def checked_address(text: object) -> str:
     """Return HOST:PORT. Raises FormatError for anything else."""
     address = text.removeprefix("http://") if isinstance(text, str) else ""
     host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
+    if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise FormatError(f"a lighthouse's address is HOST:PORT, found {shortened(text)}")
     return address

@@ -33,6 +33,7 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.tracing.tracer import undisturbed
 
+_PROFILED_PARTS = 4  # classes are profiled on this part of a batch
 _RESERVED = ("model", "optimizer", "job", "random", "random_cuda")
 
 
@@ -89,7 +90,7 @@ def elastic(
         precisions: those to choose from, instead of all that this card multiplies in hardware.
         base: as in `qsync.hybrid`.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
-        max_samples: the most samples of this card in one pass; by the memory model without it.
+        max_samples: the most samples of a card in one pass; by the memory model without it.
         timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step
             differs from the fastest.
         num_workers: of `torch.utils.data.DataLoader`.
@@ -116,9 +117,15 @@ def elastic(
     """
     check_options(options, also=list(inspect.signature(elastic).parameters)[3:-1])
     check_not_parallel(model)
-    start_with = start_with if start_with is not None else int(os.environ.get("WORLD_SIZE", "1"))
+    if start_with is None:
+        text = os.environ.get("WORLD_SIZE", "1")
+        start_with = int(text) if text.isascii() and text.isdigit() else text  # type: ignore[assignment]
+    assert start_with is not None
     _check(options, states or {}, dataset, batch_size=batch_size, start_with=start_with, seed=seed,
            max_samples=max_samples, num_workers=num_workers, timeout_s=timeout_s)  # fmt: skip
+    for what, value in (("card", card), ("device_class", device_class)):
+        if value is not None and not (isinstance(value, str) and value.strip()):
+            raise FormatError(f"{what} must be a name, found {shortened(value)}")
     address = lighthouse or os.environ.get(LIGHTHOUSE_VARIABLE)
     if address is None:
         raise FormatError(
@@ -143,14 +150,15 @@ def elastic(
     if isinstance(plan, Plan):
         api.wrap_as(model, plan, own.name, speaks=True)
     elif plan is not False:
-        samples = min(-(-batch_size // start_with), max_samples or batch_size, len(dataset))
-        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in {samples, max(1, samples // 2)}]
+        # The same on every card, whatever its number of cards: profiles of classes must be of one shape.
+        samples = min(-(-batch_size // _PROFILED_PARTS), max_samples or batch_size, len(dataset))
+        batches = [how.collate_fn([dataset[i] for i in range(n)]) for n in (samples, max(1, samples // 2))]
         book = _book(model, batches, loss_fn, own, server, cache_folder(cache_dir), precisions, base,
                      type(optimizer), options)  # fmt: skip
     given = plan.to_json() if isinstance(plan, Plan) else plan
-    facts = _facts(model, dataset, how, {**options, "base": base or "fp32", "plan": given})
-    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     states = {"model": model, "optimizer": optimizer, **(states or {})}
+    facts = _facts(states, dataset, how, {**options, "base": base or "fp32", "plan": given})
+    name = card or f"{own.name}-{uuid.uuid4().hex[:6]}"
     entry = Card(name, own.name, time.time(), facts, limit=max_samples)
     return ElasticJob(states, dataset, entry, rendezvous, server, how, book)
 
@@ -214,17 +222,26 @@ def _book(
     return PlanBook(costs, server, options)
 
 
-def _facts(model: torch.nn.Module, dataset: Any, how: Options, options: Mapping[str, Any]) -> dict[str, str]:
+def _facts(
+    states: Mapping[str, Any], dataset: Any, how: Options, options: Mapping[str, Any]
+) -> dict[str, str]:
     """Return what must be the same on every card, by what a message calls it."""
+    model, optimizer = states["model"], states["optimizer"]
     layout = [f"{name} {tuple(p.shape)} {p.dtype} {p.requires_grad}" for name, p in model.named_parameters()]
+    buffers = [f"{name} {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    groups = [str(len(group["params"])) for group in optimizer.param_groups]
     return {
         "qsync": qsync.__version__,
         "torch": torch.__version__,
         "the model's class": type(model).__name__,
         "the number of parameters": str(len(layout)),
         "the shapes of the parameters": digest(layout),
+        "the shapes of the buffers": digest(buffers),
+        "the optimizer": f"{type(optimizer).__name__} of {' + '.join(groups)} parameters",
+        "states": ", ".join(f"{name}: {type(one).__name__}" for name, one in sorted(states.items())),
         "the number of samples in the dataset": str(len(dataset)),
         "batch_size": str(how.batch_size),
+        "max_samples": str(how.max_samples),
         "seed": str(how.seed),
         "the options of the plan": digest([str(value) for value in sorted(options.items())]),
     }

@@ -1,0 +1,94 @@
+"""What the cards of an elastic job refuse, and who must not suffer from it."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+import torch
+
+from qsync.elastic_training.elastic_ddp import ElasticHook
+from qsync.elastic_training.healing import fetch
+from qsync.elastic_training.rendezvous import Card, checked_address, meeting_of
+from qsync.errors import FormatError, MismatchError, QSyncError
+
+
+def card(name: str, started_s: float, seed: str = "0", **fields: Any) -> Card:
+    """Return a card of a job of two samples a step."""
+    fields = {"store": f"{name}{started_s}", **fields}
+    return Card(name, "cls", started_s, {"seed": seed, "batch_size": "2"}, **fields)
+
+
+def test_a_newcomer_of_another_job_with_more_steps_is_the_one_refused() -> None:
+    old = card("old", 2.0, step=10, has_trained=True)
+    new = card("new", 1.0, seed="1", step=1000)
+    assert meeting_of("k", [old, new], old).cards == (old,)
+    with pytest.raises(MismatchError, match="has 0 as seed, and this card has 1"):
+        meeting_of("k", [old, new], new)
+
+
+def test_the_second_card_of_a_name_is_refused() -> None:
+    old, new = card("one", 1.0, has_trained=True), card("one", 2.0)
+    assert meeting_of("k", [new, old], old).cards == (old,)
+    with pytest.raises(FormatError, match="a card 'one' already"):
+        meeting_of("k", [old, new], new)
+
+
+def test_the_card_beyond_the_samples_of_a_batch_is_refused() -> None:
+    cards = [card("c", 3.0), card("b", 2.0, has_trained=True), card("a", 1.0, has_trained=True)]
+    assert meeting_of("k", cards, cards[1]).cards == (cards[2], cards[1])
+    with pytest.raises(FormatError, match="3 cards cannot share 2 samples"):
+        meeting_of("k", cards, cards[0])
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:\u00b2", "host", ":1", "h:0", "h:70000", 29510, None])
+def test_an_address_is_host_and_port(text: object) -> None:
+    with pytest.raises(FormatError, match="HOST:PORT"):
+        checked_address(text)
+
+
+def test_a_source_that_dies_while_it_sends_is_a_failed_exchange() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            self.wfile.write(b"half")
+
+        def log_message(self, *_: Any) -> None:
+            """Say nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        with pytest.raises(QSyncError, match="did not send state") as caught:
+            fetch(f"127.0.0.1:{server.server_address[1]}", "state", 5.0)
+    assert isinstance(caught.value.__cause__, http.client.IncompleteRead)
+
+
+def test_counted_tokens_weigh_every_bucket_where_cards_have_equally_many_samples(
+    two_cards_that_sum: Callable[[torch.Tensor], torch.futures.Future[list[torch.Tensor]]],
+) -> None:
+    class Sums:
+        all_reduce = staticmethod(lambda sent, group: two_cards_that_sum(sent))
+
+    hook = ElasticHook(Sums())  # type: ignore[arg-type]
+    hook.num_equal = 2
+    hook.count(torch.tensor(3.0))
+    buckets = [hook.reduce(torch.full((2,), 6.0), is_first).wait() for is_first in (True, False)]
+    assert [bucket.tolist() for bucket in buckets] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+@pytest.fixture
+def two_cards_that_sum() -> Callable[[torch.Tensor], torch.futures.Future[list[torch.Tensor]]]:
+    """Return an all-reduce between two cards that send the same."""
+
+    def all_reduce(sent: torch.Tensor) -> torch.futures.Future[list[torch.Tensor]]:
+        done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        done.set_result([sent * 2])
+        return done
+
+    return all_reduce
