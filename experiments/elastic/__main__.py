@@ -42,7 +42,7 @@ def main(
     out: Out = Path("elastic"),
     num_events: Annotated[int, typer.Option("--events", help="Random events of the long run.")] = 100,
     seed: Annotated[int, typer.Option(help="Of the events.")] = 0,
-    steps: Annotated[int, typer.Option(help="Steps of a round without events.")] = 80,
+    steps: Annotated[int, typer.Option(help="Steps of a round without events.")] = 150,
     rounds: Annotated[int, typer.Option(help="Rounds without events, in turns with hybrid.")] = 3,
     publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
     fresh: Fresh = False,

@@ -25,7 +25,7 @@ from qsync.experiments.elastic.cluster import Cards
 from qsync.experiments.elastic.events import NAMES
 from qsync.records.plans import Plan
 
-_WARM_UP = 10  # steps that are not timed
+_WARM_UP = 80  # steps that are not timed: the next memberships are planned meanwhile
 
 
 def compare(folder: Path, steps: int, rounds: int, **settings: Any) -> dict[str, Any]:

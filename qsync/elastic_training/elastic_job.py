@@ -220,7 +220,7 @@ class ElasticJob:
                 return self._step_of(meeting)
 
     def _meet(self) -> Meeting | None:
-        """Meet the other cards; None if this card is to leave while no lighthouse answers, and others stay."""
+        """Meet the other cards; None if this card is to leave, others stay, and no lighthouse answers."""
 
         def may_leave() -> bool:
             current = self._meeting.current if self._meeting else ()

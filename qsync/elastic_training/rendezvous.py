@@ -235,7 +235,7 @@ class Rendezvous:
     def meet(self, card: Card, may_leave: Callable[[], bool]) -> Meeting | None:
         """Wait until the cards of the job have met.
 
-        While no lighthouse answers, the card waits for one, and says so once; or returns None if it may leave.
+        While no lighthouse answers, the card waits for one and says so once. It returns None if it may leave.
         """
         has_told = False
         while True:
