@@ -15,6 +15,8 @@ from qsync.backend import kernel_cache
 ROOT = Path(__file__).parent.parent
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
+WITH_LIGHTHOUSE = (sys.executable, "tests/support/with_lighthouse.py")
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -35,6 +37,7 @@ LAUNCHES = {
     "accelerate_loop.py": Launch(TORCHRUN, prints=("held-out accuracy after", "from the saved state:")),
     "lightning_fit.py": Launch(TORCHRUN, prints=("operators lowered", "the checkpoint in a plain module:")),
     "fsdp2.py": Launch(TORCHRUN, prints=("held-out loss", "in a plain model")),
+    "elastic.py": Launch(WITH_LIGHTHOUSE, prints=("step 120: loss", "cards")),
     "lora.py": Launch(TORCHRUN, prints=("trained 8,192 of", "merged")),
     "plan_offline.py": Launch(prints=("operators lowered", "(simulated)")),
     "resnet.py": Launch(prints=("INT8:", "mixed:")),

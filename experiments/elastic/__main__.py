@@ -31,6 +31,7 @@ from qsync.experiments.harness import (
     table_of,
     write_between,
 )
+from qsync.experiments.harness.experiment import bars_table
 
 _PAGE = Path("docs/results/elastic.md")
 _PICTURE = Path("docs/figures/elastic.png")
@@ -78,6 +79,7 @@ def main(
     throughput.draw(job, out / "throughput.png")
     if publish:
         throughput.draw(job, _PICTURE)
+        write_between([_PAGE], "bars", as_markdown(bars_table(bars)))
         write_between([_PAGE], "times", "\n\n".join(as_markdown(table) for table in tables))
 
 

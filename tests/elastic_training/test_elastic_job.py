@@ -1,0 +1,86 @@
+"""An elastic job of real processes under real signals, and its commands."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from qsync.experiments.elastic import events, verdict
+from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
+from qsync.experiments.elastic.cluster import BATCH_SIZE, KILL, Cards
+
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("elastic")]
+
+
+def qsync(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "qsync", *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.slow
+def test_ten_events_lose_no_sample_and_no_bit(tmp_path):
+    """Each event is waited for: a hang is an error. In FP64, so that gradients are compared to 1e-12."""
+    settings = {"dtype": "float64", "lower": False, "width": 32, "keep_gradients": 40, "timeout_s": 3.0}
+    with Cards(tmp_path / "job", **settings) as cards:
+        happened = events.run(cards, 10, seed=7, say=print)
+    logs = {name: cards.lines(name) for name in events.NAMES}
+    found = verdict.judge(logs, BATCH_SIZE, NUM_SAMPLES, cards.settings["seed"])
+    assert (found["replicas"], found["batch"], found["samples"]) == (0, 0, 0), found
+    assert found["steps"] > 10 and {event["kind"] for event in happened} >= {"join", "kill"}
+    errors = dict(gradient_errors(cards.folder, cards.settings))
+    assert errors and max(errors.values()) < 1e-12
+
+
+@pytest.mark.slow
+def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_path):
+    with Cards(tmp_path / "job", start_with=2, width=32, timeout_s=3.0) as cards:
+        for name in ("train-0", "infer-1"):
+            cards.start(name)
+        cards.wait_for_step(["train-0", "infer-1"], time.time())
+        done = qsync("release", "nobody", "--lighthouse", cards.address)
+        assert done.returncode == 2 and "no card 'nobody' is in the job" in done.stderr
+        assert "infer-1, train-0" in done.stderr
+        done = qsync("release", "infer-1", "--lighthouse", cards.address, "--json")
+        assert json.loads(done.stdout) == {"released": "infer-1", "others": ["train-0"]}
+        assert cards.processes["infer-1"].wait(timeout=60) == 0, cards.errors("infer-1")
+        cards.wait_for_step(["train-0"], time.time())
+        assert qsync("release", "train-0", "--lighthouse", cards.address).returncode == 0
+        steps = len(cards.steps("train-0"))
+        cards.start("infer-1")
+        cards.wait_for_step(["infer-1"], time.time())
+        assert cards.processes["train-0"].wait(timeout=60) == 0, cards.errors("train-0")
+        said = [line["text"] for line in cards.lines("train-0") if line.get("event") == "says"]
+        assert any("waits for a card to take the job over" in text for text in said), said
+        assert any("runs the plan of 1 train from step" in text for text in said), said
+        assert len(cards.steps("train-0")) <= steps + 3  # it handed over, and trained no further
+        cards.signal("infer-1", KILL)
+    logs = {name: cards.lines(name) for name in ("train-0", "infer-1")}
+    found = verdict.judge(logs, BATCH_SIZE, NUM_SAMPLES, 0)
+    assert (found["replicas"], found["batch"], found["samples"]) == (0, 0, 0), found
+
+
+@pytest.mark.parametrize(("arguments", "text"), [
+    (("lighthouse", "--port", "99999"), "--port must lie in 0..65535, found 99999"),
+    (("lighthouse", "--wait", "0"), "--wait must be seconds from 0.2 to 86400, found 0"),
+    (("lighthouse", "--bind", "no such host"), "cannot listen at no such host:29510"),
+    (("release", "x"), "no lighthouse is given; name it with --lighthouse or QSYNC_LIGHTHOUSE"),
+    (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
+    (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),
+])  # fmt: skip
+def test_bad_input_of_the_commands_is_one_sentence(arguments, text, monkeypatch):
+    monkeypatch.delenv("QSYNC_LIGHTHOUSE", raising=False)
+    done = qsync(*arguments)
+    assert done.returncode == 2 and text in done.stderr and len(done.stderr.strip().splitlines()) == 1, (
+        done.stderr
+    )
+
+
+def test_a_port_that_is_taken_is_named(tmp_path):
+    with Cards(tmp_path / "job") as cards:
+        done = qsync("lighthouse", "--port", str(cards.port))
+    assert done.returncode == 2 and f"cannot listen at 127.0.0.1:{cards.port}" in done.stderr, done.stderr
