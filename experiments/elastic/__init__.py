@@ -6,5 +6,7 @@
 `verdict`    what the logs must show: digests, samples, batches, and what was lost
 `restarts`   the same job under torchrun, which restarts from its last checkpoint
 `churn`      what the simulation says of the same events
-`saving`     checkpoints: stalls, kills, other numbers of cards
+`steady`     the same job without events, elastic and in hybrid
+`throughput` the picture of a job over time
+`saving`     what checkpoints cost training
 """

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from qsync.experiments.elastic import churn, events, restarts, steady, throughput, verdict
+from qsync.experiments.elastic import churn, events, restarts, saving, steady, throughput, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
 from qsync.experiments.harness import (
@@ -32,6 +32,7 @@ from qsync.experiments.harness import (
     write_between,
 )
 from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness.ranks import run_on_ranks
 
 _PAGE = Path("docs/results/elastic.md")
 _PICTURE = Path("docs/figures/elastic.png")
@@ -68,12 +69,21 @@ def main(
             lambda: steady.compare(work / "steady", steps, rounds, width=1024, timeout_s=10.0),
         )
         again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, seed))
+        saving_settings = {"rounds": 12, "weak_share": 1.0, "folder": str(work)}
+        stalls = experiment.piece("saving", lambda: run_on_ranks(
+            saving.measure, saving_settings, command="elastic", timeout_s=600.0
+        ))  # fmt: skip
     simulated = churn.simulate(job)
-    bars = [*_exactness(job, exact, same), *_times(job, same, again, simulated)]
+    bars = [
+        *_exactness(job, exact, same),
+        *_times(job, same, again, simulated),
+        bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
+    ]
     tables = [_costs(job["events"])]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
-         "restarts": again, "churn": simulated, "churn_costs": simulated["costs"], "origin": "measured"},
+         "restarts": again, "saving": stalls, "churn": simulated, "churn_costs": simulated["costs"],
+         "origin": "measured"},
         bars=bars, tables=tables,
     )  # fmt: skip
     throughput.draw(job, out / "throughput.png")
