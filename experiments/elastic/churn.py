@@ -52,7 +52,7 @@ def costs_of(happened: list[dict[str, Any]]) -> ChurnCosts:
 
     return ChurnCosts(
         detection_s=cost(1.0, "kill", "two"), timeout_s=cost(1.5, "stop"), reconfiguration_s=0.05,
-        lighthouse_s=cost(1.0, "lighthouse"), transfer_s=0.0, start_s=cost(3.0, "join"),
+        lighthouse_s=cost(1.0, "lighthouse"), release_s=1.0, transfer_s=0.0, start_s=cost(3.0, "join"),
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ The batch of a step is the same at every membership. All cards present take each
 
     kill        the running step is lost; the others wait until the lighthouse drops the card
     stop        the running step is lost; the others wait until the collective times out
-    release     the card finishes its step
+    release     the card finishes its step; the others wait until the lighthouse drops it
     join, cont  the card starts (join), receives the state while the others train, and enters between steps
     lighthouse  the running step is finished; the next one waits until the lighthouse answers
 
@@ -28,7 +28,7 @@ from qsync.records.json_files import field, read_json
 from qsync.replayer.churn.trace import ChurnEvent, check_events
 
 VERSION = 1
-CAUSES = ("lost_step", "detection", "timeout", "reconfiguration", "lighthouse", "no_card")
+CAUSES = ("lost_step", "detection", "timeout", "release", "reconfiguration", "lighthouse", "no_card")
 # What the others wait for, and for which of the costs, after a card was lost.
 _FAILURES = {"kill": "detection", "stop": "timeout"}
 
@@ -37,22 +37,23 @@ _FAILURES = {"kill": "detection", "stop": "timeout"}
 class ChurnCosts:
     """Seconds that events cost.
 
-    `detection_s`: from a kill until the lighthouse drops the card. `timeout_s`: of a collective with a
-    stopped card. `reconfiguration_s`: of the cards that go on. `lighthouse_s`: until a restarted lighthouse
-    answers. `transfer_s` and `start_s` delay the newcomer alone: receiving the state, and starting its
-    process.
+    `detection_s`: from a kill until the lighthouse drops the card; `release_s`: the same from a release.
+    `timeout_s`: of a collective with a stopped card. `reconfiguration_s`: of the cards that go on.
+    `lighthouse_s`: until a restarted lighthouse answers. `transfer_s` and `start_s` delay the newcomer alone:
+    receiving the state, and starting its process.
 
     The defaults of detection and timeout are settings: how long a torchft lighthouse waits for a heartbeat,
     and a collective for a card. Transfer is assumed. The others were measured on a 2-core CPU: four cards
     under torchft 0.2 and gloo, with a model of 42 MB.
     """
 
-    detection_s: float = 5.0
+    detection_s: float = 1.0
     timeout_s: float = 10.0
     reconfiguration_s: float = 0.1
     lighthouse_s: float = 2.0
     transfer_s: float = 0.5
-    start_s: float = 7.5
+    start_s: float = 3.7
+    release_s: float = 1.0
 
     @classmethod
     def parse(cls, text: str) -> ChurnCosts:
@@ -221,6 +222,8 @@ class _Job:
                     self._lose_step()
                     cause = _FAILURES[kind]
                     self._block(cause, getattr(costs, f"{cause}_s"))
+                else:
+                    self._block("release", costs.release_s)
         return None
 
     def advance(self, until: float) -> None:

@@ -29,8 +29,8 @@ from qsync.replayer.churn.trace import check_events
 from qsync.replayer.levers.batch_size import Sized
 
 RANKS = {"a": 1, "b": 2}
-COSTS = ChurnCosts(2.0, 4.0, 1.0, 3.0, 1.0, 2.0)
-NOTHING = ChurnCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+COSTS = ChurnCosts(2.0, 4.0, 1.0, 3.0, 1.0, 2.0, release_s=0.0)
+NOTHING = ChurnCosts(*[0.0] * 7)
 
 
 def step_s(ranks: Mapping[str, int]) -> float:
@@ -86,6 +86,12 @@ def test_a_released_card_finishes_its_step():
     assert lost(report) == {"reconfiguration": 1.0} and report.memberships[1].num_steps == 11
     at_a_boundary = played("10 release a:0", "30 end")
     assert lost(at_a_boundary) == {"reconfiguration": 1.0} and at_a_boundary.memberships[1].num_steps == 10
+
+
+def test_the_others_wait_until_a_released_card_is_dropped():
+    report = played("10.5 release a:0", "30 end", costs=replace(COSTS, release_s=1.5))
+    assert lost(report) == {"release": 1.0, "reconfiguration": 1.0}  # the step ends at 11, the wait at 12
+    assert report.memberships[1].num_steps == 11
 
 
 def test_a_lighthouse_that_is_back_before_the_step_ends_costs_nothing():
