@@ -45,6 +45,8 @@ class Cards:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
+        if self._lighthouse is not None and self._lighthouse.stdout is not None:
+            self._lighthouse.stdout.close()
 
     @property
     def address(self) -> str:
@@ -68,8 +70,10 @@ class Cards:
     def darken(self) -> None:
         """Kill the lighthouse."""
         assert self._lighthouse is not None
+        assert self._lighthouse.stdout is not None
         self._lighthouse.kill()
         self._lighthouse.wait()
+        self._lighthouse.stdout.close()
 
     def start(self, name: str) -> None:
         """Start a card: `train-0`, `infer-1`."""
