@@ -75,7 +75,7 @@ def main(
         ))  # fmt: skip
     simulated = churn.simulate(job)
     bars = [
-        *_exactness(job, exact, same),
+        *_exactness(num_events, job, exact, same),
         *_times(job, same, again, simulated),
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
     ]
@@ -141,10 +141,10 @@ def _recoveries(happened: Sequence[Any], *kinds: str) -> list[float]:
     return [event["recovered"] - event["at"] for event in happened if event["kind"] in kinds]
 
 
-def _exactness(job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
+def _exactness(num_events: int, job: Job, exact: Job, same: Mapping[str, Any]) -> list[Bar]:
     judged, both = job["judged"], (job, exact)
     return [
-        bar("hangs", 0, 0, how="each event is waited for"),
+        bar("events that the job did not get over", num_events - len(job["events"]), 0),
         bar("steps with unequal replicas", sum(one["judged"]["replicas"] for one in both), 0),
         bar("steps with another batch", sum(one["judged"]["batch"] for one in both), 0),
         bar("samples lost or seen twice", sum(one["judged"]["samples"] for one in both), 0),
