@@ -13,7 +13,7 @@ from qsync.commands.options import Json, console, print_json
 from qsync.errors import FormatError, QSyncError, shortened
 
 DEFAULT_PORT = 29510
-_QUORUM_TICK_MS = 20
+_QUORUM_TICK_MS = 100
 
 
 def lighthouse(

@@ -26,7 +26,7 @@ from qsync.records.graph import digest
 logger = logging.getLogger("qsync")
 
 LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
-HEARTBEAT_S = 0.1
+HEARTBEAT_S = 0.25
 _RETRY_S = 0.2
 
 
