@@ -97,7 +97,6 @@ class ElasticJob:
     ) -> None:
         model, self._optimizer = states["model"], states["optimizer"]
         self.card, self.step, self.plan = card.name, 0, plan_of(model)
-        self.on_step: list[Callable[[int], None]] = []  # called after each step with the number of steps
         self._device = device_of(model)
         self._states, self._options, self._book = states, options, book
         self._num_samples = len(dataset)
@@ -495,9 +494,6 @@ class ElasticJob:
                 "step.arrived(): optimizer.step()`"
             )
         self._present = None
-        if step.outcome:
-            for call in self.on_step:
-                call(self.step)
 
     def _check_order(self, *_: Any) -> None:
         """Raise FormatError for an optimizer step on gradients that did not arrive."""
