@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from qsync.experiments.elastic import churn, events, restarts, saving, steady, throughput, verdict
+from qsync.experiments.elastic import churn, drift, events, restarts, saving, steady, throughput, verdict
 from qsync.experiments.elastic.card import NUM_SAMPLES, gradient_errors
 from qsync.experiments.elastic.cluster import BATCH_SIZE, Cards
 from qsync.experiments.harness import (
@@ -36,7 +36,7 @@ from qsync.experiments.harness.ranks import run_on_ranks
 
 _PAGE = Path("docs/results/elastic.md")
 _PICTURE = Path("docs/figures/elastic.png")
-_FP64_EVENTS, _RESTARTS = 10, 6
+_FP64_EVENTS, _RESTARTS, _DRIFT_STEPS = 10, 6, 120
 Job = dict[str, Any]
 
 
@@ -68,6 +68,10 @@ def main(
             "without events",
             lambda: steady.compare(work / "steady", steps, rounds, width=1024, timeout_s=10.0),
         )
+        drifted = experiment.piece(
+            "drift",
+            lambda: drift.measure(work / "drift", _DRIFT_STEPS, width=1024, timeout_s=10.0, by_speed=True),
+        )
         again = experiment.piece("restarts", lambda: restarts.measure(work / "restarts", _RESTARTS, seed))
         saving_settings = {"rounds": 12, "weak_share": 1.0, "folder": str(work)}
         stalls = experiment.piece("saving", lambda: run_on_ranks(
@@ -77,13 +81,14 @@ def main(
     bars = [
         *_exactness(num_events, job, exact, same),
         *_times(job, same, again, simulated),
+        *_drift(drifted),
         bar("a checkpoint every 20 steps, part of a step", stalls["stall"]["Checkpoints"], 0.05),
     ]
-    tables = [_costs(job["events"])]
+    tables = [_costs(job["events"]), _phases(drifted)]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
-         "restarts": again, "saving": stalls, "churn": simulated, "churn_costs": simulated["costs"],
-         "origin": "measured"},
+         "drift": drifted, "restarts": again, "saving": stalls, "churn": simulated,
+         "churn_costs": simulated["costs"], "origin": "measured"},
         bars=bars, tables=tables,
     )  # fmt: skip
     throughput.draw(job, out / "throughput.png")
@@ -176,6 +181,28 @@ def _times(
         ),
         bar("steps: simulated over real, off by", abs(simulated["ratio"] - 1), 0.1),
     ]
+
+
+def _drift(drifted: Job) -> list[Bar]:
+    told = [one["card"] == drift.SLOWED for one in drifted["told"]]
+    kinds = ["slower" if "times as long" in one["text"] else "back" for one in drifted["told"]]
+    own = [kind for kind, is_own in zip(kinds, told, strict=True) if is_own]
+    return [
+        bar(
+            "a card slows down and recovers: planned for once, and back once", own == ["slower", "back"], True
+        ),
+        bar("other cards planned for as slower meanwhile", told.count(False), 0),
+        bar("steps with unequal replicas meanwhile", drifted["unequal_steps"], 0),
+    ]
+
+
+def _phases(drifted: Job) -> Table:
+    rows = [
+        [phase, f"{1e3 * found['step_s']:.0f}", f"{found['samples']:g}"]
+        for phase, found in drifted["phases"].items()
+    ]
+    title = f"{drift.SLOWED} computes {drift.FACTOR:g} times as long for {_DRIFT_STEPS} steps"
+    return table_of(title, ("phase", "step, ms", "its samples"), rows)
 
 
 def _costs(happened: Sequence[Any]) -> Table:

@@ -68,15 +68,17 @@ class Slowed:
     """Makes a card emulate a weaker one: before each pass it sleeps as long as its share of a core lacks.
 
     Several cards share a core here, so that pausing one (as the harness does) would pause none of the others.
+    While the file `slower` is there, the card is so many times as slow as it says.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share, self._before_s = share, time.process_time()
+    def __init__(self, share: float, slower: Path | None = None) -> None:
+        self._share, self._slower, self._before_s = share, slower, time.process_time()
 
     def __call__(self, *_: Any) -> None:
         """Sleep for what the CPU time since the last pass would have taken longer."""
         used_s, self._before_s = time.process_time() - self._before_s, time.process_time()
-        time.sleep(min(used_s, 2.0) * (1 / self._share - 1))
+        slower = float(self._slower.read_text()) if self._slower and self._slower.exists() else 1.0
+        time.sleep(min(used_s, 2.0) * (slower / self._share - 1))
 
 
 class Log:
@@ -119,7 +121,7 @@ def main(config: dict[str, Any]) -> None:
         plan=None if config["lower"] else False, seed=config["seed"], share=config["by_speed"],
     )  # fmt: skip
     log.write(event="ready")
-    slowed = Slowed(share)
+    slowed = Slowed(share, Path(config["log"]).with_suffix(".slower"))
     job.model.register_forward_pre_hook(slowed)
     for step in job.steps(num_steps=config["steps"]):
         start_s = time.perf_counter()

@@ -94,6 +94,12 @@ class Cards:
                 env=environment, stdout=errors, stderr=errors,
             )  # fmt: skip
 
+    def slow(self, name: str, factor: float) -> None:
+        """Let a card be so many times as slow as it was at first."""
+        path = self.folder / f"{name}.slower"
+        path.with_suffix(".new").write_text(str(factor))
+        path.with_suffix(".new").replace(path)
+
     def signal(self, name: str, number: int) -> None:
         """Send a signal to a card."""
         self.processes[name].send_signal(number)

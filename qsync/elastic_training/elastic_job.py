@@ -25,24 +25,23 @@ import torch
 import torch.distributed as dist
 
 from qsync.backend.device_detection import device_of
+from qsync.elastic_training.card_plan import CardPlan
 from qsync.elastic_training.elastic_ddp import ElasticDDP, Exchange
 from qsync.elastic_training.healing import Server, decode, encode, fetch
-from qsync.elastic_training.pace import Pace
-from qsync.elastic_training.plan_book import Membership, PlanBook, membership_of, shown
+from qsync.elastic_training.plan_book import PlanBook, membership_of, shown
 from qsync.elastic_training.rendezvous import Card, Meeting, Rendezvous
 from qsync.elastic_training.share_loader import Options, ShareLoader
 from qsync.elastic_training.shares import Share, share_out
-from qsync.errors import FormatError, InfeasibleError, MismatchError, QSyncError, UnsupportedError, shortened
+from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.cluster import Link
 from qsync.records.graph import digest
-from qsync.runtime.wrapping import plan_of, swap_plan
+from qsync.records.plans import Plan
 
 logger = logging.getLogger("qsync")
 
 _POLL_S = 0.05  # between two meetings while a card waits
 _PATIENCE = 3  # times the timeout: how long the cards that are left wait for one that had a later state
 _LINK_BYTES = 4 * 2**20  # of the all-reduce that measures the link
-_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
 
 
 class ElasticStep:
@@ -96,7 +95,7 @@ class ElasticJob:
         book: PlanBook | None,
     ) -> None:
         model, self._optimizer = states["model"], states["optimizer"]
-        self.card, self.step, self.plan = card.name, 0, plan_of(model)
+        self.card, self.step = card.name, 0
         self._device = device_of(model)
         self._states, self._options, self._book = states, options, book
         self._num_samples = len(dataset)
@@ -110,14 +109,13 @@ class ElasticJob:
         self.model = ElasticDDP(
             model, self._exchange, process_group=self._exchange.form(f"{self._own.store}/alone", 0, 1)
         )
+        self._plan = CardPlan(card, self.model, book, options)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="qsync-heal")
         self._pending: Future[bytes] | None = None  # the state of another card
         self._next: Future[Meeting | None] | None = None  # the meeting of the next step
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
-        self._pace, self._membership = Pace(), Membership()
-        self._paces: dict[int, Pace] = {}  # by samples a step: fewer take longer each
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
         self._has_left, self._patient_until = False, 0.0
@@ -173,6 +171,11 @@ class ElasticJob:
     def cards(self) -> tuple[str, ...]:
         """Return the names of the cards of the present step, by rank."""
         return tuple(card.name for card in self._meeting.cards) if self._meeting else ()
+
+    @property
+    def plan(self) -> Plan | None:
+        """Return the plan that this card runs."""
+        return self._plan.plan
 
     @property
     def is_first(self) -> bool:
@@ -231,8 +234,10 @@ class ElasticJob:
         """Return what the others are to know of this card now."""
         return with_fields(
             self._own,
-            book=len(self._book) if self._book is not None else 0,
-            slowdown=self._pace.slowdown,
+            book=self._plan.num_plans,
+            rate=self._plan.rate,
+            limit=self._plan.limit,
+            slowdown=self._plan.slowdown,
             leaves=self._released.is_set(),
         )
 
@@ -260,12 +265,8 @@ class ElasticJob:
             missing = self._options.start_with - len(meeting.cards)
             self._wait_for(f"{missing} more of the {self._options.start_with} cards that it starts with")
             return False
-        if self._book is None:
-            return True
-        self._book.attend(meeting.cards, self.card)
-        has_plan = self._book.find(membership_of(meeting.cards)) is not None
-        self._own = with_fields(self._own, is_ready=has_plan)
-        return all(card.is_ready for card in meeting.cards)
+        self._own = with_fields(self._own, is_ready=self._plan.is_ready(meeting.cards))
+        return self._book is None or all(card.is_ready for card in meeting.cards)
 
     def _wait_for(self, what: str) -> None:
         if what != self._waits_for:
@@ -355,7 +356,7 @@ class ElasticJob:
                 content = encode({"refused": str(error)})
             self._server.offer(name, content, instead_of="state/")
         self._loader.turn(self.step, share)
-        self._adopt_plan(meeting)
+        self._plan.adopt(meeting.cards, self.step)
         self._present = ElasticStep(self, self.step, share, is_behind)
         return self._present
 
@@ -389,44 +390,6 @@ class ElasticJob:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
         self.load_state_dict(state["job"])
 
-    def _adopt_plan(self, meeting: Meeting) -> None:
-        """Run the plan of the present membership, if the book has one and it is not what runs."""
-        if self._book is None:
-            return
-        self._book.attend(meeting.cards, self.card)
-        membership = membership_of(meeting.cards)
-        if membership == self._membership:
-            return
-        try:
-            found = self._book.find(membership)
-        except InfeasibleError as error:
-            logger.warning("qsync: %s; the present plan goes on", error)
-            self._membership = membership
-            return
-        if found is None:
-            return
-        start_s = time.perf_counter()
-        own = found[self._own.device_class]
-        if self.plan is None or own.assignment != self.plan[self._own.device_class].assignment:
-            swap_plan(self.model.module, found, self._own.device_class)
-        self.plan, self._membership = found, membership
-        if own.predicted is not None:
-            rate = 1.0 / own.predicted.compute_s if self._options.share else 1.0
-            self._own = with_fields(self._own, rate=rate, limit=self._limit(own.predicted.memory_bytes))
-        logger.info(
-            "qsync: %s runs the plan of %s from step %d on (%.0f ms)", self.card, shown(membership),
-            self.step, 1e3 * (time.perf_counter() - start_s),
-        )  # fmt: skip
-
-    def _limit(self, planned_bytes: int) -> int | None:
-        """Return the most samples of a pass that this card holds. Activations grow with the samples."""
-        assert self._book is not None
-        planned = self._book.samples
-        fixed = sum(parameter.nbytes for parameter in self.model.parameters()) * _FIXED_COPIES
-        per_sample = max(planned_bytes - fixed, 1) / planned
-        holds = max(1, int((self._book.memory_bytes - fixed) / per_sample))
-        return min(holds, self._options.max_samples or holds)
-
     def _finish(self, step: ElasticStep) -> bool:
         """Wait for the state if this card is behind, and return whether the step counts."""
         self._check_whole(step)
@@ -439,7 +402,7 @@ class ElasticJob:
             else:
                 self._heal(state)
         elif self._exchange.failure is None:
-            self._note_pace(step)
+            self._plan.note_pace(step.samples, step.began_s)
         if self._exchange.failure is not None:
             self._go_alone()
             return False
@@ -472,20 +435,6 @@ class ElasticJob:
                 "backward did not reach all parameters; call backward of every micro-batch's loss, and "
                 "requires_grad_(False) on parameters that the loss does not use, before qsync.elastic"
             )
-
-    def _note_pace(self, step: ElasticStep) -> None:
-        own = self._own.device_class
-        predicted = self.plan[own].predicted if self.plan is not None else None
-        if predicted is None:
-            return
-        self._pace = self._paces.setdefault(step.samples, Pace())
-        planned = next((slowdown for name, _, slowdown in self._membership if name == own), 1.0)
-        measured_s = self.model.hook.last_s - step.began_s
-        if self._pace.note(measured_s, predicted.compute_s / planned):
-            logger.warning(
-                "qsync: %s computes %g times as long as at first; the job plans for that", self.card,
-                self._pace.slowdown,
-            )  # fmt: skip
 
     def _end(self, step: ElasticStep) -> None:
         if step.outcome is None:

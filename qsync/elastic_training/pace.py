@@ -1,12 +1,14 @@
 """Tell whether this card has become slower than planned, and when it is back. Pure.
 
-The plan's prediction may be off by a constant factor. The first steps show that factor; what comes on top of
-it later is a slowdown. It is told when even the faster quarter of the last steps takes `SLOWER` times as
-long and at least `LEAST_S` longer, and ends below `BACK`. Each decision needs a window of new steps.
+A plan's prediction may be off by a constant factor, and by another for the next plan. The first steps under
+a plan show that factor; what comes on top of it later is a slowdown. It is told when even the faster quarter
+of the last steps takes `SLOWER` times as long and at least `LEAST_S` longer, and ends below `BACK`. Each
+decision needs a window of new steps whose halves agree: those of one pace.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from statistics import quantiles
 
 WINDOW = 20  # steps
@@ -17,30 +19,44 @@ LEAST_S = 0.005  # less is what other processes of a host take
 class Pace:
     """The slowdown of one card, from the compute times of its steps and what was predicted for them.
 
-    >>> pace.note(measured_s=0.31, predicted_s=0.2)
+    >>> pace.note("int8 everywhere", samples=16, measured_s=0.31, predicted_s=0.2)
     >>> pace.slowdown
     1.5
     """
 
-    def __init__(self, window: int = WINDOW) -> None:
-        self._window = window
+    def __init__(self) -> None:
+        self._runs: tuple[Hashable, int] = ("", 0)  # the plan and the samples of the steps in the window
         self._ratios: list[float] = []
-        self._usual: float | None = None
+        self._usual: dict[tuple[Hashable, int], float] = {}  # measured over predicted, without slowdown
         self.slowdown = 1.0
 
-    def note(self, measured_s: float, predicted_s: float) -> bool:
-        """Note one step; return whether the slowdown changed. The prediction is that without slowdown."""
+    def note(self, plan: Hashable, samples: int, measured_s: float, predicted_s: float) -> bool:
+        """Note one step; return whether the slowdown changed.
+
+        Args:
+            plan: which this card ran.
+            samples: of the step, on this card.
+            measured_s: seconds that it computed.
+            predicted_s: what the plan's prediction says, for any one number of samples, without slowdown.
+        """
+        if (plan, samples) != self._runs:
+            self._runs = (plan, samples)
+            self._ratios.clear()
         self._ratios.append(measured_s / predicted_s)
-        if len(self._ratios) < self._window:
+        del self._ratios[:-WINDOW]
+        if len(self._ratios) < WINDOW:
             return False
-        present = quantiles(self._ratios, n=4)[0]
+        early, late = (
+            _faster_quarter(half) for half in (self._ratios[: WINDOW // 2], self._ratios[WINDOW // 2 :])
+        )
+        if not 1 / BACK < early / late < BACK:
+            return False
+        present = _faster_quarter(self._ratios)
         self._ratios.clear()
-        if self._usual is None:
-            self._usual = present
-            return False
-        factor = present / self._usual
+        usual = self._usual.setdefault(self._runs, self._usual_at(samples, present))
+        factor = present / usual
         if self.slowdown == 1.0:
-            longer_s = (present - self._usual) * predicted_s
+            longer_s = (present - usual) * predicted_s
             new = factor if factor >= SLOWER and longer_s >= LEAST_S else 1.0
         elif factor < BACK:
             new = 1.0
@@ -48,3 +64,20 @@ class Pace:
             new = factor if max(factor / self.slowdown, self.slowdown / factor) >= SLOWER else self.slowdown
         before, self.slowdown = self.slowdown, round(new, 1)
         return self.slowdown != before
+
+    def _usual_at(self, samples: int, present: float) -> float:
+        """Return the usual ratio of a plan and a number of samples that this card runs for the first time.
+
+        The slowdown of now is taken off, for a slower card is given another plan and fewer samples. It may
+        have ended in between: fewer samples take no longer than more, and each of them no less.
+        """
+        usual = present / self.slowdown
+        for (_, known), ratio in self._usual.items():
+            least, most = sorted((ratio, ratio * samples / known))
+            usual = min(max(usual, least), SLOWER * most)
+        return usual
+
+
+def _faster_quarter(ratios: list[float]) -> float:
+    """Return the ratio below which the faster quarter lies."""
+    return quantiles(ratios, n=4)[0]

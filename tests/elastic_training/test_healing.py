@@ -9,7 +9,6 @@ import torch
 
 from qsync import QSyncError
 from qsync.elastic_training.healing import Server, decode, encode, fetch
-from qsync.elastic_training.pace import WINDOW, Pace
 
 CPU = torch.device("cpu")
 
@@ -61,23 +60,3 @@ def test_a_request_waits_for_its_content_and_gives_up():
         server.close()
     with pytest.raises(QSyncError, match=f"the card at {server.address} did not send"):
         fetch(server.address, "state/2", 0.5)
-
-
-def steps(pace, measured_s, number=WINDOW):
-    return sum(pace.note(measured_s, 0.5) for _ in range(number))
-
-
-def test_a_slowdown_is_told_once_and_taken_back_once():
-    pace = Pace()
-    assert steps(pace, 1.0) == 0  # the prediction is off by 2, and stays so
-    assert steps(pace, 1.1, 3 * WINDOW) == 0 and pace.slowdown == 1.0
-    assert steps(pace, 2.0, 3 * WINDOW) == 1 and pace.slowdown == 2.0
-    assert steps(pace, 2.2, 2 * WINDOW) == 0  # it is planned for
-    assert steps(pace, 1.0, 3 * WINDOW) == 1 and pace.slowdown == 1.0
-
-
-def test_a_few_slow_steps_are_no_slowdown():
-    pace = Pace()
-    steps(pace, 1.0)
-    for _ in range(10):
-        assert steps(pace, 9.0, WINDOW // 2) == 0 and steps(pace, 1.0, WINDOW // 2) == 0

@@ -1,0 +1,106 @@
+"""What one card of an elastic job runs, how much it holds, and whether it is as fast as planned."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from qsync.elastic_training.elastic_ddp import ElasticDDP
+from qsync.elastic_training.pace import Pace
+from qsync.elastic_training.plan_book import Membership, PlanBook, membership_of, shown
+from qsync.elastic_training.rendezvous import Card
+from qsync.elastic_training.share_loader import Options
+from qsync.errors import InfeasibleError
+from qsync.records.graph import digest
+from qsync.records.plans import Plan
+from qsync.runtime.wrapping import plan_of, swap_plan
+
+logger = logging.getLogger("qsync")
+
+_FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
+
+
+class CardPlan:
+    """The plan that this card runs, and what follows from it for the card's share of a batch.
+
+    `rate` is in samples per second, `limit` the most samples of one pass (None: no limit).
+    """
+
+    def __init__(self, card: Card, model: ElasticDDP, book: PlanBook | None, options: Options) -> None:
+        self._name, self._class = card.name, card.device_class
+        self._model, self._book, self._options = model, book, options
+        self._membership: Membership = ()
+        self._pace = Pace()
+        self._assignment = ""  # the digest of what runs
+        self.plan: Plan | None = plan_of(model.module)
+        self.rate, self.limit = card.rate, card.limit
+
+    @property
+    def slowdown(self) -> float:
+        """Return how many times as long as at first this card computes."""
+        return self._pace.slowdown
+
+    @property
+    def num_plans(self) -> int:
+        """Return the number of plans in the book."""
+        return len(self._book) if self._book is not None else 0
+
+    def is_ready(self, cards: Sequence[Card]) -> bool:
+        """Return whether these cards can begin; plan for them in the background where they cannot."""
+        if self._book is None:
+            return True
+        self._book.attend(cards, self._name)
+        return self._book.find(membership_of(cards)) is not None
+
+    def adopt(self, cards: Sequence[Card], step: int) -> None:
+        """Run the plan of the present membership, if the book has one and it is not what runs."""
+        if self._book is None:
+            return
+        self._book.attend(cards, self._name)
+        membership = membership_of(cards)
+        if membership == self._membership:
+            return
+        try:
+            found = self._book.find(membership)
+        except InfeasibleError as error:
+            logger.warning("qsync: %s; the present plan goes on", error)
+            self._membership = membership
+            return
+        if found is None:
+            return
+        start_s = time.perf_counter()
+        own = found[self._class]
+        if self.plan is None or own.assignment != self.plan[self._class].assignment:
+            swap_plan(self._model.module, found, self._class)
+        self.plan, self._membership = found, membership
+        self._assignment = digest(sorted(own.assignment.items()))
+        if own.predicted is not None:
+            self.rate = 1.0 / own.predicted.compute_s if self._options.share else 1.0
+            self.limit = self._most_samples(own.predicted.memory_bytes, self._book)
+        logger.info(
+            "qsync: %s runs the plan of %s from step %d on (%.0f ms)", self._name, shown(membership), step,
+            1e3 * (time.perf_counter() - start_s),
+        )  # fmt: skip
+
+    def _most_samples(self, planned_bytes: int, book: PlanBook) -> int:
+        """Return the most samples of a pass that this card holds. Activations grow with the samples."""
+        fixed = sum(parameter.nbytes for parameter in self._model.parameters()) * _FIXED_COPIES
+        per_sample = max(planned_bytes - fixed, 1) / book.samples
+        holds = max(1, int((book.memory_bytes - fixed) / per_sample))
+        return min(holds, self._options.max_samples or holds)
+
+    def note_pace(self, samples: int, began_s: float) -> None:
+        """Note how long forward and backward of a step took, and say so where the pace has changed."""
+        predicted = self.plan[self._class].predicted if self.plan is not None else None
+        if predicted is None:
+            return
+        planned = next((slowdown for name, _, slowdown in self._membership if name == self._class), 1.0)
+        measured_s = self._model.hook.last_s - began_s
+        if not self._pace.note(self._assignment, samples, measured_s, predicted.compute_s / planned):
+            return
+        change = f"computes {self.slowdown:g} times as long as at first"
+        logger.warning(
+            "qsync: %s %s; the job plans for that", self._name,
+            change if self.slowdown > 1 else "is as fast as at first again",
+        )  # fmt: skip
