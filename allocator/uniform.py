@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from qsync.allocator.planner import as_plan
 from qsync.allocator.problem import Constraints
@@ -10,6 +10,7 @@ from qsync.errors import UnsupportedError
 from qsync.records.base import base_of, base_of_graph, base_on, bases_of
 from qsync.records.cluster import Cluster
 from qsync.records.graph import Op, OpGraph
+from qsync.records.kernel_support import first_precision_up
 from qsync.records.plans import Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Profile, Sensitivity
@@ -26,7 +27,9 @@ def uniform(
     bucket_cap_bytes: int | None = None,
     base: str | Precision | None = None,
 ) -> Plan:
-    """Return the plan that gives each class one precision wherever kind and profile have it, else the base.
+    """Return the plan that gives each class one precision, or the next one up that kind and profile have.
+
+    An operator with none below FP32 has the base.
 
     Classes that `precisions` leaves out run in the base (FP32). The plan has its predictions, and its
     variance if a sensitivity is given. Raises UnsupportedError if a class lacks its precision, MismatchError
@@ -45,16 +48,19 @@ def uniform(
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)
             raise UnsupportedError(f"{name} lacks {precision}, it has {known}; choose one of these")
-        wanted = (precision,) if name in precisions else ()
+        wanted = precision if name in precisions else Precision.FP32
         assignments[name] = {
-            op.name: _first_measured(op, (*wanted, base_of(op, own)), profiles[name])
-            for op in graph.adjustable
+            op.name: _measured(op, wanted, base_of(op, own), profiles[name]) for op in graph.adjustable
         }
     given = Constraints(bucket_cap_bytes=bucket_cap_bytes, base=base)
     return as_plan(graph, assignments, profiles, cluster, given, sensitivity=sensitivity)
 
 
-def _first_measured(op: Op, wanted: Sequence[Precision], profile: Profile) -> Precision:
-    """Return the first of these precisions that the operator's kind and the profile have, else FP32."""
-    able = set(PRECISIONS_BY_KIND[op.kind]) & set(profile.precisions_of(op.name))
-    return next((precision for precision in wanted if precision in able), Precision.FP32)
+def _measured(op: Op, wanted: Precision, base: Precision, profile: Profile) -> Precision:
+    """Return the first precision from the wanted one up that the profile has, else the base, else FP32."""
+    measured = profile.precisions_of(op.name)
+    missing = [precision for precision in Precision if precision not in measured]
+    half = "bf16" if Precision.BF16 in measured else None
+    found = first_precision_up(op.kind, wanted, missing, half)
+    able = base in PRECISIONS_BY_KIND[op.kind] and base in measured
+    return base if found is Precision.FP32 and able else found

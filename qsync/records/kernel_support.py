@@ -58,9 +58,9 @@ _UNWRITTEN = {
 }
 # The precisions to try in the place of an unsupported one, in order; "16-bit" is the device's 16-bit float.
 _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
-    Precision.INT8_ALL: ("int8", "16-bit", "fp32"),
-    Precision.INT8: ("16-bit", "fp32"),
-    Precision.FP8: ("16-bit", "fp32"),
+    Precision.INT8_ALL: ("int8", "16-bit"),
+    Precision.INT8: ("16-bit",),
+    Precision.FP8: ("16-bit",),
 }
 
 
@@ -127,21 +127,34 @@ def why_not_in_cutlass(groups: int, dilated: bool, filter_shape: tuple[int, ...]
     return None
 
 
-def next_precision_up(
-    kind: str, precision: Precision, unsupported: Collection[Precision], sixteen_bit: str | None
-) -> Precision:
-    """Return the precision to run an operator in when its own is unsupported.
+def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precision]:
+    """Return a precision, and those to run an operator in where it is unsupported, in order.
 
     `sixteen_bit` is the 16-bit float that the device carries along edges; without one it multiplies FP16.
 
-    >>> next_precision_up("conv2d", Precision.INT8, [Precision.INT8], "bf16")
-    <Precision.BF16: 'bf16'>
+    >>> precisions_up(Precision.INT8, "bf16")
+    [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, <Precision.FP32: 'fp32'>]
     """
-    for name in _ALTERNATIVES.get(precision, ("fp32",)):
-        candidate = Precision((sixteen_bit or "fp16") if name == "16-bit" else name)
-        if candidate in PRECISIONS_BY_KIND[kind] and candidate not in unsupported:
-            return candidate
-    return Precision.FP32
+    up = [sixteen_bit or "fp16" if name == "16-bit" else name for name in _ALTERNATIVES.get(precision, ())]
+    return [Precision(name) for name in dict.fromkeys((precision, *up, "fp32"))]
+
+
+def first_precision_up(
+    kind: str, precision: Precision, unsupported: Collection[Precision], sixteen_bit: str | None
+) -> Precision:
+    """Return the precision to run an operator in: this one, or the next one up that its kind has here.
+
+    >>> first_precision_up("conv2d", Precision.INT8_ALL, [], "bf16")
+    <Precision.INT8: 'int8'>
+    """
+    return next(
+        (
+            candidate
+            for candidate in precisions_up(precision, sixteen_bit)
+            if candidate in PRECISIONS_BY_KIND[kind] and candidate not in unsupported
+        ),
+        Precision.FP32,
+    )
 
 
 def is_fixed_despite_kernels(op: Op) -> bool:

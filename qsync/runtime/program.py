@@ -26,7 +26,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.base import base_of, base_on, bases_of
 from qsync.records.graph import OpGraph
-from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
+from qsync.records.kernel_support import first_precision_up, precisions_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
@@ -375,23 +375,23 @@ def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
 def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
     """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
 
-    With `kernels` (of the device) an operator that none of them serves in it runs in the next precision up,
-    and a warning says so, once for each reason.
+    With `kernels` (of the device) an operator whose kind lacks it, or that none of them serves in it, runs in
+    the next precision up. Where a kernel is missing a warning says so, once for each reason.
     """
 
     def choose(graph: OpGraph) -> dict[str, Precision]:
-        chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
         if kernels is None:
-            return chosen
+            return {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+        chosen: dict[str, Precision] = {}
         moved: dict[tuple[str, Precision, str], list[str]] = {}
-        kinds = {op.name: op.kind for op in graph.adjustable}
-        for name, reason in unsupported(graph, precision, kernels).items():
-            tried = [precision]
-            chosen[name] = next_precision_up(kinds[name], precision, tried, kernels.sixteen_bit)
-            while chosen[name] is not Precision.FP32 and name in unsupported(graph, chosen[name], kernels):
-                tried.append(chosen[name])
-                chosen[name] = next_precision_up(kinds[name], chosen[name], tried, kernels.sixteen_bit)
-            moved.setdefault((kinds[name], chosen[name], reason), []).append(name)
+        missing = {p: unsupported(graph, p, kernels) for p in precisions_up(precision, kernels.sixteen_bit)}
+        for op in graph.adjustable:
+            chosen[op.name] = first_precision_up(
+                op.kind, precision, [p for p in missing if op.name in missing[p]], kernels.sixteen_bit
+            )
+            if op.name in missing[precision]:
+                reason = missing[precision][op.name]
+                moved.setdefault((op.kind, chosen[op.name], reason), []).append(op.name)
         for (kind, instead, reason), names in moved.items():
             _say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
         return chosen

@@ -20,7 +20,7 @@ from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, Role
-from qsync.records.kernel_support import next_precision_up, unsupported_by_shape
+from qsync.records.kernel_support import first_precision_up, unsupported_by_shape
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
@@ -105,10 +105,14 @@ def test_the_kernels_refuse_by_the_same_rule():
         ("linear", Precision.FP8, [Precision.FP8], "bf16", BF16),
         ("linear", BF16, [BF16], "bf16", FP32),
         ("embedding", INT8, [INT8], None, FP32),
+        ("conv2d", Precision.INT8_ALL, [], "bf16", INT8),
+        ("matmul", Precision.INT8_ALL, [INT8], "bf16", BF16),
+        ("attention", Precision.FP8, [], "bf16", BF16),
+        ("linear", INT8, [], "bf16", INT8),
     ],
 )
-def test_the_next_precision_up(kind, precision, unsupported, sixteen_bit, expected):
-    assert next_precision_up(kind, precision, unsupported, sixteen_bit) is expected
+def test_the_first_precision_up(kind, precision, unsupported, sixteen_bit, expected):
+    assert first_precision_up(kind, precision, unsupported, sixteen_bit) is expected
 
 
 # --- Planning ---
@@ -279,6 +283,11 @@ def test_one_precision_moves_up_where_it_is_not_served_and_says_so(graph):
     )
     assert uniform(INT8, kernels)(graph) == chosen  # said once: a second warning would be an error here
     assert uniform(INT8)(graph) == dict.fromkeys(chosen, INT8)
+
+
+def test_one_precision_moves_up_where_its_kind_lacks_it(graph):
+    chosen = uniform(Precision.INT8_ALL, Lacking(()))(graph)
+    assert set(chosen.values()) == {INT8} and len(chosen) == len(graph.adjustable)
 
 
 def test_a_wrapped_model_runs_in_the_next_precision_up_where_a_kernel_is_missing(monkeypatch):
