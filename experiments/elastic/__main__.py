@@ -82,7 +82,7 @@ def main(
     tables = [_costs(job["events"])]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
-         "restarts": again, "saving": stalls, "churn": simulated, "churn_costs": simulated["costs"],
+         "restarts": again, "saving": stalls, "churn": simulated,
          "origin": "measured"},
         bars=bars, tables=tables,
     )  # fmt: skip
