@@ -27,6 +27,8 @@ def split(value: Any, name: str, tensors: Tensors) -> Any:
     Raises FormatError, which names the place, for what is neither a tensor nor JSON.
     """
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # as of {0: ..., "0": ...}
+            name += "'"
         tensors[name] = value.detach()
         return {"@tensor": name}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -34,11 +36,11 @@ def split(value: Any, name: str, tensors: Tensors) -> Any:
     if isinstance(value, (list, tuple)):
         parts = [split(item, f"{name}/{position}", tensors) for position, item in enumerate(value)]
         return {"@tuple": parts} if isinstance(value, tuple) else parts
+    if isinstance(value, Counter):
+        return {"@counter": split(dict(value), name, tensors)}
     if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
         below = f"{name}/" if name else ""
         items = [(key, split(item, f"{below}{key}", tensors)) for key, item in value.items()]
-        if isinstance(value, Counter):
-            return {"@counter": items}
         is_plain = all(isinstance(key, str) and not key.startswith("@") for key in value)
         return dict(items) if is_plain else {"@dict": items}
     raise FormatError(
@@ -55,11 +57,9 @@ def join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return value
     if "@tensor" in value:
         return tensors[value["@tensor"]]
-    if "@tuple" in value:
-        return tuple(join(value["@tuple"], tensors))
-    for tag, kind in (("@counter", Counter), ("@dict", dict)):
+    for tag, kind in (("@tuple", tuple), ("@counter", Counter), ("@dict", dict)):
         if tag in value:
-            return kind({key: join(item, tensors) for key, item in value[tag]})
+            return kind(join(value[tag], tensors))
     return {key: join(item, tensors) for key, item in value.items()}
 
 

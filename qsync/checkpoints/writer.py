@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 import qsync
@@ -40,6 +39,7 @@ from qsync.runtime.wrapping import plan_of, wrapped_module
 PARTIAL = ".qsync-partial"  # ends the name of a folder that is not yet, or no longer, a checkpoint
 _SHARDS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's reader finds offsets
 _TIMEOUT = timedelta(minutes=30)  # the longest that one rank may write
+_c10d: Any = dist  # whose stores have no types
 _numbers = itertools.count()  # of saves in this process: the same on every rank
 
 
@@ -178,12 +178,12 @@ def _connection() -> tuple[int, int, Any]:
 
     It may wait in a thread while others use theirs. Without torch.distributed there is one rank.
     """
-    rank, num_ranks, store = 0, 1, dist.HashStore()
+    rank, num_ranks, store = 0, 1, _c10d.HashStore()
     if dist.is_initialized() and dist.get_world_size() > 1:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-        store = distributed_c10d._get_default_store().clone()
+        store = _c10d.distributed_c10d._get_default_store().clone()
     store.set_timeout(_TIMEOUT)
-    return rank, num_ranks, dist.PrefixStore(f"qsync/checkpoints/{next(_numbers)}", store)
+    return rank, num_ranks, _c10d.PrefixStore(f"qsync/checkpoints/{next(_numbers)}", store)
 
 
 def _own_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:

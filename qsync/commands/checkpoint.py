@@ -24,26 +24,21 @@ def checkpoint(
         for each in checkpoints_in(folder)[0]
         if each.path not in (found.path, *errors)
     }
-    lists = {
-        "objects": [name for name in found.state if name not in ("model", "optimizer")],
-        "plan": list(found.plan.classes) if found.plan else [], "profiles": list(found.profiles),
-    }  # fmt: skip
     facts = {
         "path": str(found.path), "verified": True, "step": found.step, "saved": found.saved,
         "model": found.model, "parameters": found.num_parameters,
         "optimizer": found.state["optimizer"]["class"] if "optimizer" in found.state else None,
-        **lists, "ranks": found.num_ranks, "versions": dict(found.versions),
-        "files": dict(found.files),
+        "objects": [name for name in found.state if name not in ("model", "optimizer")],
+        "plan": list(found.plan.classes) if found.plan else [], "profiles": list(found.profiles),
+        "ranks": found.num_ranks, "versions": dict(found.versions), "files": list(found.files),
     }  # fmt: skip
     if as_json:
         print_json({**facts, "checkpoints": others})
         return
-    shown = {
-        **facts, "verified": "every file, by SHA-256",
-        **{name: ", ".join(items) for name, items in lists.items()},
-        "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
-        "files": ", ".join(found.files),
-    }  # fmt: skip
-    lines = [f"{name:12}{'none' if value in ('', None) else value}" for name, value in shown.items()]
+    lines = []
+    for name, value in facts.items():
+        items = [" ".join(pair) for pair in value.items()] if isinstance(value, dict) else value
+        text = ", ".join(items) if isinstance(items, list) else items
+        lines.append(f"{name:12}{'none' if text in ('', None) else text}")
     lines += [f"{path}: {what}" for path, what in others.items()]
     console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)

@@ -33,12 +33,14 @@ def test_a_state_arrives_as_it_was():
 
 def test_later_changes_do_not_show_and_shared_memory_is_sent():
     weight = torch.ones(3)
-    content = encode({"a": weight, "b": weight, "c": weight[1:], "empty": torch.zeros(0, 2)})
+    alike = {"0": torch.zeros(1), 0: torch.ones(1)}
+    content = encode({"a": weight, "b": weight, "c": weight[1:], "empty": torch.zeros(0, 2), "alike": alike})
     weight.zero_()
     found = decode(content)
     assert (
         found["a"].tolist() == [1, 1, 1] and found["c"].tolist() == [1, 1] and found["empty"].shape == (0, 2)
     )
+    assert found["alike"] == alike
 
 
 def test_what_only_a_pickle_could_carry_is_refused():
