@@ -87,8 +87,7 @@ def main(
     tables = [_costs(job["events"]), _phases(drifted)]
     experiment.finish(
         {"by_event": _by_kind(job["events"]), "judged": job["judged"], "without_events": same,
-         "drift": drifted, "restarts": again, "saving": stalls, "churn": simulated,
-         "churn_costs": simulated["costs"], "origin": "measured"},
+         "drift": drifted, "restarts": again, "saving": stalls, "churn": simulated, "origin": "measured"},
         bars=bars, tables=tables,
     )  # fmt: skip
     throughput.draw(job, out / "throughput.png")

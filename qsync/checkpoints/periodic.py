@@ -11,9 +11,9 @@ from typing import Any, Self
 
 import torch
 
-from qsync.checkpoints.contents import Checkpoint, checkpoints_in
+from qsync.checkpoints.contents import checkpoints_in
 from qsync.checkpoints.reader import load
-from qsync.checkpoints.writer import PARTIAL, Save, Subject, Tensors, remove_partials
+from qsync.checkpoints.writer import PARTIAL, Save, Subject, remove_partials
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, shortened
 from qsync.records.plans import Plan
@@ -65,7 +65,6 @@ class Checkpoints:
         self.number = 0  # of optimizer steps so far
         self._subject = Subject(model, optimizer, plan, profiles, objects)
         agree_locally("checking what to save", self._subject.state)  # now rather than after `every` steps
-        self._buffers: Tensors = {}
         self._thread: threading.Thread | None = None
         self._warned: set[str] = set()
 
@@ -74,7 +73,7 @@ class Checkpoints:
 
         Raises the errors of `qsync.load`.
         """
-        if checkpoints_in(self.folder):
+        if any(checkpoints_in(self.folder)):
             model, optimizer, objects = self._subject.model, self._subject.optimizer, self._subject.objects
             self.number = load(self.folder, model, optimizer, random_state=random_state, **objects).step
         return self.number
@@ -96,7 +95,7 @@ class Checkpoints:
         saving = Save(target, self._subject, self.number, is_wanted=not is_busy)
         if saving.is_wanted:
             self.finish()  # where rank 0 is not busy, the others are about to end
-            self._buffers = saving.stage(self._buffers)
+            saving.stage()
             self._thread = threading.Thread(target=self._write, args=(saving,), name="qsync checkpoint")
             self._thread.start()
         else:
@@ -131,9 +130,7 @@ class Checkpoints:
 
     def _prune(self, newest: Path) -> None:
         """Remove all but the newest checkpoints, and what killed processes left before this one."""
-        remove_partials(self.folder, "step-", before=newest.stat().st_mtime)
-        whole = [path for path, each in checkpoints_in(self.folder) if isinstance(each, Checkpoint)]
-        for path in whole[self.keep :]:
+        for old in checkpoints_in(self.folder)[0][self.keep :]:
             with contextlib.suppress(OSError):  # renamed first: no half of it is taken for a checkpoint
-                path.rename(path.with_name(f".{path.name}{PARTIAL}"))
-            remove_partials(self.folder, path.name)
+                old.path.rename(old.path.with_name(f".{old.path.name}{PARTIAL}"))
+        remove_partials(self.folder, "step-", before=newest.stat().st_mtime)

@@ -17,6 +17,7 @@ from qsync.checkpoints.contents import Checkpoint, find_verified
 from qsync.checkpoints.state import (
     ModelState,
     OptimizerState,
+    Tensors,
     join,
     names_in,
     set_random_state,
@@ -61,84 +62,65 @@ def load(
     Example:
         >>> step = qsync.load("checkpoints", model, optimizer, scheduler=scheduler).step
     """
-    return agree_locally(
-        "loading the checkpoint", lambda: _load(folder, model, optimizer, random_state, objects)
-    )
+
+    def read() -> Checkpoint:
+        parts = stateful_parts(model, optimizer, objects)
+        checkpoint, errors = find_verified(Path(folder))
+        for error in errors.values() if is_rank_zero() else ():
+            logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
+        if missing := sorted(parts.keys() - checkpoint.state.keys()):
+            raise MismatchError(
+                f"{checkpoint.path} holds no {missing[0]}, only {', '.join(checkpoint.state)}; leave it out"
+            )
+        reader = HuggingFaceStorageReader(str(checkpoint.path))
+        saved = reader.read_metadata().state_dict_metadata
+        targets: dict[str, torch.Tensor] = {}
+        for name, part in parts.items():  # all is checked before anything is changed
+            if isinstance(part, ModelState):
+                split(part.state_dict(), "", targets)  # read in place
+                _check_model(checkpoint, part, targets, saved)
+            else:
+                targets |= _new_tensors(part, checkpoint.state[name], saved)
+        if targets:
+            with warnings.catch_warnings():  # that nothing is exchanged between ranks
+                warnings.simplefilter("ignore")
+                read_tensors(dict(targets), storage_reader=reader, no_dist=True)
+        for name, part in parts.items():
+            part.load_state_dict(join(checkpoint.state[name], targets))
+        own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
+        if random_state and own is not None:
+            set_random_state(own)
+        return checkpoint
+
+    return agree_locally("loading the checkpoint", read)
 
 
-def _load(
-    folder: str | Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    random_state: bool,
-    objects: Mapping[str, Any],
-) -> Checkpoint:
-    parts = stateful_parts(model, optimizer, objects)
-    checkpoint, errors = find_verified(folder)
-    for error in errors if is_rank_zero() else ():
-        logger.warning("qsync: %s; loading %s instead", error, checkpoint.path)
-    if missing := sorted(parts.keys() - checkpoint.state.keys()):
-        raise MismatchError(
-            f"{checkpoint.path} holds no {missing[0]}, only {', '.join(checkpoint.state)}; leave it out"
-        )
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
-    saved = reader.read_metadata().state_dict_metadata
-    targets: dict[str, torch.Tensor] = {}
-    for name, part in parts.items():  # all is checked before anything is changed
-        targets |= _targets(checkpoint, name, part, saved)
-    if targets:
-        with warnings.catch_warnings():  # that nothing is exchanged between ranks
-            warnings.simplefilter("ignore")
-            read_tensors(dict(targets), storage_reader=reader, no_dist=True)
-    for name, part in parts.items():
-        part.load_state_dict(join(checkpoint.state[name], targets))
-    own = checkpoint.random.get(str(dist.get_rank() if dist.is_initialized() else 0))
-    if random_state and own is not None:
-        set_random_state(own)
-    return checkpoint
-
-
-def _targets(
-    checkpoint: Checkpoint, name: str, part: Any, saved: Mapping[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return where the tensors of a part are read to: its own where they fit, else new ones.
-
-    Raises MismatchError for another model or optimizer.
-    """
-    state, current = checkpoint.state[name], part.state_dict()
-    own: dict[str, torch.Tensor] = {}
-    alike: dict[str, torch.Tensor] = {}  # sharded as what is read must be
-    split(current, name if name != "model" else "", own)
-    if isinstance(part, ModelState):
-        _check_model(checkpoint, part, current, saved)
+def _new_tensors(part: Any, state: Any, saved: Mapping[str, Any]) -> Tensors:
+    """Return where the tensors of a part are read to. MismatchError for another optimizer's."""
+    like: Tensors = {}  # sharded as what is read must be
     if isinstance(part, OptimizerState):
         part.check(state)
         for parameter, slots in state["state"].items():
-            alike |= dict.fromkeys(names_in(slots), part.parameters[parameter].detach())
+            like |= dict.fromkeys(names_in(slots), part.parameters[parameter].detach())
     targets = {}
-    for each in names_in(state):
-        size, dtype = saved[each].size, saved[each].properties.dtype
-        mine, like = own.get(each), alike.get(each)
-        if mine is not None and (mine.shape, mine.dtype) == (size, dtype):
-            targets[each] = mine
-        elif like is not None and like.shape == size:
-            targets[each] = torch.empty_like(like, dtype=dtype)
-        else:
-            targets[each] = torch.empty(size, dtype=dtype)
+    for name in names_in(state):
+        size, dtype = saved[name].size, saved[name].properties.dtype
+        is_alike = name in like and like[name].shape == size
+        targets[name] = (
+            torch.empty_like(like[name], dtype=dtype) if is_alike else torch.empty(size, dtype=dtype)
+        )
     return targets
 
 
-def _check_model(
-    checkpoint: Checkpoint, part: ModelState, current: Mapping[str, Any], saved: Mapping[str, Any]
-) -> None:
-    """Raise MismatchError unless a checkpoint has the keys, types and shapes of a model."""
-    here, there = (dict.fromkeys(each, "no tensor") for each in (current, checkpoint.state["model"]))
-    for key, value in current.items():
-        if isinstance(value, torch.Tensor):
-            where = " on the meta device" if value.is_meta else ""
-            here[key] = f"{value.dtype} {list(value.shape)}{where}"
-    for key in there.keys() & saved.keys():
+def _check_model(checkpoint: Checkpoint, part: ModelState, own: Tensors, saved: Mapping[str, Any]) -> None:
+    """Raise MismatchError unless a checkpoint has the tensors of a model."""
+    there, here = (
+        dict.fromkeys(each, "no tensor") for each in (checkpoint.state["model"], part.state_dict())
+    )
+    for key in names_in(checkpoint.state["model"]):
         there[key] = f"{saved[key].properties.dtype} {list(saved[key].size)}"
+    for key, tensor in own.items():
+        here[key] = f"{tensor.dtype} {list(tensor.shape)}{' on the meta device' if tensor.is_meta else ''}"
     for key in [*there, *here]:
         one, other = there.get(key, "missing"), here.get(key, "missing")
         if one != other:

@@ -6,6 +6,7 @@ load under DDP, torch.compile, fully_shard or none of them, and where parameters
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -17,34 +18,34 @@ import torch
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.runtime.wrapping import wrapped_module
 
-_TENSOR, _TUPLE, _COUNTER, _ITEMS = "@tensor", "@tuple", "@counter", "@items"
+Tensors = dict[str, torch.Tensor]
 
 
-def split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def split(value: Any, name: str, tensors: Tensors) -> Any:
     """Return a state as JSON; its tensors go to `tensors` by their names.
 
     Raises FormatError, which names the place, for what is neither a tensor nor JSON.
     """
     if isinstance(value, torch.Tensor):
+        while name in tensors:  # as of {0: ..., "0": ...}
+            name += "'"
         tensors[name] = value.detach()
-        return {_TENSOR: name}
+        return {"@tensor": name}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
-        keyed = [
-            (key, split(item, f"{name}/{key}" if name else str(key), tensors)) for key, item in value.items()
-        ]
-        if isinstance(value, Counter):
-            return {_COUNTER: keyed}
-        if all(isinstance(key, str) and not key.startswith("@") for key in value):
-            return dict(keyed)
-        return {_ITEMS: keyed}
     if isinstance(value, (list, tuple)):
-        items = [split(item, f"{name}/{position}", tensors) for position, item in enumerate(value)]
-        return {_TUPLE: items} if isinstance(value, tuple) else items
+        parts = [split(item, f"{name}/{position}", tensors) for position, item in enumerate(value)]
+        return {"@tuple": parts} if isinstance(value, tuple) else parts
+    if isinstance(value, Counter):
+        return {"@counter": split(dict(value), name, tensors)}
+    if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
+        below = f"{name}/" if name else ""
+        items = [(key, split(item, f"{below}{key}", tensors)) for key, item in value.items()]
+        is_plain = all(isinstance(key, str) and not key.startswith("@") for key in value)
+        return dict(items) if is_plain else {"@dict": items}
     raise FormatError(
-        f"the state {name} is a {type(value).__name__}, which a checkpoint cannot hold; return tensors, "
-        "numbers, texts, lists and dicts from state_dict()"
+        f"the state {name} is a {type(value).__name__}, which is neither saved nor sent to another card; "
+        "return tensors, numbers, texts, lists and dicts from state_dict()"
     )
 
 
@@ -54,13 +55,11 @@ def join(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         return [join(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        return tensors[value[_TENSOR]]
-    if _TUPLE in value:
-        return tuple(join(item, tensors) for item in value[_TUPLE])
-    for tag, kind in ((_COUNTER, Counter), (_ITEMS, dict)):
+    if "@tensor" in value:
+        return tensors[value["@tensor"]]
+    for tag, kind in (("@tuple", tuple), ("@counter", Counter), ("@dict", dict)):
         if tag in value:
-            return kind({key: join(item, tensors) for key, item in value[tag]})
+            return kind(join(value[tag], tensors))
     return {key: join(item, tensors) for key, item in value.items()}
 
 
@@ -97,47 +96,44 @@ class OptimizerState:
         self.optimizer = optimizer
         self.parameters = {_plain(name): each for name, each in wrapped_module(model).named_parameters()}
         names = {parameter: name for name, parameter in self.parameters.items()}
-        groups = [group["params"] for group in optimizer.param_groups]
-        if any(parameter not in names for group in groups for parameter in group):
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter not in names for parameter in own):
             raise MismatchError("the optimizer has parameters that the model does not have; give its own")
-        self.groups = [[names[parameter] for parameter in group] for group in groups]
-        self.order = [name for group in self.groups for name in group]
+        self.names = [names[parameter] for parameter in own]  # by torch's numbers of them
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state by names."""
         found = self.optimizer.state_dict()
-        groups = zip(found["param_groups"], self.groups, strict=True)
         return {
-            "class": class_of(self.optimizer),
-            "state": {self.order[position]: state for position, state in found["state"].items()},
-            "param_groups": [{**group, "params": names} for group, names in groups],
+            "class": type(getattr(self.optimizer, "optimizer", self.optimizer)).__name__,  # Accelerate wraps
+            "state": {self.names[number]: slots for number, slots in found["state"].items()},
+            "param_groups": [
+                {**group, "params": [self.names[number] for number in group["params"]]}
+                for group in found["param_groups"]
+            ],
         }
 
-    def check(self, state: Mapping[str, Any]) -> None:
+    def check(self, saved: Mapping[str, Any]) -> None:
         """Raise MismatchError for the state of an optimizer of another class or with other groups."""
-        mine = class_of(self.optimizer)
-        if state["class"] != mine:
-            raise MismatchError(f"the checkpoint holds {state['class']}, the optimizer is {mine}; give that")
-        saved = [sorted(group["params"]) for group in state["param_groups"]]
-        if saved != [sorted(group) for group in self.groups]:
+        own = self.state_dict()
+        groups = [[sorted(group["params"]) for group in each["param_groups"]] for each in (saved, own)]
+        if (saved["class"], groups[0]) != (own["class"], groups[1]):
             raise MismatchError(
-                f"the optimizer's {len(self.groups)} groups do not hold the parameters of the checkpoint's "
-                f"{len(saved)}; make it as the saved one"
+                f"the checkpoint is of {saved['class']} with {len(groups[0])} groups of parameters, the "
+                f"optimizer is {own['class']} with {len(groups[1])}; make it as the saved one"
             )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that has names; parameters may have another order in their group."""
-        number = {name: position for position, name in enumerate(self.order)}
-        groups = zip(state["param_groups"], self.groups, strict=True)
+        numbers = {name: number for number, name in enumerate(self.names)}
+        own = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({
-            "state": {number[name]: each for name, each in state["state"].items()},
-            "param_groups": [{**group, "params": [number[name] for name in own]} for group, own in groups],
+            "state": {numbers[name]: slots for name, slots in state["state"].items()},
+            "param_groups": [
+                {**group, "params": mine["params"]}
+                for group, mine in zip(state["param_groups"], own, strict=True)
+            ],
         })  # fmt: skip
-
-
-def class_of(optimizer: Any) -> str:
-    """Return the name of an optimizer's class; of what Accelerate wraps."""
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _plain(key: str) -> str:
@@ -149,47 +145,32 @@ def stateful_parts(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, objects: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return everything with a state by its name. FormatError for an object without state_dict."""
-    parts: dict[str, Any] = {"model": ModelState(model)}
-    if optimizer is not None:
-        parts["optimizer"] = OptimizerState(model, optimizer)
     for name, each in objects.items():
         if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
             raise FormatError(
                 f"{name}= needs state_dict and load_state_dict, found {shortened(each)}; give them or leave "
                 "it out"
             )
-    return {**parts, **objects}
+    own = {"optimizer": OptimizerState(model, optimizer)} if optimizer is not None else {}
+    return {"model": ModelState(model), **own, **objects}
 
 
-def random_state() -> dict[str, Any]:
+def random_state() -> str:
     """Return this process's random state as JSON: torch's, its GPU's, NumPy's and Python's."""
-    _, numbers, *rest = np.random.get_state()
-    _, python, gauss = random.getstate()
-    found = {
-        "torch": _hex(torch.get_rng_state()),
-        "numpy": [np.asarray(numbers).tobytes().hex(), *rest],
-        "python": [np.asarray(python, dtype=np.uint32).tobytes().hex(), gauss],
-    }
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    found = {"torch": torch.get_rng_state().tolist(), "numpy": numpy, "python": random.getstate()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        found["cuda"] = _hex(torch.cuda.get_rng_state())
-    return found
+        found["cuda"] = torch.cuda.get_rng_state().tolist()
+    return json.dumps(found)
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(text: str) -> None:
     """Set this process's random state."""
-    torch.set_rng_state(_tensor(state["torch"]))
-    numbers, *rest = state["numpy"]
-    np.random.set_state(("MT19937", np.frombuffer(bytes.fromhex(numbers), dtype=np.uint32), *rest))
-    python, gauss = state["python"]
-    numbers = np.frombuffer(bytes.fromhex(python), dtype=np.uint32)
-    random.setstate((3, tuple(numbers.tolist()), gauss))
+    state = json.loads(text)
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_tensor(state["cuda"]))
-
-
-def _hex(state: torch.Tensor) -> str:
-    return state.numpy().tobytes().hex()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+        torch.cuda.set_rng_state(torch.tensor(state["cuda"], dtype=torch.uint8))

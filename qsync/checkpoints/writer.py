@@ -1,8 +1,8 @@
 """Write checkpoints: stage on the calling thread, write on any, publish by one rename.
 
-A replicated model is written by rank 0 alone. Of a sharded one every rank writes its shards, in the format
-of torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards them. torch's
-writers exchange pickles in collectives; here ranks exchange JSON through the job's store.
+Each shard is written by one rank, what is not sharded by rank 0, in the format of
+torch.distributed.checkpoint's HuggingFaceStorageWriter, so that torch's reader reshards it. torch's writers
+exchange pickles in collectives; here ranks exchange JSON through the job's store.
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import platform
 import shutil
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 import qsync
-from qsync.checkpoints.contents import file_digest, sync_folder, write_index
-from qsync.checkpoints.exchange import Exchange
-from qsync.checkpoints.state import class_of, random_state, split, stateful_parts
+from qsync.checkpoints.contents import INDEX, VERSION, file_digest
+from qsync.checkpoints.state import Tensors, random_state, split, stateful_parts
 from qsync.distributed.agreement import agree_locally
 from qsync.errors import FormatError, QSyncError, shortened
+from qsync.records.graph import digest
+from qsync.records.json_files import write_json
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
 from qsync.runtime.wrapping import plan_of, wrapped_module
 
 PARTIAL = ".qsync-partial"  # ends the name of a folder that is not yet, or no longer, a checkpoint
 _SHARDS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's reader finds offsets
+_TIMEOUT = timedelta(minutes=30)  # the longest that one rank may write
+_c10d: Any = dist  # whose stores have no types
 _numbers = itertools.count()  # of saves in this process: the same on every rank
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +52,32 @@ class Subject:
     plan: Plan | None
     profiles: Mapping[str, Profile] | None
     objects: Mapping[str, Any]
+    buffers: Tensors = field(default_factory=dict)  # copies of tensors in CPU memory, for the next save
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensors]]:
-        """Return all states as JSON, and their tensors by kind of file."""
-        tensors: dict[str, Tensors] = {"model": {}, "optimizer": {}, "state": {}}
+        """Return the states by name as JSON, and their tensors."""
+        tensors: dict[str, Tensors] = {}
         state: dict[str, Any] = {}
         for name, part in stateful_parts(self.model, self.optimizer, self.objects).items():
             prefix = name if name != "model" else ""  # its keys stay plain
-            state[name] = split(part.state_dict(), prefix, tensors.get(name, tensors["state"]))
+            state[name] = split(part.state_dict(), prefix, tensors.setdefault(name, {}))
         return state, tensors
+
+    def copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy in CPU memory; the host does not wait for one from a GPU."""
+        buffer = self.buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+        self.buffers[name] = buffer.copy_(tensor, non_blocking=True)
+        return buffer
 
     def records(self) -> dict[str, Any]:
         """Return what an index says beside states and files."""
-        plan = self.plan or plan_of(self.model)
+        plan, python = self.plan or plan_of(self.model), platform.python_version()
         return {
             "model": type(wrapped_module(self.model)).__name__,
             "num_parameters": sum(each.numel() for each in self.model.parameters()),
-            "optimizer": class_of(self.optimizer) if self.optimizer is not None else None,
-            "versions": {
-                "qsync": qsync.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": {"qsync": qsync.__version__, "torch": torch.__version__, "python": python},
             "plan": plan.to_json() if plan is not None else None,
             "profiles": {name: profile.to_json() for name, profile in (self.profiles or {}).items()},
         }
@@ -83,124 +90,123 @@ class Save:
     """
 
     def __init__(self, target: Path, subject: Subject, step: int, is_wanted: bool = True) -> None:
-        self.target, self._subject = target, subject
-        self._exchange = Exchange(str(next(_numbers)))
-        self.is_first = self._exchange.rank == 0
+        self.target, self._subject, self._step = target, subject, step
+        self._rank, self._num_ranks, self._store = _connection()
+        self.is_first = self._rank == 0
         if self.is_first:
-            hidden = f".{target.name}.{uuid.uuid4().hex}{PARTIAL}" if is_wanted else ""
-            self._exchange.tell("begin", hidden)
-        else:
-            hidden = self._exchange.hear("begin")
-        self.is_wanted = bool(hidden)
-        self._partial = target.parent / hidden
-        self._files: dict[str, tuple[Tensors, dict[str, str]]] = {}
-        self._index = {
-            "step": step,
-            "saved": datetime.now(UTC).isoformat(timespec="microseconds"),
-            "num_ranks": self._exchange.num_ranks,
-        }
+            self._store.set("begin", f".{target.name}.{uuid.uuid4().hex}{PARTIAL}" if is_wanted else "")
+        hidden = self._store.get("begin").decode()
+        self._partial, self.is_wanted = target.parent / hidden, bool(hidden)
 
-    def stage(self, buffers: Tensors) -> Tensors:
-        """Copy this rank's part of the state into CPU memory; return the memory, for the next time.
-
-        Copies from a GPU are only begun: the GPU's next work waits for them, the host does not.
-        """
+    def stage(self) -> None:
+        """Copy this rank's part of the state into CPU memory; copies from a GPU are only begun."""
+        self._saved = datetime.now(UTC).isoformat(timespec="microseconds")
         self._random = random_state()
-        self._copied: Any = None
-        is_sharded = any(isinstance(each, DTensor) for each in self._subject.model.parameters())
-        used: Tensors = {}
-        if not (self.is_first or is_sharded):
-            return used
-        self._index["state"], tensors = self._subject.state()
-        for kind, those in tensors.items():
-            copies, offsets = {}, {}
-            for name, (tensor, offset) in _own(those, self.is_first).items():
-                buffer = buffers.get(name)
-                if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                    buffer = torch.empty(
-                        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                    )
-                used[name] = copies[name] = buffer.copy_(tensor, non_blocking=True)
-                offsets[name] = {"saved_offsets": offset}
-            if copies:
-                rank = f"-rank{self._exchange.rank}" if is_sharded else ""
-                sharding = {_SHARDS: json.dumps(offsets)} if is_sharded else {}
-                self._files[f"{kind}{rank}.safetensors"] = copies, {"format": "pt", **sharding}
-        if any(buffer.is_pinned() for buffer in used.values()):
-            self._copied = torch.cuda.current_stream().record_event()
-        return used
+        self._state, tensors = self._subject.state()
+        self._files: dict[str, tuple[Tensors, dict[str, str]]] = {}
+        for name, those in tensors.items():
+            parts = {each: _own_part(tensor, self._rank) for each, tensor in those.items()}
+            own = {each: part for each, part in parts.items() if part is not None}
+            if own:
+                offsets = {each: {"saved_offsets": offset} for each, (_, offset) in own.items()}
+                rank = (
+                    f"-rank{self._rank}" if any(isinstance(each, DTensor) for each in those.values()) else ""
+                )
+                self._files[f"{name}{rank}.safetensors"] = (
+                    {each: self._subject.copy(each, tensor) for each, (tensor, _) in own.items()},
+                    {"format": "pt", _SHARDS: json.dumps(offsets)},
+                )
+        is_on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._copied = torch.cuda.current_stream().record_event() if is_on_gpu else None
 
     def write(self) -> None:
         """Write this rank's files; on rank 0 wait for the others' and publish.
 
         Raises QSyncError on every rank if any of them cannot write; then nothing is left of it.
         """
-        report: dict[str, Any] = {"error": "", "random": self._random}
-        try:
-            report["files"] = self._write_files()
-        except Exception as error:
-            report["error"] = shortened(error, 200)
+        self._store.set(f"written/{self._rank}", _outcome(self._write_files))
         if self.is_first:
-            failed = self._publish(report)
-            self._exchange.tell("end", failed)
-        else:
-            self._exchange.tell(f"report/{self._exchange.rank}", report)
-            failed = self._exchange.hear("end")
-        if failed:
+            published = _outcome(self._publish)
+            shutil.rmtree(self._partial, ignore_errors=True)  # where it was renamed, this does nothing
+            self._store.set("published", published)
+        if error := json.loads(self._store.get("published"))["error"]:
             raise QSyncError(
-                f"{self.target} could not be written ({failed}); make space there, or name another folder"
+                f"{self.target} could not be written ({error}); make space there, or name another folder"
             )
 
-    def _write_files(self) -> dict[str, tuple[int, str]]:
-        """Write this rank's files to the disk; return their sizes and digests."""
+    def _write_files(self) -> dict[str, Any]:
+        """Write this rank's files to the disk; return their digests, and its random state."""
         if self._copied is not None:
             self._copied.synchronize()
-        found = {}
         self._partial.mkdir(parents=True, exist_ok=True)
         for name, (tensors, metadata) in self._files.items():
-            path = self._partial / name
-            save_file(tensors, path, metadata)
-            found[name] = path.stat().st_size, file_digest(path, to_disk=True)
-        return found
+            save_file(tensors, self._partial / name, metadata)
+            _sync(self._partial / name)
+        files = {name: file_digest(self._partial / name) for name in self._files}
+        return {"files": files, "random": self._random}
 
-    def _publish(self, report: dict[str, Any]) -> str:
-        """Write the index and rename the folder, or remove it; return why it failed."""
-        try:
-            reports = self._exchange.collect("report", report)
-            if failed := next((each["error"] for each in reports if each["error"]), ""):
-                raise OSError(failed)
-            write_index(self._partial, {
-                **self._index,
-                **self._subject.records(),
-                "files": {name: each for report in reports for name, each in report["files"].items()},
-                "random": {str(rank): report["random"] for rank, report in enumerate(reports)},
-            })  # fmt: skip
-            self._partial.rename(self.target)
-            sync_folder(self.target.parent)
-        except Exception as error:
-            shutil.rmtree(self._partial, ignore_errors=True)
-            return shortened(error, 200)
-        return ""
+    def _publish(self) -> None:
+        """Write the index and rename the folder, when all ranks have written."""
+        index: dict[str, Any] = {
+            "kind": "checkpoint", "version": VERSION, "step": self._step, "saved": self._saved,
+            "num_ranks": self._num_ranks, "state": self._state, "files": {}, "random": {},
+            **self._subject.records(),
+        }  # fmt: skip
+        keys = [f"written/{rank}" for rank in range(self._num_ranks)]
+        for rank, outcome in enumerate([json.loads(self._store.get(key)) for key in keys]):
+            self._store.delete_key(keys[rank])
+            if outcome["error"]:
+                raise OSError(outcome["error"])
+            index["files"] |= outcome["result"]["files"]
+            index["random"][str(rank)] = outcome["result"]["random"]
+        _sync(write_json(self._partial / INDEX, {**index, "digest": digest(index)}))
+        _sync(self._partial)
+        self._partial.rename(self.target)
+        _sync(self.target.parent)
 
 
-def _own(tensors: Tensors, is_first: bool) -> dict[str, tuple[torch.Tensor, list[int]]]:
-    """Return the tensors that this rank writes, with the offsets of its shards: each shard once."""
-    found = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, DTensor):
-            if is_first:
-                found[name] = tensor, [0] * tensor.dim()
-            continue
-        place = tensor.device_mesh.get_coordinate()
-        if place is None or any(
-            at and kind.is_replicate() for at, kind in zip(place, tensor.placements, strict=True)
-        ):
-            continue
-        local = tensor.to_local()
-        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        if local.numel() or not tensor.numel():
-            found[name] = local, list(chunk.offsets)
-    return found
+def _outcome(fn: Callable[[], Any]) -> str:
+    """Run a function; return its result or its error as JSON."""
+    try:
+        return json.dumps({"error": "", "result": fn()})
+    except Exception as error:
+        return json.dumps({"error": shortened(error, 200)})
+
+
+def _connection() -> tuple[int, int, Any]:
+    """Return the rank, the number of ranks, and a connection to the job's store of this save's own.
+
+    It may wait in a thread while others use theirs. Without torch.distributed there is one rank.
+    """
+    rank, num_ranks, store = 0, 1, _c10d.HashStore()
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        store = _c10d.distributed_c10d._get_default_store().clone()
+    store.set_timeout(_TIMEOUT)
+    return rank, num_ranks, _c10d.PrefixStore(f"qsync/checkpoints/{next(_numbers)}", store)
+
+
+def _own_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, list[int]] | None:
+    """Return what this rank writes of a tensor, with its offsets; None where that is nothing."""
+    if not isinstance(tensor, DTensor):
+        return (tensor, [0] * tensor.dim()) if rank == 0 else None
+    place = tensor.device_mesh.get_coordinate()
+    if place is None or any(
+        at and kind.is_replicate() for at, kind in zip(place, tensor.placements, strict=True)
+    ):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = tensor.to_local()
+    return (local, list(chunk.offsets)) if local.numel() or not tensor.numel() else None
+
+
+def _sync(path: Path) -> None:
+    """Make a file, or the names in a folder, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def remove_partials(folder: Path, start: str, before: float = float("inf")) -> None:
@@ -255,7 +261,7 @@ def save(
 
     agree_locally("checking what to save", check)
     saving = Save(folder, subject, step)
-    saving.stage({})
+    saving.stage()
     saving.write()
     if saving.is_first:
         remove_partials(folder.parent, f"{folder.name}.")

@@ -15,33 +15,30 @@ def checkpoint(
     as_json: Json = False,
 ) -> None:
     """Show what is in a checkpoint, or in the newest of a folder, and verify every file of it."""
-    from qsync.checkpoints.contents import Checkpoint, checkpoints_in, find_verified
+    from qsync.checkpoints.contents import checkpoints_in, find_verified
 
     with working("verifying"):
-        found, _ = find_verified(folder)
-    others = {
-        str(path): f"step {each.step}, saved {each.saved}" if isinstance(each, Checkpoint) else str(each)
-        for path, each in (checkpoints_in(folder) if found.path != folder else ())
+        found, errors = find_verified(folder)
+    others = {str(path): str(error) for path, error in errors.items()} | {
+        str(each.path): f"step {each.step}, saved {each.saved}"
+        for each in checkpoints_in(folder)[0]
+        if each.path not in (found.path, *errors)
     }
-    lists = {
-        "objects": [name for name in found.state if name not in ("model", "optimizer")],
-        "plan": list(found.plan.classes) if found.plan else [], "profiles": list(found.profiles),
-    }  # fmt: skip
     facts = {
         "path": str(found.path), "verified": True, "step": found.step, "saved": found.saved,
-        "model": found.model, "parameters": found.num_parameters, "optimizer": found.optimizer,
-        **lists, "ranks": found.num_ranks, "versions": dict(found.versions),
-        "files": {name: {"bytes": size, "sha256": sha256} for name, (size, sha256) in found.files.items()},
+        "model": found.model, "parameters": found.num_parameters,
+        "optimizer": found.state["optimizer"]["class"] if "optimizer" in found.state else None,
+        "objects": [name for name in found.state if name not in ("model", "optimizer")],
+        "plan": list(found.plan.classes) if found.plan else [], "profiles": list(found.profiles),
+        "ranks": found.num_ranks, "versions": dict(found.versions), "files": list(found.files),
     }  # fmt: skip
     if as_json:
         print_json({**facts, "checkpoints": others})
         return
-    shown = {
-        **facts, "verified": "every file, by size and SHA-256",
-        **{name: ", ".join(items) for name, items in lists.items()},
-        "versions": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
-        "files": ", ".join(f"{name} ({size} bytes)" for name, (size, _) in found.files.items()),
-    }  # fmt: skip
-    lines = [f"{name:12}{'none' if value in ('', None) else value}" for name, value in shown.items()]
+    lines = []
+    for name, value in facts.items():
+        items = [" ".join(pair) for pair in value.items()] if isinstance(value, dict) else value
+        text = ", ".join(items) if isinstance(items, list) else items
+        lines.append(f"{name:12}{'none' if text in ('', None) else text}")
     lines += [f"{path}: {what}" for path, what in others.items()]
     console.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)

@@ -35,14 +35,14 @@ def replay(
         str | None,
         typer.Option(
             help="Play cards that leave and return: a CSV file of time_s,event,card, or mtbf=HOURS"
-            "[,mttr=MINUTES][,days=D][,seed=S][,classes=A+B][,away=8-20].",
+            "[,mttr=MINUTES][,days=D][,seed=S][,classes=A+B].",
             show_default="none",
         ),
     ] = None,
     churn_costs: Annotated[
         str | None,
         typer.Option(
-            help="Seconds that events cost: detection=5,timeout=30,... or a JSON file with churn_costs.",
+            help="Seconds that events cost: detection=5,timeout=30,...",
             show_default="those of a small machine",
         ),
     ] = None,

@@ -308,7 +308,7 @@ class ElasticJob:
             self._server.offer(name, encode(self._rest()), instead_of="begin/")
             return
         try:
-            rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s), self._device)
+            rest = decode(fetch(meeting.cards[0].server, name, self._options.timeout_s))
         except QSyncError as error:
             self._exchange.fail(error)
             return
@@ -396,7 +396,7 @@ class ElasticJob:
         if self._exchange.failure is None and step.is_behind:
             assert self._pending is not None
             try:
-                state = decode(self._pending.result(), self._device)
+                state = decode(self._pending.result())
             except QSyncError as error:
                 self._exchange.fail(error)
             else:

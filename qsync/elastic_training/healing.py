@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load, save
 
+from qsync.checkpoints.state import Tensors, join, split
 from qsync.errors import QSyncError
 
 _JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
@@ -28,49 +29,22 @@ _JSON = "qsync"  # the entry of safetensors' metadata that has all but the tenso
 def encode(state: Any) -> bytes:
     """Return a nested state as the bytes of a safetensors file.
 
-    It may hold dicts, lists, tuples, numbers, text and tensors. Tensors are copied: later changes do not
-    show. Raises QSyncError for what is none of these.
+    Tensors are copied: later changes do not show. Raises FormatError for what is not JSON with tensors.
     """
-    tensors: dict[str, torch.Tensor] = {}
-
-    def strip(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors[str(len(tensors))] = value.detach().cpu().contiguous()
-            return {"t": len(tensors) - 1, "d": str(value.device.type)}
-        if isinstance(value, dict):
-            return {"m": [[strip(key), strip(one)] for key, one in value.items()]}
-        if isinstance(value, (list, tuple)):
-            return {"l" if isinstance(value, list) else "u": [strip(one) for one in value]}
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise QSyncError(
-            f"a {type(value).__name__} in the training state cannot be sent to another card; keep numbers, "
-            "text, lists, dicts and tensors in it"
-        )
-
-    text = json.dumps(strip(state))
+    tensors: Tensors = {}
+    text = json.dumps(split(state, "", tensors))
     # safetensors refuses tensors that share memory, such as tied weights.
-    return save({name: tensor.clone() for name, tensor in tensors.items()}, {_JSON: text})
+    copies = {
+        name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    return save(copies, {_JSON: text})
 
 
-def decode(content: bytes, device: torch.device) -> Any:
-    """Return the state that `encode` was given; its tensors of accelerators on this device."""
+def decode(content: bytes) -> Any:
+    """Return the state that `encode` was given, its tensors in CPU memory."""
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    tensors = load(content)
-
-    def fill(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if "t" in value:
-            tensor = tensors[str(value["t"])]
-            return tensor if value["d"] == "cpu" else tensor.to(device)
-        if "m" in value:
-            return {fill(key): fill(one) for key, one in value["m"]}
-        items = [fill(one) for one in (value["l"] if "l" in value else value["u"])]
-        return items if "l" in value else tuple(items)
-
-    return fill(json.loads(header["__metadata__"][_JSON]))
+    return join(json.loads(header["__metadata__"][_JSON]), load(content))
 
 
 class Server:

@@ -84,7 +84,7 @@ def check_header(value: Mapping[str, Any], kind: str, version: int) -> None:
     if value.get("version") != version:
         raise FormatError(
             f"this {kind} file has version {shortened(value.get('version'))}, this qsync reads "
-            f"version {version}; write it anew"
+            f"version {version}; write it anew, or use the qsync that wrote it"
         )
 
 

@@ -9,7 +9,7 @@ from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
-from qsync.records.profiles import Cost, Profile
+from qsync.records.profiles import Profile
 from qsync.replayer.simulate import Exchange, Work, costs_of_classes, replay, step_time
 
 _FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
@@ -36,7 +36,6 @@ class MembershipSteps:
         weights_bytes = _FIXED_COPIES * sum(value.num_bytes for value in graph.parameters)
         self._planned: dict[str, tuple[int, int]] = {}  # class -> samples of a step, passes
         self._limits: dict[str, int] = {}  # class -> the most samples of a pass
-        self._works: dict[tuple[str, bool], tuple[Work, Work]] = {}
         for c in cluster.classes:
             setting = profiles[c.name].setting
             samples, passes = (setting.samples, setting.levers.passes) if setting else (samples_of(graph), 1)
@@ -56,40 +55,23 @@ class MembershipSteps:
         return step_time(works, exchange)
 
     def shares(self, ranks: Mapping[str, int]) -> dict[str, int]:
-        """Return the samples of the rank with the most, for each class that is present."""
+        """Return the samples of a rank, rounded up, for each class that is present."""
         present = {name: count for name, count in ranks.items() if count}
         parts = sum(count * self._planned[name][0] for name, count in present.items())
-        shares, rests = {}, {}
-        for name in present:
-            shares[name], rests[name] = divmod(self.samples_per_step * self._planned[name][0], parts)
-        left = self.samples_per_step - sum(count * shares[name] for name, count in present.items())
-        for name in sorted(present, key=lambda name: -rests[name]):
-            if left > 0:
-                shares[name] += 1
-                left -= present[name]
-        return {name: max(1, samples) for name, samples in shares.items()}
+        return {name: -(-self.samples_per_step * self._planned[name][0] // parts) for name in present}
 
     def _work(self, name: str, samples: int, exchange: Exchange) -> Work:
         """Return the step of a rank with so many samples, from the planned step and one without samples."""
         costs, (planned, planned_passes) = self._costs[name], self._planned[name]
-        key = (name, bool(exchange.buckets))
-        if key not in self._works:
-            fixed = replace(
-                costs, forward_s=0.0 * costs.forward_s, backward_s=0.0 * costs.backward_s,
-                profile=replace(costs.profile, loading_s=0.0, outside=Cost(0.0)),
-            )  # fmt: skip
-            self._works[key] = exchange.work(costs), exchange.work(fixed)
-        full, fixed_work = self._works[key]
+        full, empty = exchange.work(costs), exchange.work(replace(costs, backward_s=0.0 * costs.backward_s))
         passes = max(-(-samples // self._limits[name]), min(samples, planned_passes))
         part = samples * planned_passes / (planned * passes)  # of the samples of a planned pass
-        loading_s, host_s = costs.profile.loading_s, costs.profile.host_s / planned_passes
-        backward_s = full.backward_s - fixed_work.backward_s
-        pass_s = (full.lead_s - fixed_work.lead_s - loading_s + backward_s) / planned_passes
-        lead_s = loading_s * samples / planned + passes * (host_s + part * pass_s) - part * backward_s
-        ready_s = tuple(
-            fixed + part * (ready - fixed)
-            for ready, fixed in zip(full.ready_s, fixed_work.ready_s, strict=True)
-        )
+        backward_s = full.backward_s - empty.backward_s
+        host_s = costs.profile.host_s
+        of_samples_s = full.lead_s - host_s + backward_s  # with the backward of the last pass
         return replace(
-            full, lead_s=lead_s, ready_s=ready_s, backward_s=fixed_work.backward_s + part * backward_s
+            full,
+            lead_s=host_s * passes / planned_passes + of_samples_s * samples / planned - part * backward_s,
+            ready_s=tuple(a + part * (b - a) for a, b in zip(empty.ready_s, full.ready_s, strict=True)),
+            backward_s=empty.backward_s + part * backward_s,
         )

@@ -8,10 +8,12 @@ The batch of a step is the same at every membership. All cards present take each
     join, cont  the card starts (join), receives the state while the others train, and enters between steps
     lighthouse  the running step is finished; the next one waits until the lighthouse answers
 
-Whoever leaves or enters, the others reconfigure once: a new process group, buckets and shares. A plan for a
-new membership is made meanwhile, in milliseconds. Without a card the job waits.
+Waits for several events overlap. After them the cards that are left reconfigure once: a new process group,
+buckets and shares. A plan for a new membership is made meanwhile, in milliseconds. Without a card the job
+waits.
 
-Only events are simulated one by one. Equal steps between two events are counted.
+Only events are simulated one by one. Equal steps between two events are counted. A step that an event lets
+finish counts, even if another event follows before its end.
 """
 
 from __future__ import annotations
@@ -20,17 +22,21 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
-from qsync.errors import FormatError, shortened, unknown_name
-from qsync.records.json_files import field, read_json
-from qsync.replayer.churn.trace import ChurnEvent, check_events
+from qsync.errors import FormatError, shortened
+from qsync.replayer.churn.trace import (
+    LEAVING,
+    RETURNING,
+    ChurnEvent,
+    check_events,
+    parse_numbers,
+    parse_pairs,
+)
 
 VERSION = 1
 CAUSES = ("lost_step", "detection", "timeout", "release", "reconfiguration", "lighthouse", "no_card")
-# What the others wait for, and for which of the costs, after a card was lost.
-_FAILURES = {"kill": "detection", "stop": "timeout"}
+StepSeconds = Callable[[Mapping[str, int]], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +63,10 @@ class ChurnCosts:
 
     @classmethod
     def parse(cls, text: str) -> ChurnCosts:
-        """Read "detection=5,start=12", or a JSON file whose `churn_costs` has the fields of this record."""
-        if "=" in text and not Path(text).is_file():
-            parts = [part.partition("=") for part in text.split(",")]
-            return cls.from_json({f"{name.strip()}_s": value for name, _, value in parts})
-        return cls.from_json(field(read_json(text), "churn_costs", dict, text))
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> ChurnCosts:
-        """Read costs; those left out have their defaults. FormatError names what cannot be read."""
-        known = [entry.name for entry in fields(cls)]
-        found = {}
-        for name, number in value.items():
-            if name not in known:
-                raise FormatError(unknown_name(name, known, "cost of churn"))
-            try:
-                found[name] = float(number)
-            except (TypeError, ValueError, OverflowError):
-                found[name] = math.nan
-            if not 0.0 <= found[name] < math.inf:
-                raise FormatError(
-                    f"{name} of the churn costs must be seconds, at least 0, found {shortened(number)}"
-                )
-        return cls(**found)
+        """Read "detection=5,start=12"; those left out have their defaults."""
+        known = [entry.name.removesuffix("_s") for entry in fields(cls)]
+        numbers = parse_numbers(parse_pairs(text), known, "cost of churn")
+        return cls(**{f"{name}_s": seconds for name, seconds in numbers.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +114,7 @@ class ChurnReport:
 def play(
     events: Sequence[ChurnEvent],
     ranks: Mapping[str, int],
-    step_s: Callable[[Mapping[str, int]], float],
+    step_s: StepSeconds,
     costs: ChurnCosts | None = None,
     *,
     samples_per_step: int = 1,
@@ -153,181 +140,133 @@ def play(
         >>> play(events, {"train": 1, "infer": 2}, lambda ranks: 1.0 / sum(ranks.values())).lost_s
     """
     check_events(events, ranks)
-    job = _Job(ranks, step_s, costs or ChurnCosts(), samples_per_step)
-    arrivals: list[tuple[float, int, str]] = []  # a heap: when a card is ready to enter, its order, the card
-    for order, event in enumerate(events):
-        while arrivals and arrivals[0][0] < event.time_s:
-            ready_s, _, card = heapq.heappop(arrivals)
-            job.advance(ready_s)
-            job.take(ChurnEvent(ready_s, "ready", card))
-        job.advance(event.time_s)
-        entry_s = job.take(event)
-        if entry_s is not None:
-            heapq.heappush(arrivals, (entry_s, order, event.card))
-    return job.report(ranks)
+    job = _Job(ranks, step_s, costs or ChurnCosts())
+    for event in events:
+        job.take(event)
+    return job.report(ranks, samples_per_step)
 
 
 class _Job:
-    """The job at one moment: its cards, the running step, and what it waits for."""
+    """The job at one moment: its cards, and when its next step starts."""
 
-    def __init__(
-        self,
-        ranks: Mapping[str, int],
-        step_s: Callable[[Mapping[str, int]], float],
-        costs: ChurnCosts,
-        samples_per_step: int,
-    ) -> None:
-        self.step_s, self.costs, self.samples_per_step = step_s, costs, samples_per_step
-        self.now = self.samples = self.lossless = 0.0
-        self.begun: float | None = 0.0  # the start of the running step, None while the job pauses
-        self.reformed_s = 0.0  # until then the job reconfigures
-        self.blocked: dict[str, float] = {}  # cause -> until when
-        self.entering: set[str] = set()
-        self.leaving: set[str] = set()
-        self.stopped: set[str] = set()
-        self.arrivals: dict[str, float] = {}  # card -> when it has the state
-        self.members, self.available = dict(ranks), dict(ranks)
-        self.known: dict[tuple[tuple[str, int], ...], float] = {}
-        self.trained: dict[tuple[tuple[str, int], ...], list[float]] = {}  # seconds, steps
-        self.lost = dict.fromkeys(CAUSES, 0.0)
+    def __init__(self, ranks: Mapping[str, int], step_s: StepSeconds, costs: ChurnCosts) -> None:
+        self.step_s, self.costs = step_s, costs
+        self.now = 0.0
+        self.begin_s = 0.0  # of the step that is running, or of the next one
+        # Cards by class: those that are there, those of them that have the state, and those that train.
+        self.present, self.ready, self.members = dict(ranks), dict(ranks), dict(ranks)
+        self.arrivals: list[tuple[float, str]] = []  # a heap: when a card has the state
+        self.arriving: dict[str, float] = {}  # the same by card, of those that are still there
+        self.is_changed = False  # those that are ready are not those that train
+        self.memberships: dict[tuple[tuple[str, int], ...], list[float]] = {}  # seconds of a step, steps
+        self.lost_s = dict.fromkeys(CAUSES, 0.0)
+        self.num_steps = self.lossless_steps = 0.0
         self.progress = [(0.0, 0.0)]
         self.num_reconfigurations = 0
 
-    def take(self, event: ChurnEvent) -> float | None:
-        """Begin what an event causes. Return when the card of the event is ready to enter, if it is to."""
-        kind, card, costs = event.kind, event.card, self.costs
+    def take(self, event: ChurnEvent) -> None:
+        """Let the job go on until an event, and begin what it causes."""
+        while self.arrivals and self.arrivals[0][0] < event.time_s:
+            ready_s, card = heapq.heappop(self.arrivals)
+            if self.arriving.get(card) == ready_s:
+                del self.arriving[card]
+                self._go_on(ready_s)
+                self._finish_step()
+                self.ready[_class_of(card)] += 1
+                self.is_changed = True
+        self._go_on(event.time_s)
+        kind, card = event.kind, event.card
         if kind == "lighthouse":
-            self._block("lighthouse", costs.lighthouse_s)
-        elif kind in ("join", "cont"):
-            self.stopped.discard(card)
-            self._count(self.available, card, 1)
-            self.arrivals[card] = self.now + costs.transfer_s + (costs.start_s if kind == "join" else 0.0)
-            return self.arrivals[card]
-        elif kind == "ready" and self.arrivals.get(card) == event.time_s:
-            del self.arrivals[card]
-            self.entering.add(card)
-        elif kind == "kill" and card in self.stopped:
-            self.stopped.discard(card)
-        elif kind in ("kill", "stop", "release"):
-            self._count(self.available, card, -1)
-            if kind == "stop":
-                self.stopped.add(card)
-            if card in self.arrivals:
-                del self.arrivals[card]
-            elif card in self.entering:
-                self.entering.discard(card)
-            else:
-                self.leaving.add(card)
-                if kind in _FAILURES:
-                    self._lose_step()
-                    cause = _FAILURES[kind]
-                    self._block(cause, getattr(costs, f"{cause}_s"))
-                else:
-                    self._block("release", costs.release_s)
-        return None
+            self._finish_step()
+            self._wait(kind)
+        elif kind in RETURNING:
+            self.present[_class_of(card)] += 1
+            start_s = self.costs.start_s if kind == "join" else 0.0
+            self.arriving[card] = self.now + self.costs.transfer_s + start_s
+            heapq.heappush(self.arrivals, (self.arriving[card], card))
+        elif kind in LEAVING:
+            self.present[_class_of(card)] -= 1
+            if self.arriving.pop(card, None) is None:
+                if kind == "release":
+                    self._finish_step()
+                self._lose("lost_step", self.now)
+                self._wait(LEAVING[kind])
+                self.ready[_class_of(card)] -= 1
+                self.is_changed = True
 
-    def advance(self, until: float) -> None:
-        """Let the job go on until a time: finish what it waits for, and train."""
-        if until > self.now and (price := self._price(self.available)):
-            self.lossless += (until - self.now) / price * self.samples_per_step
-        while self.now < until:
-            if self.begun is not None:
-                self._train(self.begun, until)
-            elif self.blocked:
-                cause, end = min(self.blocked.items(), key=lambda item: (item[1], item[0]))
-                self._lose(cause, min(end, until))
-                if end <= self.now:
-                    del self.blocked[cause]
-            elif self.entering or self.leaving:
-                self._reconfigure()
-            elif self.now < self.reformed_s:
-                self._lose("reconfiguration", min(self.reformed_s, until))
-            elif any(self.members.values()):
-                self.begun = self.now
-            else:
-                self._lose("no_card", until)
-
-    def report(self, ranks: Mapping[str, int]) -> ChurnReport:
+    def report(self, ranks: Mapping[str, int], samples_per_step: int) -> ChurnReport:
         """Return what has happened until now, beside what all these cards would have done."""
-        if self.begun is not None:
-            self._commit((self.now - self.begun) / self._price(self.members), is_whole=False)
+        self._go_on(max(self.now, self.begin_s))
+        self._train((self.now - self.begin_s) / self._membership(self.members)[0])
         memberships = [
-            MembershipTime(dict(key), self.known[key], seconds, int(num))
-            for key, (seconds, num) in self.trained.items()
+            MembershipTime(dict(key), step_s, num * step_s, int(num))
+            for key, (step_s, num) in self.memberships.items()
+            if num
         ]
         memberships.sort(key=lambda one: (-one.training_s, tuple(one.ranks.items())))
         return ChurnReport(
             duration_s=self.now,
             training_s=sum(one.training_s for one in memberships),
             num_steps=sum(one.num_steps for one in memberships),
-            samples_per_s=self.samples / self.now,
-            ideal_samples_per_s=self.samples_per_step / self._price(ranks),
-            lossless_samples_per_s=self.lossless / self.now,
+            samples_per_s=self.num_steps * samples_per_step / self.now,
+            ideal_samples_per_s=samples_per_step / self._membership(ranks)[0],
+            lossless_samples_per_s=self.lossless_steps * samples_per_step / self.now,
             num_reconfigurations=self.num_reconfigurations,
-            lost_s=self.lost,
+            lost_s=self.lost_s,
             memberships=tuple(memberships),
-            progress=tuple(self.progress),
+            progress=tuple((seconds, num * samples_per_step) for seconds, num in self.progress),
         )
 
-    def _train(self, begun: float, until: float) -> None:
-        """Go on with steps; with the running one alone where something waits for its end."""
-        price = self._price(self.members)
-        if not (self.blocked or self.entering or self.leaving):
-            self._commit(float((until - begun) // price))
-            self.now = until
-        elif self.now > begun and begun + price > until:
-            self.now = until
-        else:
-            if self.now > begun:
-                self._commit(1.0)
-                self.now = begun + price
-            self.begun = None
+    def _go_on(self, until: float) -> None:
+        """Take the steps that end before a time."""
+        self.lossless_steps += (until - self.now) / self._membership(self.present)[0]
+        self.now = until
+        if self.is_changed and self.begin_s < until:
+            self.members, self.is_changed = dict(self.ready), False
+            self.num_reconfigurations += 1
+            self._lose("reconfiguration", self.begin_s + self.costs.reconfiguration_s)
+        if not any(self.members.values()):
+            self._lose("no_card", until)
+        elif self.begin_s < until:
+            self._train((until - self.begin_s) // self._membership(self.members)[0])
 
-    def _commit(self, num: float, is_whole: bool = True) -> None:
-        if num <= 0.0 or self.begun is None:
-            return
-        trained = self.trained.setdefault(self._key(self.members), [0.0, 0.0])
-        trained[0] += num * self._price(self.members)
-        trained[1] += num if is_whole else 0.0
-        self.progress.append((self.begun, self.samples))
-        self.samples += num * self.samples_per_step
-        self.begun += num * self._price(self.members)
-        self.progress.append((self.begun, self.samples))
+    def _finish_step(self) -> None:
+        """Take the running step, if there is one, to its end."""
+        if self.begin_s < self.now:
+            self._train(1.0)
 
-    def _lose_step(self) -> None:
-        if self.begun is not None:
-            self.lost["lost_step"] += max(0.0, self.now - self.begun)
-            self.begun = None
+    def _train(self, num: float) -> None:
+        """Take so many steps of the cards that train."""
+        if num:
+            membership = self._membership(self.members)
+            membership[1] += num
+            self.progress.append((self.begin_s, self.num_steps))
+            self.num_steps += num
+            self.begin_s += num * membership[0]
+            self.progress.append((self.begin_s, self.num_steps))
+
+    def _wait(self, cause: str) -> None:
+        """Let no step begin for as long as a cause takes from now on."""
+        self._lose(cause, self.now + getattr(self.costs, f"{cause}_s"))
 
     def _lose(self, cause: str, until: float) -> None:
-        self.lost[cause] += max(0.0, until - self.now)
-        self.now = max(self.now, until)
+        """Let no step begin before a time."""
+        if until > self.begin_s:
+            self.lost_s[cause] += until - self.begin_s
+            self.begin_s = until
 
-    def _block(self, cause: str, seconds: float) -> None:
-        self.blocked[cause] = max(self.blocked.get(cause, 0.0), self.now + seconds)
-
-    def _reconfigure(self) -> None:
-        for cards, change in ((self.leaving, -1), (self.entering, 1)):
-            for card in cards:
-                self._count(self.members, card, change)
-            cards.clear()
-        self.reformed_s = self.now + self.costs.reconfiguration_s
-        self.num_reconfigurations += 1
-
-    def _count(self, ranks: dict[str, int], card: str, change: int) -> None:
-        ranks[card.rpartition(":")[0]] += change
-
-    def _key(self, ranks: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-        return tuple((name, count) for name, count in ranks.items() if count)
-
-    def _price(self, ranks: Mapping[str, int]) -> float:
-        """Return the seconds of a step of these cards, 0 without a card."""
-        key = self._key(ranks)
-        if key and key not in self.known:
-            self.known[key] = float(self.step_s(dict(key)))
-            if not 0.0 < self.known[key] < math.inf:
+    def _membership(self, ranks: Mapping[str, int]) -> list[float]:
+        """Return the seconds of a step of these cards, infinite without a card, and their steps so far."""
+        key = tuple((name, count) for name, count in ranks.items() if count)
+        if key not in self.memberships:
+            step_s = float(self.step_s(dict(key))) if key else math.inf
+            if key and not 0.0 < step_s < math.inf:
                 raise FormatError(
-                    f"a step of {shortened(dict(key), quote=False)} takes {self.known[key]} s; give positive "
-                    "seconds"
+                    f"a step of {shortened(dict(key), quote=False)} takes {step_s} s; give positive seconds"
                 )
-        return self.known[key] if key else 0.0
+            self.memberships[key] = [step_s, 0.0]
+        return self.memberships[key]
+
+
+def _class_of(card: str) -> str:
+    return card.rpartition(":")[0]

@@ -25,7 +25,7 @@ class Sampler:
     def __init__(self) -> None:
         self.state = {
             "epoch": 1,
-            "order": torch.randperm(4),
+            "order": torch.randperm(6).view(2, 3).T,
             "by_rank": {0: (1, 2)},
             "name": None,
             "best": 1e-300,
@@ -160,12 +160,14 @@ def change(path, **changes):
 
 
 DAMAGES = {
-    "has 0 bytes": lambda path: (path / "model.safetensors").write_bytes(b""),
-    "instead of": cut_short,
+    "model.safetensors is not what was written": lambda path: (path / "model.safetensors").write_bytes(b""),
+    "optimizer.safetensors is not what": cut_short,
     "SHA-256": flip_a_bit,
     "model.safetensors is missing": lambda path: (path / "model.safetensors").unlink(),
-    "does not name": lambda path: shutil.copy(path / "model.safetensors", path / "more.safetensors"),
-    "newer qsync": lambda path: change(path, version=2),
+    "more.safetensors is not what": lambda path: shutil.copy(
+        path / "model.safetensors", path / "more.safetensors"
+    ),
+    "has version 2": lambda path: change(path, version=2),
     "was changed": lambda path: change(path, step=4),
     "not valid JSON": lambda path: (path / "checkpoint.json").write_text('{"kind": "check'),
     "expected a checkpoint file": lambda path: change(path, kind="plan"),
@@ -199,8 +201,12 @@ def others():
     yield "meta device", (meta,), {}
     yield "3.weight' is torch.float32 .2, 6. there and missing", (model[:2],), {}
     yield "missing there", (torch.nn.Sequential(*model, torch.nn.Linear(2, 2)),), {}
-    yield "AdamW, the optimizer is SGD", trained(0, torch.optim.SGD)[:2], {}
-    yield "groups", (model, one_group), {}
+    yield (
+        "AdamW with 2 groups of parameters, the optimizer is SGD with 2",
+        trained(0, torch.optim.SGD)[:2],
+        {},
+    )
+    yield "2 groups of parameters, the optimizer is AdamW with 1;", (model, one_group), {}
     yield "holds no sampler, only model, optimizer, scheduler", (model, optimizer), {"sampler": Sampler()}
     yield "scheduler= needs state_dict", (model, optimizer), {"scheduler": 3}
     yield "does not have", (model, torch.optim.AdamW(narrow.parameters())), {}
@@ -239,10 +245,10 @@ def test_the_command_shows_and_verifies(saved, tmp_path, monkeypatch, capsys):
     found = json.loads(out)
     assert code == 0 and found["verified"] and found["step"] == 3 and found["optimizer"] == "AdamW"
     assert found["path"] == str(tmp_path / "one") and found["objects"] == ["scheduler"]
-    assert found["files"]["model.safetensors"]["bytes"] == (saved / "model.safetensors").stat().st_size
-    assert "instead of" in found["checkpoints"][str(tmp_path / "two")]
+    assert set(found["files"]) == {"model.safetensors", "optimizer.safetensors"}
+    assert "SHA-256" in found["checkpoints"][str(tmp_path / "two")]
     code, out, _ = command(monkeypatch, capsys, tmp_path)
-    assert code == 0 and "AdamW" in out and "instead of" in out
+    assert code == 0 and "AdamW" in out and "SHA-256" in out
 
 
 def test_the_command_imports_no_torch(saved):

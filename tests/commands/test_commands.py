@@ -623,7 +623,7 @@ def test_replay_plays_random_failures_by_their_seed(qsync, planned):
         qsync("replay", planned, "--churn", f"mtbf=2,days=3,seed={seed}", "--json")[1] for seed in (1, 1, 2)
     )
     assert one == again != other
-    code, out, _ = qsync("replay", planned, "--churn", "mtbf=2,days=3,away=8-20,classes=infer")
+    code, out, _ = qsync("replay", planned, "--churn", "mtbf=2,days=3,classes=infer")
     assert code == 0 and "train 1" in out and "no card" not in out
     code, out, _ = qsync("replay", planned, "--churn", "mtbf=1e9", "--picture", "quiet.png")
     assert code == 0 and "100.0% of all cards" in out and Path("quiet.png").is_file()
@@ -632,24 +632,22 @@ def test_replay_plays_random_failures_by_their_seed(qsync, planned):
 def test_churn_that_cannot_be_played_is_one_sentence(refused, planned, tmp_path):
     trace = tmp_path / "trace.csv"
     for text, message in (
-        ("", "line 1"), ("time_s,event,card\n", "no event"), ("time_s,event,card\nsoon,end,\n", "line 2"),
+        ("", "line 1"), ("time_s,event,card\n", "ends at 0 s"), ("time_s,event,card\nsoon,end,\n", "line 2"),
         ("time_s,event,card\n1,kill,gpu:0\n", "no card 'gpu:0'"),
         ("time_s,event,card\n1,kill,infer:3\n", "no card 'infer:3'"),
         ("time_s,event,card\n1,melt,infer:0\n", "no event 'melt'"),
         ("time_s,event,card\n2,kill,infer:0\n1,join,infer:0\n", "sort the events"),
-        ("time_s,event,card\n1,kill,infer:0\n2,kill,infer:0\n", "is gone then"),
-        ("time_s,event,card\n1,join,infer:0\n", "is present then"),
+        ("time_s,event,card\n1,kill,infer:0\n2,kill,infer:0\n", "infer:0 has left before"),
+        ("time_s,event,card\n1,join,infer:0\n", "infer:0 has joined before"),
     ):  # fmt: skip
         trace.write_text(text)
         assert message in refused("replay", planned, "--churn", trace)
     for churn, message in (
-        (tmp_path / "none.csv", "check the path"), ("mtbf=0", "positive"), ("mtbf=often", "positive"),
+        (tmp_path / "none.csv", "give a CSV file"), ("mtbf=0", "above 0"), ("mtbf=often", "at least 0"),
         ("mtbf=1,classes=gpu", "device class 'gpu'"), (tmp_path, "cannot read"),
     ):  # fmt: skip
         assert message in refused("replay", planned, "--churn", churn)
-    assert "did you mean start_s" in refused(
-        "replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1"
-    )
+    assert "did you mean start?" in refused("replay", planned, "--churn", "mtbf=1", "--churn-costs", "stat=1")
     assert "give a trace" in refused("replay", planned, "--churn-costs", "start=1")
     assert "leave out" in refused("replay", planned, "--churn", "mtbf=1", "--steps", "3")
     cluster = json.loads((planned.parent / "cluster.json").read_text())
