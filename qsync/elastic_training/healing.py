@@ -22,6 +22,7 @@ from safetensors.torch import load, save
 
 from qsync.errors import QSyncError
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between cards
 _JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
 
 
@@ -122,7 +123,7 @@ class Server:
 def fetch(address: str, name: str, timeout_s: float) -> bytes:
     """Return a content that another card serves. Raises QSyncError where it has none, or is gone."""
     try:
-        with urllib.request.urlopen(f"http://{address}/{name}", timeout=timeout_s) as answer:
+        with _DIRECT.open(f"http://{address}/{name}", timeout=timeout_s) as answer:
             content: bytes = answer.read()
             return content
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.request
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def test_later_changes_do_not_show_and_shared_memory_is_sent():
 def test_what_only_a_pickle_could_carry_is_refused():
     with pytest.raises(QSyncError, match="a set in the training state cannot be sent to another card"):
         encode({"seen": {1, 2}})
+
+
+def test_cards_reach_each_other_past_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what earlier requests made of the environment
+    server = Server("127.0.0.1", timeout_s=5.0)
+    try:
+        server.offer("state/1", b"one")
+        assert fetch(server.address, "state/1", 5.0) == b"one"
+    finally:
+        server.close()
 
 
 def test_a_request_waits_for_its_content_and_gives_up():
