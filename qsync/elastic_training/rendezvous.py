@@ -20,6 +20,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+from qsync.elastic_training.healing import fetch
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.graph import digest
 
@@ -193,7 +194,11 @@ class Rendezvous:
         self.address = checked_address(address)
         self._timeout = timedelta(seconds=timeout_s)
         self._number = uuid.uuid4().hex  # two cards of one name are two to the lighthouse
+        coordination()  # which may be missing
         try:
+            # torchft connects to whatever listens, and waits for ever for an address that is silent.
+            if b"quorum" not in fetch(self.address, "status", timeout_s):
+                raise QSyncError("what answers is no lighthouse")
             self._client = self._connect()
         except Exception as error:
             raise QSyncError(
@@ -283,9 +288,13 @@ def _cards_of(quorum: Any) -> list[Card]:
 
 
 def checked_address(text: object) -> str:
-    """Return HOST:PORT. Raises FormatError for anything else."""
+    """Return HOST:PORT. Raises FormatError for anything else, IPv6 among it."""
     address = text.removeprefix("http://") if isinstance(text, str) else ""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise FormatError(f"a lighthouse's address is HOST:PORT, found {shortened(text)}")
+    if ":" in host:
+        raise FormatError(
+            f"cards meet over IPv4; give the lighthouse's name or IPv4 address, found {shortened(text)}"
+        )
     return address
