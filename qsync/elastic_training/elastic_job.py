@@ -355,6 +355,8 @@ class ElasticJob:
             except QSyncError as error:  # this card can train on; the other is refused
                 content = encode({"refused": str(error)})
             self._server.offer(name, content, instead_of="state/")
+        elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
+            self._server.withdraw("state/", "begin/")
         self._loader.turn(self.step, share)
         self._plan.adopt(meeting.cards, self.step)
         self._present = ElasticStep(self, self.step, share, is_behind)
@@ -478,6 +480,7 @@ class ElasticJob:
             self._book.close()
         self._server.close()
         self._exchange.close()
+        self._loader.close()
         self._pool.shutdown(wait=False)
         if self._released.is_set():
             self._optimizer.state.clear()

@@ -108,16 +108,23 @@ class Server:
     def offer(self, name: str, content: bytes | Callable[[], bytes], instead_of: str | None = None) -> None:
         """Serve a content, or what a function returns, under a name; no longer what begins with another."""
         with self._changed:
-            for old in list(self._contents):
-                if instead_of is not None and old.startswith(instead_of):
-                    del self._contents[old]
+            if instead_of is not None:
+                self.withdraw(instead_of)
             self._contents[name] = content
             self._changed.notify_all()
+
+    def withdraw(self, *beginnings: str) -> None:
+        """Serve no longer what begins with one of these."""
+        with self._changed:
+            for old in list(self._contents):
+                if old.startswith(beginnings):
+                    del self._contents[old]
 
     def close(self) -> None:
         """Serve nothing any more."""
         self._http.shutdown()
         self._http.server_close()
+        self.withdraw("")
 
 
 def fetch(address: str, name: str, timeout_s: float) -> bytes:

@@ -59,6 +59,10 @@ class ShareLoader:
             self._asked.append(self._generation)
             yield self._order.indices(start, size)
 
+    def close(self) -> None:
+        """Load nothing any more, and end the worker processes."""
+        self._batches = iter(())
+
     def next_batch(self) -> Any:
         """Return the next micro-batch."""
         while True:

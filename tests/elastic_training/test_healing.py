@@ -68,6 +68,9 @@ def test_a_request_waits_for_its_content_and_gives_up():
         assert fetch(server.address, "state/2", 5.0) == b"two"
         with pytest.raises(QSyncError, match="did not send state/1"):
             fetch(server.address, "state/1", 0.3)
+        server.withdraw("begin/", "state/")
+        with pytest.raises(QSyncError, match="did not send state/2"):
+            fetch(server.address, "state/2", 0.3)
     finally:
         server.close()
     with pytest.raises(QSyncError, match=f"the card at {server.address} did not send"):
