@@ -116,6 +116,7 @@ class ElasticJob:
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
+        self._before: list[dict[str, Any]] = []  # hyperparameters at the beginning of a step that heals
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
         self._has_left, self._patient_until = False, 0.0
@@ -357,6 +358,7 @@ class ElasticJob:
             self._server.offer(name, content, instead_of="state/")
         elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
             self._server.withdraw("state/", "begin/")
+        self._before = self._hyperparameters() if is_behind else []
         self._loader.turn(self.step, share)
         self._plan.adopt(meeting.cards, self.step)
         self._present = ElasticStep(self, self.step, share, is_behind)
@@ -383,10 +385,20 @@ class ElasticJob:
                     "with the same"
                 ) from error
 
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
     def _heal(self, state: dict[str, Any]) -> None:
         if "refused" in state:
             raise UnsupportedError(state["refused"])
+        own = self._hyperparameters()
         self._load(state)
+        # The state is that of the step's beginning. What the loop has set since, from the step's number, stays.
+        for group, before, now in zip(self._optimizer.param_groups, self._before, own, strict=True):
+            group.update({name: value for name, value in now.items() if value != before.get(name)})
         torch.set_rng_state(state["random"].cpu())
         if self._device.type == "cuda" and "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
@@ -410,7 +422,10 @@ class ElasticJob:
             return False
         self.step += 1
         history = digest([self._own.history, self.group])
-        self._own = with_fields(self._own, step=self.step, history=history, has_trained=True)
+        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+        self._own = with_fields(
+            self._own, step=self.step, history=history, has_trained=True, learning_rates=rates
+        )
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
             # waits for others before its next forward.

@@ -58,6 +58,7 @@ class Card:
     release: tuple[str, ...] = ()  # the cards that it asks to leave
     has_trained: bool = False  # it has taken a step of the job
     leaves: bool = False  # it is to leave, as soon as another card has the state
+    learning_rates: tuple[float, ...] = ()  # at the end of its last step
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,17 @@ class Meeting:
         return self.current[place % len(self.current)]
 
 
+def _check_learning_rates(own: Card, first: Card) -> None:
+    """Raise MismatchError where a card steps otherwise than the first one with the same history."""
+    if own.history != first.history or not own.learning_rates or not first.learning_rates:
+        return
+    if own.learning_rates != first.learning_rates:
+        raise MismatchError(
+            f"the job's optimizers step at a learning rate of {first.learning_rates[0]:g}, and this card's at "
+            f"{own.learning_rates[0]:g}; give the scheduler to qsync.elastic, as states={{'scheduler': scheduler}}"
+        )
+
+
 def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
     """Return the meeting of the cards that train what this card trains. Pure.
 
@@ -117,6 +129,7 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
                  f"the job at this lighthouse has {value} as {what}, and this card has {found}")
                 + "; start this card with the same, or give its job a lighthouse of its own"
             )  # fmt: skip
+    _check_learning_rates(own, first)
     mates = _that_find_samples([card for card in workers if card.facts == first.facts], own)
     step = max(card.step for card in mates)
     leading = [card for card in mates if card.step == step]
@@ -283,7 +296,8 @@ def _cards_of(quorum: Any) -> list[Card]:
     cards = []
     for member in quorum.participants:
         with suppress(TypeError, KeyError):
-            cards.append(Card(**{**member.data, "release": tuple(member.data["release"])}))
+            texts = {name: tuple(member.data[name]) for name in ("release", "learning_rates")}
+            cards.append(Card(**{**member.data, **texts}))
     return cards
 
 
