@@ -105,9 +105,10 @@ def _check_learning_rates(own: Card, first: Card) -> None:
     if own.history != first.history or not own.learning_rates or not first.learning_rates:
         return
     if own.learning_rates != first.learning_rates:
+        job, card = (", ".join(f"{rate:g}" for rate in one.learning_rates) for one in (first, own))
         raise MismatchError(
-            f"the job's optimizers step at a learning rate of {first.learning_rates[0]:g}, and this card's at "
-            f"{own.learning_rates[0]:g}; give the scheduler to qsync.elastic, as states={{'scheduler': scheduler}}"
+            f"the job's optimizers step at a learning rate of {shortened(job, quote=False)}, and this card's "
+            f"at {shortened(card, quote=False)}; give qsync.elastic the scheduler, among states"
         )
 
 

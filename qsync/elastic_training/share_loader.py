@@ -38,7 +38,7 @@ class ShareLoader:
         workers: dict[str, Any] = {"num_workers": options.num_workers}
         if options.num_workers:
             workers["persistent_workers"] = True
-        self._batches = iter(
+        self._batches: Iterator[Any] = iter(
             DataLoader(dataset, batch_sampler=self, collate_fn=options.collate_fn, **workers)
         )
 

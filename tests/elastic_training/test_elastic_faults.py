@@ -35,7 +35,7 @@ def test_a_card_whose_scheduler_is_elsewhere_is_refused_and_the_job_goes_on() ->
     old = card("old", 1.0, history="h", has_trained=True, learning_rates=(0.1,))
     new = card("new", 2.0, history="h", has_trained=True, learning_rates=(0.2,))
     assert meeting_of("k", [old, new], old).cards == (new, old)
-    with pytest.raises(MismatchError, match="of 0.1, and this card's at 0.2; give the scheduler to"):
+    with pytest.raises(MismatchError, match="of 0.1, and this card's at 0.2; give qsync.elastic the"):
         meeting_of("k", [old, new], new)
 
 
