@@ -138,7 +138,8 @@ class ElasticJob:
 
         Raises:
             MismatchError: another job has this lighthouse.
-            FormatError: more cards than samples in a batch, or the loop left out `step.arrived()`.
+            FormatError: more cards than samples in a batch, epochs without a whole step, or the loop left out
+                `step.arrived()`.
             InfeasibleError: no plan fits, found before the first step.
         """
         if self._has_left:
@@ -148,6 +149,11 @@ class ElasticJob:
                 raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
         if epochs is not None:
             num_steps = int(epochs * self._num_samples) // self._options.batch_size
+            if epochs and not num_steps:
+                raise FormatError(
+                    f"{epochs:g} epochs of {self._num_samples} samples have no whole step of "
+                    f"{self._options.batch_size}; give more epochs, or a smaller batch_size"
+                )
         self._num_steps, restore = num_steps, self._listen()
         self._rendezvous.begin(self.card)
         try:
@@ -218,6 +224,9 @@ class ElasticJob:
             if not self._may_step(meeting):
                 time.sleep(_POLL_S)
                 continue
+            gone = [name for name in self.cards if not meeting.has(name)]
+            if gone:
+                logger.info("qsync: %s goes on without %s", self.card, ", ".join(gone))
             self._meeting = meeting
             if meeting.keeps_group or self._form_group(meeting):
                 return self._step_of(meeting)
@@ -396,7 +405,7 @@ class ElasticJob:
             raise UnsupportedError(state["refused"])
         own = self._hyperparameters()
         self._load(state)
-        # The state is that of the step's beginning. What the loop has set since, from the step's number, stays.
+        # The state is that of the step's beginning. What the loop has set since, by the step's number, stays.
         for group, before, now in zip(self._optimizer.param_groups, self._before, own, strict=True):
             group.update({name: value for name, value in now.items() if value != before.get(name)})
         torch.set_rng_state(state["random"].cpu())
