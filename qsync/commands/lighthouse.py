@@ -26,6 +26,8 @@ def lighthouse(
     """Run the meeting point of an elastic job, until interrupted. One lighthouse serves one job."""
     if not 0 <= port < 65536:
         raise FormatError(f"--port must lie in 0..65535, found {shortened(port)}")
+    if ":" in bind:
+        raise FormatError(f"cards meet over IPv4; --bind must be an IPv4 address, found {shortened(bind)}")
     for name, seconds in (("--dead-after", dead_after), ("--wait", wait)):
         if not 0.2 <= seconds <= 86400:
             raise FormatError(f"{name} must be seconds from 0.2 to 86400, found {shortened(seconds)}")

@@ -116,6 +116,7 @@ class ElasticJob:
         self._num_steps: int | None = None
         self._meeting: Meeting | None = None
         self._present: ElasticStep | None = None
+        self._before: list[dict[str, Any]] = []  # hyperparameters at the beginning of a step that heals
         self._seen_step, self._waits_for = 0, ""
         self._num_failures = 0
         self._has_left, self._patient_until = False, 0.0
@@ -137,7 +138,8 @@ class ElasticJob:
 
         Raises:
             MismatchError: another job has this lighthouse.
-            FormatError: more cards than samples in a batch, or the loop left out `step.arrived()`.
+            FormatError: more cards than samples in a batch, epochs without a whole step, or the loop left out
+                `step.arrived()`.
             InfeasibleError: no plan fits, found before the first step.
         """
         if self._has_left:
@@ -147,6 +149,11 @@ class ElasticJob:
                 raise FormatError(f"{name} must be a number of at least 0, found {shortened(number)}")
         if epochs is not None:
             num_steps = int(epochs * self._num_samples) // self._options.batch_size
+            if epochs and not num_steps:
+                raise FormatError(
+                    f"{epochs:g} epochs of {self._num_samples} samples have no whole step of "
+                    f"{self._options.batch_size}; give more epochs, or a smaller batch_size"
+                )
         self._num_steps, restore = num_steps, self._listen()
         self._rendezvous.begin(self.card)
         try:
@@ -217,6 +224,9 @@ class ElasticJob:
             if not self._may_step(meeting):
                 time.sleep(_POLL_S)
                 continue
+            gone = [name for name in self.cards if not meeting.has(name)]
+            if gone:
+                logger.info("qsync: %s goes on without %s", self.card, ", ".join(gone))
             self._meeting = meeting
             if meeting.keeps_group or self._form_group(meeting):
                 return self._step_of(meeting)
@@ -355,6 +365,9 @@ class ElasticJob:
             except QSyncError as error:  # this card can train on; the other is refused
                 content = encode({"refused": str(error)})
             self._server.offer(name, content, instead_of="state/")
+        elif self.step:  # all have begun, and nobody heals from this card: it keeps no copy of its state
+            self._server.withdraw("state/", "begin/")
+        self._before = self._hyperparameters() if is_behind else []
         self._loader.turn(self.step, share)
         self._plan.adopt(meeting.cards, self.step)
         self._present = ElasticStep(self, self.step, share, is_behind)
@@ -381,10 +394,20 @@ class ElasticJob:
                     "with the same"
                 ) from error
 
+    def _hyperparameters(self) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
     def _heal(self, state: dict[str, Any]) -> None:
         if "refused" in state:
             raise UnsupportedError(state["refused"])
+        own = self._hyperparameters()
         self._load(state)
+        # The state is that of the step's beginning. What the loop has set since, by the step's number, stays.
+        for group, before, now in zip(self._optimizer.param_groups, self._before, own, strict=True):
+            group.update({name: value for name, value in now.items() if value != before.get(name)})
         torch.set_rng_state(state["random"].cpu())
         if self._device.type == "cuda" and "random_cuda" in state:
             torch.cuda.set_rng_state(state["random_cuda"].cpu(), self._device)
@@ -408,7 +431,10 @@ class ElasticJob:
             return False
         self.step += 1
         history = digest([self._own.history, self.group])
-        self._own = with_fields(self._own, step=self.step, history=history, has_trained=True)
+        rates = tuple(float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group)
+        self._own = with_fields(
+            self._own, step=self.step, history=history, has_trained=True, learning_rates=rates
+        )
         if self.step != self._num_steps:
             # All cards are here at the same time. They meet again while the optimizer steps, and no card
             # waits for others before its next forward.
@@ -478,6 +504,7 @@ class ElasticJob:
             self._book.close()
         self._server.close()
         self._exchange.close()
+        self._loader.close()
         self._pool.shutdown(wait=False)
         if self._released.is_set():
             self._optimizer.state.clear()

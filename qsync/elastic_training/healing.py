@@ -23,6 +23,7 @@ from safetensors.torch import load, save
 from qsync.checkpoints.state import Tensors, join, split
 from qsync.errors import QSyncError
 
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy between cards
 _JSON = "qsync"  # the entry of safetensors' metadata that has all but the tensors
 
 
@@ -81,22 +82,29 @@ class Server:
     def offer(self, name: str, content: bytes | Callable[[], bytes], instead_of: str | None = None) -> None:
         """Serve a content, or what a function returns, under a name; no longer what begins with another."""
         with self._changed:
-            for old in list(self._contents):
-                if instead_of is not None and old.startswith(instead_of):
-                    del self._contents[old]
+            if instead_of is not None:
+                self.withdraw(instead_of)
             self._contents[name] = content
             self._changed.notify_all()
+
+    def withdraw(self, *beginnings: str) -> None:
+        """Serve no longer what begins with one of these."""
+        with self._changed:
+            for old in list(self._contents):
+                if old.startswith(beginnings):
+                    del self._contents[old]
 
     def close(self) -> None:
         """Serve nothing any more."""
         self._http.shutdown()
         self._http.server_close()
+        self.withdraw("")
 
 
 def fetch(address: str, name: str, timeout_s: float) -> bytes:
     """Return a content that another card serves. Raises QSyncError where it has none, or is gone."""
     try:
-        with urllib.request.urlopen(f"http://{address}/{name}", timeout=timeout_s) as answer:
+        with _DIRECT.open(f"http://{address}/{name}", timeout=timeout_s) as answer:
             content: bytes = answer.read()
             return content
     except (urllib.error.URLError, OSError, http.client.HTTPException) as error:

@@ -20,6 +20,7 @@ from datetime import timedelta
 from importlib import import_module
 from typing import Any
 
+from qsync.elastic_training.healing import fetch
 from qsync.errors import FormatError, MismatchError, QSyncError, UnsupportedError, shortened
 from qsync.records.graph import digest
 
@@ -57,6 +58,7 @@ class Card:
     release: tuple[str, ...] = ()  # the cards that it asks to leave
     has_trained: bool = False  # it has taken a step of the job
     leaves: bool = False  # it is to leave, as soon as another card has the state
+    learning_rates: tuple[float, ...] = ()  # at the end of its last step
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,18 @@ class Meeting:
         return self.current[place % len(self.current)]
 
 
+def _check_learning_rates(own: Card, first: Card) -> None:
+    """Raise MismatchError where a card steps otherwise than the first one with the same history."""
+    if own.history != first.history or not own.learning_rates or not first.learning_rates:
+        return
+    if own.learning_rates != first.learning_rates:
+        job, card = (", ".join(f"{rate:g}" for rate in one.learning_rates) for one in (first, own))
+        raise MismatchError(
+            f"the job's optimizers step at a learning rate of {shortened(job, quote=False)}, and this card's "
+            f"at {shortened(card, quote=False)}; give qsync.elastic the scheduler, among states"
+        )
+
+
 def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
     """Return the meeting of the cards that train what this card trains. Pure.
 
@@ -116,6 +130,7 @@ def meeting_of(key: str, cards: Sequence[Card], own: Card) -> Meeting:
                  f"the job at this lighthouse has {value} as {what}, and this card has {found}")
                 + "; start this card with the same, or give its job a lighthouse of its own"
             )  # fmt: skip
+    _check_learning_rates(own, first)
     mates = _that_find_samples([card for card in workers if card.facts == first.facts], own)
     step = max(card.step for card in mates)
     leading = [card for card in mates if card.step == step]
@@ -193,7 +208,11 @@ class Rendezvous:
         self.address = checked_address(address)
         self._timeout = timedelta(seconds=timeout_s)
         self._number = uuid.uuid4().hex  # two cards of one name are two to the lighthouse
+        coordination()  # which may be missing
         try:
+            # torchft connects to whatever listens, and waits for ever for an address that is silent.
+            if b"quorum" not in fetch(self.address, "status", timeout_s):
+                raise QSyncError("what answers is no lighthouse")
             self._client = self._connect()
         except Exception as error:
             raise QSyncError(
@@ -278,14 +297,19 @@ def _cards_of(quorum: Any) -> list[Card]:
     cards = []
     for member in quorum.participants:
         with suppress(TypeError, KeyError):
-            cards.append(Card(**{**member.data, "release": tuple(member.data["release"])}))
+            texts = {name: tuple(member.data[name]) for name in ("release", "learning_rates")}
+            cards.append(Card(**{**member.data, **texts}))
     return cards
 
 
 def checked_address(text: object) -> str:
-    """Return HOST:PORT. Raises FormatError for anything else."""
+    """Return HOST:PORT. Raises FormatError for anything else, IPv6 among it."""
     address = text.removeprefix("http://") if isinstance(text, str) else ""
     host, colon, port = address.rpartition(":")
     if not (host and colon and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise FormatError(f"a lighthouse's address is HOST:PORT, found {shortened(text)}")
+    if ":" in host:
+        raise FormatError(
+            f"cards meet over IPv4; give the lighthouse's name or IPv4 address, found {shortened(text)}"
+        )
     return address

@@ -38,7 +38,7 @@ class ShareLoader:
         workers: dict[str, Any] = {"num_workers": options.num_workers}
         if options.num_workers:
             workers["persistent_workers"] = True
-        self._batches = iter(
+        self._batches: Iterator[Any] = iter(
             DataLoader(dataset, batch_sampler=self, collate_fn=options.collate_fn, **workers)
         )
 
@@ -58,6 +58,10 @@ class ShareLoader:
             self._next = (step, k + 1) if k + 1 < self._share.passes else (step + 1, 0)
             self._asked.append(self._generation)
             yield self._order.indices(start, size)
+
+    def close(self) -> None:
+        """Load nothing any more, and end the worker processes."""
+        self._batches = iter(())
 
     def next_batch(self) -> Any:
         """Return the next micro-batch."""

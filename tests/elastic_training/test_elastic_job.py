@@ -68,6 +68,7 @@ def test_planned_cards_swap_plans_and_the_last_one_waits_for_a_successor(tmp_pat
     (("lighthouse", "--port", "99999"), "--port must lie in 0..65535, found 99999"),
     (("lighthouse", "--wait", "0"), "--wait must be seconds from 0.2 to 86400, found 0"),
     (("lighthouse", "--bind", "no such host"), "cannot listen at no such host:29510"),
+    (("lighthouse", "--bind", "::1"), "--bind must be an IPv4 address, found '::1'"),
     (("release", "x"), "no lighthouse is given; name it with --lighthouse or QSYNC_LIGHTHOUSE"),
     (("release", "x", "--lighthouse", "here"), "a lighthouse's address is HOST:PORT, found 'here'"),
     (("release", "x", "--lighthouse", "127.0.0.1:9"), "no lighthouse answers at 127.0.0.1:9"),

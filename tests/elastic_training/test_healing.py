@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import urllib.request
 
 import pytest
 import torch
@@ -49,6 +50,17 @@ def test_what_only_a_pickle_could_carry_is_refused():
         encode({"seen": {1, 2}})
 
 
+def test_cards_reach_each_other_past_the_proxy_of_the_environment(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(urllib.request, "_opener", None)  # what earlier requests made of the environment
+    server = Server("127.0.0.1", timeout_s=5.0)
+    try:
+        server.offer("state/1", b"one")
+        assert fetch(server.address, "state/1", 5.0) == b"one"
+    finally:
+        server.close()
+
+
 def test_a_request_waits_for_its_content_and_gives_up():
     server = Server("127.0.0.1", timeout_s=5.0)
     try:
@@ -58,6 +70,9 @@ def test_a_request_waits_for_its_content_and_gives_up():
         assert fetch(server.address, "state/2", 5.0) == b"two"
         with pytest.raises(QSyncError, match="did not send state/1"):
             fetch(server.address, "state/1", 0.3)
+        server.withdraw("begin/", "state/")
+        with pytest.raises(QSyncError, match="did not send state/2"):
+            fetch(server.address, "state/2", 0.3)
     finally:
         server.close()
     with pytest.raises(QSyncError, match=f"the card at {server.address} did not send"):

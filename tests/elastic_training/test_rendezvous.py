@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from qsync import QSyncError
+from qsync.elastic_training.healing import Server
 from qsync.elastic_training.plan_book import membership_of, next_memberships, shown
 from qsync.elastic_training.rendezvous import Card, Rendezvous, checked_address, meeting_of
 
@@ -86,9 +89,27 @@ def test_an_address_that_is_none_is_refused(text):
         checked_address(text)
 
 
+@pytest.mark.parametrize("text", ["[::1]:29510", "::1:29510"])
+def test_an_address_of_ipv6_is_refused(text):
+    with pytest.raises(QSyncError, match="cards meet over IPv4; give the lighthouse's name or IPv4 address"):
+        checked_address(text)
+
+
 def test_a_lighthouse_that_does_not_answer_is_named():
     with pytest.raises(QSyncError, match="no lighthouse answers at 127.0.0.1:9; start one with"):
         Rendezvous("127.0.0.1:9", 0.5)
+
+
+def test_what_listens_and_is_no_lighthouse_is_refused():
+    other = Server("127.0.0.1", timeout_s=0.1)
+    other.offer("status", b"something else")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            for address in (other.address, f"127.0.0.1:{silent.getsockname()[1]}"):
+                with pytest.raises(QSyncError, match=f"no lighthouse answers at {address}"):
+                    Rendezvous(address, 0.3)
+    finally:
+        other.close()
 
 
 def test_memberships_count_classes_and_know_the_slowest_card():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections import Counter
 from itertools import pairwise
 
@@ -95,3 +96,6 @@ def test_what_was_loaded_ahead_for_another_share_is_thrown_away(num_workers):
     loader.next_batch()  # a step that failed between its passes
     assert taken(3, Share(5, 4, 2)) == [order.indices(35, 2), order.indices(37, 2)]
     assert taken(12, Share(0, 10, 1)) == [order.indices(120, 10)]
+    assert len(multiprocessing.active_children()) == num_workers
+    loader.close()
+    assert not multiprocessing.active_children()
