@@ -31,10 +31,16 @@ def explain(
     allocation: Annotated[
         Path | None, typer.Option(help="Draw the precision of every operator above its sensitivity (PNG).")
     ] = None,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Name the events over all ranks that make the step.")
+    ] = False,
+    help_most: Annotated[
+        int | None, typer.Option(min=1, help="Rank what would shorten the step; print so many changes.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Explain why operators are lowered or cannot be, and what more time or memory would buy."""
+    """Explain why operators are lowered or cannot be, what makes the step, and what would help."""
     from qsync.allocator import explain as explain_lowering
     from qsync.allocator import shadow_prices, unsupported_precisions
     from qsync.commands.loading import load_plan
@@ -47,6 +53,9 @@ def explain(
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
     limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
+    if critical_path or help_most is not None:
+        _why_slow(parts, limits, critical_path, help_most, as_json)
+        return
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
@@ -81,3 +90,26 @@ def explain(
     console.print(tables.memory_table(filled, found.profiles))
     for line in tables.loading_lines(found.profiles):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _why_slow(
+    parts: tuple[Any, ...], limits: dict[str, Any], wants_path: bool, most: int | None, as_json: bool
+) -> None:
+    """Print the critical path, and the changes that help most."""
+    from qsync.allocator import what_ifs
+    from qsync.commands.why_slow import path_table, what_ifs_table
+    from qsync.replayer import find_critical_path
+
+    graph, plan, profiles, _, cluster = parts
+    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
+    found = what_ifs(*parts, **limits) if most is not None else []
+    if as_json:
+        body: dict[str, Any] = {"simulated": True}
+        body |= {"critical_path": path.to_json()} if wants_path else {}
+        body |= {"help_most": [one.to_json() for one in found[:most]]} if most is not None else {}
+        print_json(body)
+        return
+    if wants_path:
+        console.print(path_table(path, profiles, {c.name: c.count for c in cluster.classes}))
+    if most is not None:
+        console.print(what_ifs_table(found, profiles, path.step_s, most))
