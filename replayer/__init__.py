@@ -13,6 +13,8 @@
 `slowdown`          profiles as if a device were slower
 `step_noise`        steps with noise on every rank
 `link_calibration`  links as fast as measured steps show
+`phases`            the phases of a step on each rank, and whose is to blame where steps are slow
+`measured_steps`    the steps that the ranks of a job logged
 `comparison`        predicted against measured steps
 `lazy_sequence`     a sequence computed at its first use
 `levers/`           profiles under batch shares, passes and recomputation

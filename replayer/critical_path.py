@@ -29,27 +29,15 @@ ALL_CLASSES = "all classes"
 
 
 @dataclass(frozen=True, slots=True)
-class PathEvent:
-    """One event of the critical path, with the times and kinds of `Event`.
+class PathEvent(Event):
+    """One event of the critical path.
 
     `device_class` is the class whose ranks the others wait for, or ALL_CLASSES for an all-reduce. `slowed_s`
     is the part of the duration that is lost to the all-reduces beside backward, or to compute beside an
     all-reduce.
     """
 
-    device_class: str
-    name: str
-    kind: str
-    start_s: float
-    duration_s: float
     slowed_s: float = 0.0
-
-    @property
-    def phase(self) -> str:
-        """The phase of the step: a cast belongs to forward or to backward."""
-        if self.kind != "cast":
-            return self.kind
-        return "backward" if self.name.endswith(", backward") else "forward"
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,9 @@ def explain(
     help_most: Annotated[
         int | None, typer.Option(min=1, help="Rank what would shorten the step; print so many changes.")
     ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of hybrid's log_steps: measured phases beside predicted ones.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -53,8 +56,10 @@ def explain(
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
     limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
-    if critical_path or help_most is not None:
-        _why_slow(parts, limits, critical_path, help_most, as_json)
+    if critical_path or help_most is not None or measured is not None:
+        from qsync.commands.why_slow import why_slow
+
+        why_slow(parts, limits, critical_path, help_most, measured, as_json)
         return
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
@@ -90,26 +95,3 @@ def explain(
     console.print(tables.memory_table(filled, found.profiles))
     for line in tables.loading_lines(found.profiles):
         console.print(line, highlight=False, soft_wrap=True)
-
-
-def _why_slow(
-    parts: tuple[Any, ...], limits: dict[str, Any], wants_path: bool, most: int | None, as_json: bool
-) -> None:
-    """Print the critical path, and the changes that help most."""
-    from qsync.allocator import what_ifs
-    from qsync.commands.why_slow import path_table, what_ifs_table
-    from qsync.replayer import find_critical_path
-
-    graph, plan, profiles, _, cluster = parts
-    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=plan.bucket_cap_bytes)
-    found = what_ifs(*parts, **limits) if most is not None else []
-    if as_json:
-        body: dict[str, Any] = {"simulated": True}
-        body |= {"critical_path": path.to_json()} if wants_path else {}
-        body |= {"help_most": [one.to_json() for one in found[:most]]} if most is not None else {}
-        print_json(body)
-        return
-    if wants_path:
-        console.print(path_table(path, profiles, {c.name: c.count for c in cluster.classes}))
-    if most is not None:
-        console.print(what_ifs_table(found, profiles, path.step_s, most))

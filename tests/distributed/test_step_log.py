@@ -1,0 +1,55 @@
+"""The log of steps: what real ranks write, and what the command line says of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from two_ranks import launch
+
+from qsync.replayer.measured_steps import MeasuredSteps
+
+SCRIPT = """
+from pathlib import Path
+model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, log_steps=Path(cache) / "steps")
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(60):
+    if rank == 1:
+        time.sleep(0.02)
+    loss_fn(model, batch(seed=number)).backward()
+    optimizer.step()
+attempt("file", log_steps=__file__)
+"""
+
+
+@pytest.mark.dist
+def test_every_rank_logs_its_steps_and_the_slow_one_is_named(tmp_path):
+    output = launch(tmp_path, SCRIPT)
+    refusals = [line for line in output.splitlines() if "] file: FormatError" in line]
+    assert len(refusals) == 2 and all("cannot be written (" in line for line in refusals)
+    found = MeasuredSteps.load(tmp_path / "cache" / "steps")
+    assert len(found.classes) == 2 and len(set(found.calls)) == 1
+    # The first step has no beginning, and the one after a write is not logged.
+    assert sorted(found.steps) == [n for n in range(1, 60) if n != 51]
+    for ranks in found.steps.values():
+        assert all(0.0 < phases.forward_s < phases.compute_s for phases in ranks)
+        assert ranks[1].host_s >= 0.02
+    (plan,) = (tmp_path / "cache").glob("*/plan.json")
+    command = [
+        sys.executable,
+        "-m",
+        "qsync",
+        "explain",
+        str(plan),
+        "--measured",
+        str(tmp_path / "cache" / "steps"),
+    ]
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout)["measured"]
+    assert [rank["rank"] for rank in measured["ranks"]] == [0, 1]
+    assert measured["slower"] and "host on rank 1" in measured["slower"][0]
+    assert measured["ranks"][0]["measured"]["wait"] >= 0.01
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "measured (predicted)" in done.stdout and "host on rank 1" in done.stdout
