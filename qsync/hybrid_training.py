@@ -163,7 +163,8 @@ def hybrid(
         note_prediction(model, prediction, own)
     attend = partial(_attend, plan=plan, device_class=own, prediction=prediction, log=log)
     if not dist.is_initialized():
-        attend(model, model)
+        if log is not None:
+            StepLog(log, model, model, own)
         return model
     if not ddp:
         FirstCall(model, attend)

@@ -73,11 +73,12 @@ class MeasuredSteps:
     def drifts(self, predicted: Mapping[str, Phases]) -> list[tuple[int, int, Drift]]:
         """Return (first step, last step, blame) of every window of steps that are slower than predicted.
 
-        Windows that follow each other with the same blame count as one.
+        Windows that follow each other with the same blame count as one. The rest of fewer steps after the
+        last window says too little.
         """
         found: list[tuple[int, int, Drift]] = []
         numbers = list(self.steps)
-        for i in range(0, len(numbers), STEPS_PER_WINDOW):
+        for i in range(0, max(1, len(numbers) - STEPS_PER_WINDOW + 1), STEPS_PER_WINDOW):
             window = numbers[i : i + STEPS_PER_WINDOW]
             by_rank = zip(*(self.steps[number] for number in window), strict=True)
             drift = find_drift(predicted, list(zip(self.classes, map(median, by_rank), strict=True)))

@@ -125,16 +125,16 @@ def measured_beside_predicted(parts: tuple[Any, ...], folder: Path) -> dict[str,
 
 
 def measured_table(logged: Mapping[str, Any]) -> Table:
-    """Return a row per rank and phase group: medians of the logged steps, and the predictions."""
+    """Return a row per rank: medians of the logged steps, and the predictions."""
     table = Table(title=f"Medians of {logged['num_steps']} logged steps, ms: measured (predicted)")
-    table.add_column("rank")
+    table.add_column("rank", no_wrap=True)
     names = list(logged["ranks"][0]["measured"])
     for name in (*names, "step"):
-        table.add_column(name, justify="right")
+        table.add_column(name.partition(" ")[0], justify="right", no_wrap=True)
     for one in logged["ranks"]:
         both = [(one["measured"][name], one["predicted"][name]) for name in names]
         both.append((sum(m for m, _ in both), sum(p for _, p in both)))
         table.add_row(
-            f"{one['rank']}, {one['device_class']}", *(f"{m * 1e3:.1f} ({p * 1e3:.1f})" for m, p in both)
+            f"{one['rank']}, {one['device_class']}", *(f"{m * 1e3:.3g} ({p * 1e3:.3g})" for m, p in both)
         )
     return table
