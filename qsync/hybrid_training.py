@@ -67,9 +67,9 @@ def hybrid(
     Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. It detects each
     rank's device class, checks that all ranks agree on model and software, profiles every class on
     `example_batch`, plans, and rewrites the model. The plan is cached on disk, so a restart does not profile
-    again. If a rank dies or falls silent, the others stop and name it; a rank that lives but
-    does not move is named by one that waits for it. When steps take a tenth longer than
-    predicted, rank 0 logs (logger "qsync") which rank's phase is to blame.
+    again. If a rank dies or falls silent, the others stop and name it; a rank that lives but does not move is
+    named by one that waits for it. When steps take a tenth longer than predicted, rank 0 logs (logger
+    "qsync") which rank's phase is to blame.
 
     Under a plan with levers gradients are weighed by samples; the loop then takes
     `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).

@@ -7,9 +7,30 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from two_ranks import launch
 
-from qsync.replayer.measured_steps import MeasuredSteps
+from qsync.distributed.step_log import STEPS_PER_WRITE, StepLog, new_log
+from qsync.replayer.measured_steps import MeasuredSteps, log_file
+
+
+def test_a_process_alone_logs_its_steps_and_starts_its_files_anew(tmp_path):
+    log_file(tmp_path, 0).write_text("of a job before")
+    log_file(tmp_path, 1).write_text("of a job with more ranks")
+    path = new_log(tmp_path)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    log = StepLog(path, model, model, "train")
+    for _ in range(STEPS_PER_WRITE + 5):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    written = MeasuredSteps.load(tmp_path)
+    assert (written.classes, written.calls) == (("train",), (1,))
+    assert list(written.steps) == list(range(1, STEPS_PER_WRITE + 1))
+    log.write()  # as at the end of the process
+    assert list(MeasuredSteps.load(tmp_path).steps)[-1] == STEPS_PER_WRITE + 4
+    assert new_log(None) is None
+
 
 SCRIPT = """
 from pathlib import Path
