@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,9 @@ from qsync.runtime.wrapping import check_plan_base
 from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
+
+# The timer of each model that a loop calls, for as long as that lives.
+_timers: weakref.WeakKeyDictionary[torch.nn.Module, PhaseTimer] = weakref.WeakKeyDictionary()
 
 
 def hybrid(
@@ -213,8 +217,11 @@ def _attend(
     if share is not None and share.samples is not None:
         set_share(called, share.samples, share.passes)
     if job.world_size() > 1:
-        monitor = Monitor(called, model, prediction, device_class) if prediction is not None else None
-        liveness.follow((monitor.timer if monitor else PhaseTimer(called, model)).position)
+        if prediction is not None:
+            _timers[called] = Monitor(called, model, prediction, device_class).timer
+        else:
+            _timers[called] = PhaseTimer(called, model)
+        liveness.follow(_timers[called].position)
     if log is not None:
         StepLog(log, called, model, device_class)
 

@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -36,7 +37,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _FINISHED = "finished"
 _FAREWELL = "error: "
 _watched_groups: list[dist.ProcessGroup] = []
-_followed: list[Callable[[], Position]] = []
+_followed: list[weakref.WeakMethod[Callable[[], Position]]] = []
 
 
 def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
@@ -77,8 +78,13 @@ def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
 
 
 def follow(position: Callable[[], Position]) -> None:
-    """Publish where this rank's loop stands, as `position` returns it from now on."""
-    _followed[:] = [position]
+    """Publish where this rank's loop stands, as a method returns it, for as long as its object lives."""
+    _followed[:] = [weakref.WeakMethod(position)]
+
+
+def _own_position() -> Position | None:
+    position = _followed[0]() if _followed else None
+    return position() if position is not None else None
 
 
 class Pulses:
@@ -232,8 +238,8 @@ class Watch:
     def _exchange(self, count: int) -> dict[int, str]:
         """Publish this rank's beat and return the others', without ranks that have not begun their watch."""
         assert self._store is not None
-        own = _followed[0]() if _followed else ()
-        self._store.set(f"beat/{self.rank}", " ".join(str(int(number)) for number in (count, *own)))
+        numbers = (count, *(_own_position() or ()))
+        self._store.set(f"beat/{self.rank}", " ".join(str(int(number)) for number in numbers))
         for other in set(self._pulses.since_s) - self._met:
             if self._store.check([f"who/{other}", f"beat/{other}"]):
                 self._names[other] += f" ({self._store.get(f'who/{other}').decode()})"
@@ -260,9 +266,10 @@ class Watch:
 
     def _name_stuck(self, beats: Mapping[int, str]) -> None:
         """Print which rank all others wait for, if this is the first of those that wait."""
-        if not _followed:
+        own = _own_position()
+        if own is None:
             return
-        positions = {self.rank: _followed[0]()}
+        positions = {self.rank: own}
         for other in self._pulses.since_s:
             numbers = beats.get(other, "").split()[1:]
             if len(numbers) != 4 or not all(number.isdigit() for number in numbers):

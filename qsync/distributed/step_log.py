@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import atexit
 import json
+import weakref
 from pathlib import Path
 
 import torch
@@ -48,7 +48,7 @@ def new_log(folder: str | Path | None) -> Path | None:
 class StepLog:
     """A timer of all further steps of a model that writes their phases; `model` and `trained` as for it.
 
-    The last steps are written when the process ends.
+    The last steps are written when the model is gone, or the process ends.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class StepLog:
         self._path, self._class = path, device_class
         self._timer = PhaseTimer(model, trained, STEPS_PER_WRITE)
         self._timer.when_full = self.write
-        atexit.register(self.write)
+        weakref.finalize(model, self.write)
 
     def write(self) -> None:
         """Append the steps since the last write."""
