@@ -9,7 +9,7 @@
 `pareto`              plans from the least step to the least variance
 `uniform`             one precision wherever possible, to compare with
 `levers/`             search over batch shares, passes, buckets, recomputation and saving less
-`explanation/`        certificates, reasons, shadow prices, warnings, unsupported precisions
+`explanation/`        certificates, reasons, shadow prices, what-ifs, warnings, unsupported precisions
 """
 
 from qsync.allocator.explanation.certificate import Certificate, check_plan
@@ -17,6 +17,7 @@ from qsync.allocator.explanation.lowering_reasons import Reason, explain
 from qsync.allocator.explanation.plan_warnings import find_warnings
 from qsync.allocator.explanation.shadow_prices import Alternative, ShadowPrice, shadow_prices
 from qsync.allocator.explanation.unsupported import UnsupportedPrecision, unsupported_precisions
+from qsync.allocator.explanation.what_if import WhatIf, what_ifs
 from qsync.allocator.levers.search import check_options, search
 from qsync.allocator.op_groups import matched_groups
 from qsync.allocator.pareto import fastest_within, frontier
@@ -24,7 +25,8 @@ from qsync.allocator.planner import allocate
 from qsync.allocator.uniform import uniform
 
 __all__ = [
-    "Alternative", "Certificate", "Reason", "ShadowPrice", "UnsupportedPrecision", "allocate",
+    "Alternative", "Certificate", "Reason", "ShadowPrice", "UnsupportedPrecision", "WhatIf", "allocate",
     "check_options", "check_plan", "explain", "fastest_within", "find_warnings", "frontier",
     "matched_groups", "search", "shadow_prices", "uniform", "unsupported_precisions",
+    "what_ifs",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,8 @@ from qsync.distributed.drift_monitor import Monitor, Prediction, note_prediction
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import set_share
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
+from qsync.distributed.step_log import StepLog, new_log
+from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
@@ -38,6 +41,9 @@ from qsync.runtime.wrapping import check_plan_base
 from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
+
+# The timer of each model that a loop calls, for as long as that lives.
+_timers: weakref.WeakKeyDictionary[torch.nn.Module, PhaseTimer] = weakref.WeakKeyDictionary()
 
 
 def hybrid(
@@ -57,6 +63,7 @@ def hybrid(
     base: str | None = None,
     ddp: bool = True,
     ddp_options: Mapping[str, Any] | None = None,
+    log_steps: str | Path | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -64,8 +71,9 @@ def hybrid(
     Called on every rank of a torchrun job, where `DistributedDataParallel(model)` stood. It detects each
     rank's device class, checks that all ranks agree on model and software, profiles every class on
     `example_batch`, plans, and rewrites the model. The plan is cached on disk, so a restart does not profile
-    again. If a rank dies or falls silent, the others stop and name it. When steps take a tenth longer than
-    predicted, rank 0 logs (logger "qsync") which rank's phase is to blame.
+    again. If a rank dies or falls silent, the others stop and name it; a rank that lives but does not move is
+    named by one that waits for it. When steps take a tenth longer than predicted, rank 0 logs (logger
+    "qsync") which rank's phase is to blame.
 
     Under a plan with levers gradients are weighed by samples; the loop then takes
     `plan.levers[CLASS].samples` a step, in `.passes` of them (`qsync.micro_batches`).
@@ -94,6 +102,8 @@ def hybrid(
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
             `broadcast_buffers`, `init_sync`, `bucket_cap_mb`, `process_group` (of all ranks). Profiling uses
             them too; with `ddp=False` they are those that the framework gives its DDP.
+        log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
+            `qsync explain --measured`. The same on every rank, or None.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
@@ -131,6 +141,7 @@ def hybrid(
     job.check_options(emulated_share, device_class, bucket_cap_mb)
     agree_locally("checking options", ddp_profiling.profile_seconds)
     rank = job.detect_rank(model, emulated_share, device_class)
+    log = new_log(log_steps)
     folder = None
     if plan is None:
         step = job.TrainingStep(model, example_batch, loss_fn)
@@ -154,16 +165,19 @@ def hybrid(
     prediction = Prediction.of(plan, folder) if folder is not None else None
     if prediction is not None:
         note_prediction(model, prediction, own)
+    attend = partial(_attend, plan=plan, device_class=own, prediction=prediction, log=log)
     if not dist.is_initialized():
+        if log is not None:
+            StepLog(log, model, model, own)
         return model
     if not ddp:
-        FirstCall(model, partial(_attend, plan=plan, device_class=own, prediction=prediction))
+        FirstCall(model, attend)
         return model
     if bucket_cap_mb is None and plan.bucket_cap_bytes is not None:
         bucket_cap_mb = plan.bucket_cap_bytes / 2**20  # as the prediction assumes
     share = plan.levers[own] if plan.levers else None
     parallel = in_ddp(model, bucket_cap_mb, ddp_options, base=plan.base, share=share)
-    _attend(parallel, model, plan, own, prediction)
+    attend(parallel, model)
     return parallel
 
 
@@ -193,16 +207,23 @@ def _attend(
     plan: Plan,
     device_class: str,
     prediction: Prediction | None,
+    log: Path | None,
 ) -> None:
-    """Weigh the gradients of a planned model as its plan says, and watch its steps.
+    """Weigh the gradients of a planned model as its plan says, watch its steps, and log them.
 
     `called` is what the loop calls: DDP, or the model itself.
     """
     share = plan.levers[device_class] if plan.levers else None
     if share is not None and share.samples is not None:
         set_share(called, share.samples, share.passes)
-    if prediction is not None and job.world_size() > 1:
-        Monitor(called, model, prediction, device_class)
+    if job.world_size() > 1:
+        if prediction is not None:
+            _timers[called] = Monitor(called, model, prediction, device_class).timer
+        else:
+            _timers[called] = PhaseTimer(called, model)
+        liveness.follow(_timers[called].position)
+    if log is not None:
+        StepLog(log, called, model, device_class)
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

@@ -7,11 +7,14 @@
 `communication`     DDP's buckets, and the time of an all-reduce
 `events`            the events of one class, laid out in time
 `timeline`          the record that replay returns
+`critical_path`     the events over all ranks that make the step
 `chrome_trace`      a timeline as a Chrome trace
 `memory_breakdown`  the uses of memory at the peak
 `slowdown`          profiles as if a device were slower
 `step_noise`        steps with noise on every rank
 `link_calibration`  links as fast as measured steps show
+`phases`            the phases of a step on each rank, and whose is to blame where steps are slow
+`measured_steps`    the steps that the ranks of a job logged
 `comparison`        predicted against measured steps
 `lazy_sequence`     a sequence computed at its first use
 `levers/`           profiles under batch shares, passes and recomputation
@@ -21,6 +24,7 @@
 from qsync.replayer.chrome_trace import write_trace
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
 from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
+from qsync.replayer.critical_path import CriticalPath, find_critical_path
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks
@@ -33,6 +37,7 @@ __all__ = [
     "Bucket",
     "ClassCosts",
     "ClassTimeline",
+    "CriticalPath",
     "Event",
     "Exchange",
     "Peak",
@@ -44,6 +49,7 @@ __all__ = [
     "buckets",
     "cast_cost",
     "cluster_all_reduce_s",
+    "find_critical_path",
     "least_time",
     "peaks",
     "replay",

@@ -7,20 +7,25 @@ from typing import Any
 
 from qsync.records.json_files import write_json
 from qsync.records.profiles import shown
-from qsync.replayer.timeline import Timeline
+from qsync.replayer.measured_steps import MeasuredSteps, split_of
+from qsync.replayer.timeline import Event, Timeline
 
 _THREADS = ("compute", "communication")
+_NUM_MEASURED_STEPS = 20  # the last ones
 
 
-def write_trace(timeline: Timeline, path: str | Path) -> Path:
+def write_trace(timeline: Timeline, path: str | Path, measured: MeasuredSteps | None = None) -> Path:
     """Write a timeline as trace events, whole or not at all, one process per device class.
 
     Times are in microseconds, as the format requires. Compute and communication are two threads of a process,
-    since they overlap.
+    since they overlap. Measured steps stand below, one process per rank.
 
     >>> write_trace(replay(graph, plan, profiles, cluster), "trace.json")
     """
-    return write_json(path, {"traceEvents": trace_events(timeline), "displayTimeUnit": "ms"})
+    events = trace_events(timeline)
+    if measured is not None:
+        events += measured_events(measured, len(timeline.classes))
+    return write_json(path, {"traceEvents": events, "displayTimeUnit": "ms"})
 
 
 def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
@@ -29,22 +34,50 @@ def trace_events(timeline: Timeline) -> list[dict[str, Any]]:
     process = {name: number for number, name in enumerate(timeline.classes)}
     entries: list[dict[str, Any]] = []
     for name, pid in process.items():
-        title = f"{shown(name, timeline[name].origin)} x {timeline[name].num_ranks} ({label})"
-        entries.append({"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": title}})
-        entries += [
+        entries += _titles(
+            pid, f"{shown(name, timeline[name].origin)} x {timeline[name].num_ranks} ({label})"
+        )
+    entries += [_slice(process[event.device_class], event) for event in timeline.events]
+    return entries
+
+
+def measured_events(measured: MeasuredSteps, first_pid: int = 0) -> list[dict[str, Any]]:
+    """Return the trace events of the last measured steps, one process per rank.
+
+    Ranks log durations, not instants. All backward passes end together with the last all-reduce, so the steps
+    of all ranks are laid out around these instants, with the host's part first.
+    """
+    entries: list[dict[str, Any]] = []
+    for rank, name in enumerate(measured.classes):
+        entries += _titles(first_pid + rank, f"rank {rank}, {name} (measured)")
+    reduced_s, before = 0.0, [0.0] * len(measured.classes)
+    for number in list(measured.steps)[-_NUM_MEASURED_STEPS:]:
+        ranks = split_of(measured.steps[number])
+        optimizers = [parts.pop("optimizer") for parts in ranks]
+        reduced_s += max(b + sum(parts.values()) for b, parts in zip(before, ranks, strict=True))
+        before = optimizers
+        for rank, parts in enumerate(ranks):
+            now_s = reduced_s - sum(parts.values())
+            for phase, seconds in (*parts.items(), ("optimizer", optimizers[rank])):
+                kind = "communication" if phase in ("wait", "exposed communication") else phase
+                event = Event(measured.classes[rank], f"{phase}, step {number}", kind, now_s, seconds)
+                entries.append(_slice(first_pid + rank, event))
+                now_s += seconds
+    return entries
+
+
+def _titles(pid: int, title: str) -> list[dict[str, Any]]:
+    return [
+        {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": title}},
+        *(
             {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": thread}}
             for tid, thread in enumerate(_THREADS)
-        ]
-    for event in timeline.events:
-        entries.append(
-            {
-                "ph": "X",
-                "pid": process[event.device_class],
-                "tid": int(event.kind == "communication"),
-                "name": event.name,
-                "cat": event.kind,
-                "ts": event.start_s * 1e6,
-                "dur": event.duration_s * 1e6,
-            }
-        )
-    return entries
+        ),
+    ]
+
+
+def _slice(pid: int, event: Event) -> dict[str, Any]:
+    return {
+        "ph": "X", "pid": pid, "tid": int(event.kind == "communication"), "name": event.name,
+        "cat": event.kind, "ts": event.start_s * 1e6, "dur": event.duration_s * 1e6,
+    }  # fmt: skip

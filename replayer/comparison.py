@@ -51,7 +51,8 @@ class Measured:
 class Comparison:
     """One plan that was replayed and run. `misses_s` maps class -> cause -> measured less predicted seconds.
 
-    `by_kind` maps class -> kind and mode -> (predicted, measured) seconds.
+    `by_kind` maps class -> kind and mode -> (predicted, measured) seconds. `exposed_s` is the exposed
+    communication, (predicted, measured): the time for which the least blocked class is blocked.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Comparison:
     measured_s: float
     misses_s: Mapping[str, Mapping[str, float]]
     by_kind: Mapping[str, Mapping[str, tuple[float, float]]]
+    exposed_s: tuple[float, float] | None = None
 
     @property
     def error(self) -> float:
@@ -165,6 +167,7 @@ def compare(
         statistics.fmean(own.period_s for own in measured.values()),
         misses,
         kinds,
+        (min(entry.exposed_s for entry in timeline.classes.values()), least_blocked),
     )
 
 
@@ -213,4 +216,5 @@ def _comparison(entry: Mapping[str, Any]) -> Comparison:
         c: {kind: (float(p), float(m)) for kind, (p, m) in of.items()} for c, of in entry["by_kind"].items()
     }
     interval = tuple(entry["interval_s"]) if entry["interval_s"] else None
-    return Comparison(**{**entry, "interval_s": interval, "by_kind": kinds})
+    exposed = tuple(entry["exposed_s"]) if entry.get("exposed_s") else None
+    return Comparison(**{**entry, "interval_s": interval, "by_kind": kinds, "exposed_s": exposed})

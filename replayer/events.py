@@ -25,9 +25,9 @@ def class_events(
     """Return the events of one class: loading, host, forward, loss, backward, communication, wait, optimizer.
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
-    the seconds of its wait. `copies_s[i]` are the seconds of copying gradients to buckets after operator i.
-    `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at `rates[k]` of its
-    speed.
+    the seconds of its wait. `copies_s[i]` are the seconds of copying gradients to buckets after operator i;
+    the last entry is of parameters that no operator uses. `flights` are the all-reduces as (start, end).
+    Beside all-reduce k backward runs at `rates[k]` of its speed.
     """
     start, finished, reduced, wait = times
     ops = {op.name: op for op in lowered.graph.ops}
@@ -41,7 +41,7 @@ def class_events(
             line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", cost.forward_s)
     line.add("loss", "loss", profile.outside.forward_s)
     line.add("loss, backward", "loss", profile.outside.backward_s)
-    line.events += _backward(name, lowered, groups, copies_s, _Clock(line.now, flights, rates))
+    line.events += _backward(name, lowered, groups, copies_s, WorkClock(line.now, flights, rates))
     for k, (begin, end) in enumerate(flights):
         line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
     if wait > 0.0:
@@ -62,7 +62,7 @@ class _Line:
         self.now += duration_s
 
 
-class _Clock:
+class WorkClock:
     """A map from seconds of backward work to the time when this work is done, all-reduces included."""
 
     def __init__(self, begin: float, flights: Sequence[tuple[float, float]], rates: Sequence[float]) -> None:
@@ -75,6 +75,7 @@ class _Clock:
         self._times, self._work = np.array(times), np.array(work)
 
     def __call__(self, work: FloatArray) -> FloatArray:
+        """Return the times at which so many seconds of backward work are done."""
         beyond = np.maximum(0.0, work - self._work[-1])
         inside: FloatArray = np.interp(work, self._work, self._times)
         at: FloatArray = inside + beyond
@@ -86,7 +87,7 @@ def _backward(
     lowered: LoweredGraph,
     groups: Sequence[Sequence[tuple[Cast | Run, Cost]]],
     copies_s: FloatArray,
-    clock: _Clock,
+    clock: WorkClock,
 ) -> list[Event]:
     entries: list[tuple[str, str, float]] = []
     for position, nodes in reversed(list(enumerate(groups))):
@@ -97,6 +98,8 @@ def _backward(
         if copies_s[position] > 0.0:
             op = lowered.graph.ops[position].name
             entries.append((f"{op}, gradients to buckets", "backward", float(copies_s[position])))
+    if copies_s[-1] > 0.0:
+        entries.append(("unused parameters, gradients to buckets", "backward", float(copies_s[-1])))
     edges = clock(np.concatenate(([0.0], np.cumsum([duration for _, _, duration in entries]))))
     return [
         Event(name, label, kind, float(edges[j]), float(edges[j + 1] - edges[j]))

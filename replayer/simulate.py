@@ -43,9 +43,10 @@ from qsync.replayer.lazy_sequence import OnAccess
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
 from qsync.replayer.vectorized_costs import VectorizedCosts, vectorized_costs_of
 
-# Steps simulated without a barrier until the ranks' drift is steady; two suffice unless a class still
-# computes after the last all-reduce.
-NUM_STEPS = 3
+# Steps simulated without a barrier at most, until the ranks' drift is steady within this part of a step. Two
+# suffice unless a class still computes after the last all-reduce: it falls behind until all wait for it.
+MAX_STEPS = 100
+STEADY = 1e-12
 
 # Nine in ten values of a normal distribution lie within this many standard deviations.
 NINE_IN_TEN = 1.645
@@ -162,12 +163,12 @@ def steady_step(
     starts = tuple(work.optimizer_s for work in works)
     rates = [[compute_rate(work, k, d, link) for work in works] for k, d in enumerate(durations_s)]
     step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
-    for _ in range(NUM_STEPS - 1):
+    for _ in range(MAX_STEPS - 1):
         ahead = tuple(
             max(0.0, finished - step.reduced_s) + work.optimizer_s
             for finished, work in zip(step.finished_s, works, strict=True)
         )
-        if ahead == starts:
+        if max(map(abs, map(sub, ahead, starts))) <= STEADY * step.reduced_s:
             break
         starts = ahead
         step = _step(_met(starts, broadcast_s), works, durations_s, rates, link)
@@ -248,13 +249,11 @@ def replay(
     Example:
         >>> replay(graph, {"train": {}, "infer": {"fc1": Precision.INT8}}, profiles, cluster).step_s
     """
-    exchange = Exchange(graph, cluster, bucket_cap_bytes)
-    costs = costs_of_classes(graph, plan, profiles, cluster)
-    works = [exchange.work(entry) for entry in costs.values()]
-    step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
+    found = simulate_step(graph, plan, profiles, cluster, bucket_cap_bytes)
+    exchange, works, step = found.exchange, found.works, found.step
     blocked = _blocked_s(step)
     classes: dict[str, ClassTimeline] = {}
-    for c, (name, entry) in enumerate(costs.items()):
+    for c, (name, entry) in enumerate(found.costs.items()):
         # A class waits for others as long as it is blocked beyond the class that is blocked least.
         exposed, wait = min(blocked), blocked[c] - min(blocked)
         classes[name] = ClassTimeline(
@@ -274,39 +273,72 @@ def replay(
             nodes=OnAccess(lambda entry=entry: entry.lowered.lowered().nodes),  # type: ignore[misc]
             origin=profiles[name].origin,
         )
-    uncertainty = [entry.profile.uncertainty for entry in costs.values()]
+    uncertainty = [entry.profile.uncertainty for entry in found.costs.values()]
     return Timeline(
         step.reduced_s,
         classes,
-        OnAccess(lambda: _events(costs, works, step, exchange)),
+        OnAccess(found.events),
         interval_s=_interval(works, uncertainty, exchange),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """A steady step with all that it was simulated from. Works and step are in the order of `costs`."""
+
+    exchange: Exchange
+    costs: Mapping[str, VectorizedCosts]
+    works: Sequence[Work]
+    step: Step
+
+    @property
+    def zero_s(self) -> float:
+        """The start of the step of the earliest class, where the times of `events` begin."""
+        return min(start - idle for start, idle in zip(self.step.starts_s, self.step.idle_s, strict=True))
+
+    def rates(self, c: int) -> list[float]:
+        """Return the part of its full speed at which class `c` computes beside each all-reduce."""
+        durations = enumerate(self.exchange.durations_s)
+        return [compute_rate(self.works[c], k, duration, self.exchange.link) for k, duration in durations]
+
+    def events(self) -> list[Event]:
+        """Return all events of the step, laid out in time, class by class."""
+        step, exchange, zero = self.step, self.exchange, self.zero_s
+        blocked = _blocked_s(step)
+        flights = [(start - zero, end - zero) for start, end in step.flights]
+        copied_bytes = np.append(exchange.copied_bytes, exchange.unused_bytes)
+        events: list[Event] = []
+        for c, (name, entry) in enumerate(self.costs.items()):
+            copies = copied_bytes * entry.profile.bucket_s_per_byte
+            if step.idle_s[c] > 0.0:
+                begun = step.starts_s[c] - step.idle_s[c] - zero
+                events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
+            waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
+            times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
+            lowered = entry.lowered.lowered()
+            events += class_events(name, entry.profile, lowered, copies, times, flights, self.rates(c))
+        return events
+
+
+def simulate_step(
+    graph: OpGraph,
+    plan: Plan | Mapping[str, Mapping[str, Precision]],
+    profiles: Mapping[str, Profile],
+    cluster: Cluster,
+    bucket_cap_bytes: int | None = None,
+) -> Simulation:
+    """Simulate one steady step of every class; raise as `replay` does."""
+    exchange = Exchange(graph, cluster, bucket_cap_bytes)
+    costs = costs_of_classes(graph, plan, profiles, cluster)
+    works = [exchange.work(entry) for entry in costs.values()]
+    step = steady_step(works, exchange.durations_s, exchange.link, exchange.broadcast_s)
+    return Simulation(exchange, costs, works, step)
 
 
 def _blocked_s(step: Step) -> list[float]:
     """Return how long each class is blocked: before its step, and after its own work."""
     after = [max(0.0, step.reduced_s - finished) for finished in step.finished_s]
     return [idle + rest for idle, rest in zip(step.idle_s, after, strict=True)]
-
-
-def _events(
-    costs: Mapping[str, VectorizedCosts], works: Sequence[Work], step: Step, exchange: Exchange
-) -> list[Event]:
-    """Return all events of a step, laid out in time, class by class."""
-    blocked = _blocked_s(step)
-    zero = min(start - idle for start, idle in zip(step.starts_s, step.idle_s, strict=True))
-    flights = [(start - zero, end - zero) for start, end in step.flights]
-    events: list[Event] = []
-    for c, (name, entry) in enumerate(costs.items()):
-        copies = exchange.copied_bytes * entry.profile.bucket_s_per_byte
-        if step.idle_s[c] > 0.0:
-            begun = step.starts_s[c] - step.idle_s[c] - zero
-            events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
-        waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
-        times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
-        rates = [compute_rate(works[c], k, d, exchange.link) for k, d in enumerate(exchange.durations_s)]
-        events += class_events(name, entry.profile, entry.lowered.lowered(), copies, times, flights, rates)
-    return events
 
 
 def _interval(

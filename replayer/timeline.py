@@ -27,6 +27,13 @@ class Event:
     start_s: float
     duration_s: float
 
+    @property
+    def phase(self) -> str:
+        """Return the phase of the step: the kind, but a cast belongs to forward or to backward."""
+        if self.kind != "cast":
+            return self.kind
+        return "backward" if self.name.endswith(", backward") else "forward"
+
 
 @dataclass(frozen=True, slots=True)
 class ClassTimeline:

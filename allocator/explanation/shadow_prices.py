@@ -99,8 +99,7 @@ def shadow_prices(
 def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
     one = state.classes[name]
     late, peak = state.late_factor(name), one.peak_bytes
-    pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
-    found = [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
+    found = alternatives(state, name, target_s, plan)
     raises = [other for other in found if other.variance < 0]
     too_long = [other for other in raises if other.beyond_s > 0 and not other.beyond_bytes]
     too_large = [other for other in raises if not other.beyond_s and other.beyond_bytes > 0]
@@ -118,6 +117,13 @@ def _price(state: State, name: str, target_s: float, plan: Plan) -> ShadowPrice:
         name, max(longer, default=None), max(larger, default=None), next_raise, next_lowering,
         one.part.profile.origin,
     )  # fmt: skip
+
+
+def alternatives(state: State, name: str, target_s: float, plan: Plan) -> list[Alternative]:
+    """Return every single change of precision that a class could make; pinned operators keep theirs."""
+    one = state.classes[name]
+    pinned = {op for op in one.part.choices if plan.pinned_by(op, one.precision(op)) is not None}
+    return [_alternative(state, name, changed, target_s) for changed in _changes(state, name, pinned)]
 
 
 def _changes(state: State, name: str, pinned: Collection[str]) -> Iterator[dict[str, Precision]]:

@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader
 
 import qsync
 from qsync.distributed.agreement import agree
-from qsync.distributed.step_phases import PhaseTimer, mean
+from qsync.distributed.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import MARGIN, Place
 from qsync.experiments.integrations.cases import net, replicas_agree
 from qsync.experiments.workloads.gpt import Gpt
+from qsync.replayer.phases import mean
 from qsync.replayer.sequence_costs import waiting
 
 _SHORTEST, _LONGEST, _BATCH, _VOCABULARY = 32, 512, 16, 256

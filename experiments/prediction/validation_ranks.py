@@ -59,7 +59,8 @@ def table(validation: Validation) -> Table:
         f"{validation.model}, {len(validation.comparisons)} random plans: replay misses by "
         f"{validation.median_error:.1%} (median), {validation.error_95:.1%} (95th percentile)"
     )
-    headings = ("run", "predicted (simulated)", "nine in ten", "measured", "miss", "of it most")
+    # "exposed": communication with nothing left to compute, predicted / measured.
+    headings = ("run", "predicted (simulated)", "nine in ten", "measured", "miss", "of it most", "exposed")
     rows = []
     for one in validation.comparisons:
         low_high = one.interval_s and tuple(f"{1e3 * end:.1f}" for end in one.interval_s)
@@ -67,6 +68,7 @@ def table(validation: Validation) -> Table:
         rows.append([
             one.name, _ms(one.predicted_s), " to ".join(low_high) if low_high else "-", _ms(one.measured_s),
             f"{one.error:+.1%}", f"{cause} on {device_class}, {miss_s * 1e3:+.1f} ms",
+            " / ".join(_ms(seconds) for seconds in one.exposed_s) if one.exposed_s else "-",
         ])  # fmt: skip
     return table_of(title, headings, rows)
 

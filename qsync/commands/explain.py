@@ -31,10 +31,19 @@ def explain(
     allocation: Annotated[
         Path | None, typer.Option(help="Draw the precision of every operator above its sensitivity (PNG).")
     ] = None,
+    critical_path: Annotated[
+        bool, typer.Option("--critical-path", help="Name the events over all ranks that make the step.")
+    ] = False,
+    help_most: Annotated[
+        int | None, typer.Option(min=1, help="Rank what would shorten the step; print so many changes.")
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of hybrid's log_steps: measured phases beside predicted ones.")
+    ] = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Explain why operators are lowered or cannot be, and what more time or memory would buy."""
+    """Explain why operators are lowered or cannot be, what makes the step, and what would help."""
     from qsync.allocator import explain as explain_lowering
     from qsync.allocator import shadow_prices, unsupported_precisions
     from qsync.commands.loading import load_plan
@@ -47,6 +56,11 @@ def explain(
     found = replace(found, cluster=found.cluster.with_memory(budgets))
     parts = (found.graph, plan, found.profiles, found.sensitivity, found.cluster)
     limits: dict[str, Any] = {"budgets": budgets, "bucket_cap_bytes": plan.bucket_cap_bytes}
+    if critical_path or help_most is not None or measured is not None:
+        from qsync.commands.why_slow import why_slow
+
+        why_slow(parts, limits, critical_path, help_most, measured, as_json)
+        return
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)

@@ -26,6 +26,9 @@ def replay(
     basis: BasisFolder = None,
     cluster: ClusterFile = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Perfetto trace here.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of hybrid's log_steps: the trace also shows its last steps.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the step, or the churn, here (PNG).")] = None,
     steps: Annotated[
         int | None, typer.Option(help="Also simulate so many steps that vary as the profiles did.")
@@ -58,6 +61,8 @@ def replay(
         raise QSyncError("--churn-costs are those of --churn; give a trace, or mtbf=HOURS")
     if churn is not None and (trace is not None or steps is not None):
         raise QSyncError("--churn plays many steps; leave out --trace and --steps, which are of one step")
+    if measured is not None and trace is None:
+        raise QSyncError("--measured adds measured steps to the trace; name its file with --trace")
     plan, found = load_plan(plan_file, basis, cluster, force=force)
     if churn is not None:
         from qsync.commands.churn import replay_churn
@@ -71,8 +76,9 @@ def replay(
         varied = vary(*parts, num_steps=steps, seed=seed, bucket_cap_bytes=cap)
     if trace is not None:
         from qsync.replayer.chrome_trace import write_trace
+        from qsync.replayer.measured_steps import MeasuredSteps
 
-        write_trace(timeline, trace)
+        write_trace(timeline, trace, MeasuredSteps.load(measured) if measured is not None else None)
     if picture is not None:
         from qsync.figures import timeline as figure
 

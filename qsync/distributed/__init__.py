@@ -11,6 +11,8 @@
 `gradient_weighting`  unequal batches: the gradient of the mean over all samples or tokens
 `length_sampler`      sequences for each rank, by predicted time
 `step_phases`         the time of each phase of a training step
+`positions`           where each rank's loop stands, and whom the others wait for
+`step_log`            the phases of every step, as JSON lines
 `drift_monitor`       a running job against its prediction
 `validation`          random plans, predicted against measured
 `validation_runs`     runs of plans in turns, for validation

@@ -15,7 +15,7 @@ import json
 import logging
 import statistics
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,102 +24,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from qsync.distributed import step_phases
 from qsync.distributed.agreement import from_rank_zero
-from qsync.distributed.step_phases import Phases
+from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer import Timeline, profiles_under_levers, replay
+from qsync.replayer import profiles_under_levers, replay
+from qsync.replayer.phases import TOLERANCE, Drift, Phases, expected, find_drift, median
 from qsync.replayer.sequence_costs import SequenceCost, sequence_costs
 from qsync.runtime.wrapping import wrapped_module
 
 logger = logging.getLogger("qsync")
 
 STEPS_PER_COMPARISON = 50
-TOLERANCE = 0.1  # relative
-_PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
-
-
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """A job that is slower than predicted, and the rank's phase to blame, measured and predicted."""
-
-    step_s: float
-    predicted_step_s: float
-    rank: int
-    device_class: str
-    phase: str
-    phase_s: float
-    predicted_phase_s: float
-
-    def __str__(self) -> str:
-        late = self.step_s / self.predicted_step_s - 1.0
-        return (
-            f"a step takes {self.step_s * 1e3:.0f} ms, {late:.0%} longer than the predicted "
-            f"{self.predicted_step_s * 1e3:.0f} ms: {self.phase} on rank {self.rank} ({self.device_class}) "
-            f"takes {self.phase_s * 1e3:.0f} ms, predicted {self.predicted_phase_s * 1e3:.0f} ms; plan again "
-            "if it stays so"
-        )
-
-
-def expected(timeline: Timeline) -> dict[str, Phases]:
-    """Return the phases of every class as replay predicts them."""
-    found = {}
-    for name, entry in timeline.classes.items():
-        own = [event for event in timeline.events if event.device_class == name]
-        host = sum(event.duration_s for event in own if event.kind == "host")
-        optimizer = sum(event.duration_s for event in own if event.kind == "optimizer")
-        compute = entry.compute_s - entry.loading_s - host - optimizer + entry.slowed_s
-        blocked = entry.exposed_s + entry.wait_s  # for buffers that DDP hands out, too
-        found[name] = Phases(host, compute, blocked, optimizer, entry.loading_s)
-    return found
-
-
-def as_measurable(predicted: Phases, measured: Phases) -> Phases:
-    """Return the predicted phases, split as the rank could measure them.
-
-    If the rank measured no loading, the predicted loading time is added to the host's. If no loader was
-    profiled, the predicted loading time is 0 and any measured loading counts as drift.
-    """
-    if measured.loading_s > 0.0:
-        return predicted
-    return replace(predicted, host_s=predicted.host_s + predicted.loading_s, loading_s=0.0)
-
-
-def find_drift(
-    predicted: Mapping[str, Phases],
-    measured: Sequence[tuple[str, Phases]],
-    tolerance: float = TOLERANCE,
-) -> Drift | None:
-    """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
-
-    `measured` is (class, median phases) by rank. A rank's own work is blamed before communication: ranks that
-    wait for a slow one are blocked, but not to blame.
-    """
-    step_s = statistics.median(phases.period_s for _, phases in measured)
-    planned_s = max(phases.period_s for phases in predicted.values())
-    if step_s <= (1.0 + tolerance) * planned_s:
-        return None
-    planned_of = [as_measurable(predicted[name], phases) for name, phases in measured]
-    excess = [
-        (getattr(phases, f"{phase}_s") - getattr(planned_of[rank], f"{phase}_s"), rank, name, phase)
-        for rank, (name, phases) in enumerate(measured)
-        for phase in ("loading", "host", "compute", "optimizer")
-    ]
-    largest = max(excess)
-    if largest[0] < 0.5 * (step_s - planned_s):
-        # No rank's own work is to blame: report the rank whose blocked time exceeds its prediction least.
-        largest = min(
-            (phases.blocked_s - predicted[name].blocked_s, rank, name, "blocked")
-            for rank, (name, phases) in enumerate(measured)
-        )
-    over_s, rank, name, phase = largest
-    planned_phase_s = getattr(planned_of[rank], f"{phase}_s")
-    return Drift(
-        step_s, planned_s, rank, name, _PHASE_NAMES.get(phase, phase), planned_phase_s + over_s,
-        planned_phase_s,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +90,7 @@ class Prediction:
                 one,
                 host_s=one.host_s * times,
                 compute_s=one.compute_s * times,
+                forward_s=one.forward_s * times,
                 loading_s=one.loading_s * times,
             )
             for name, one in self.phases.items()
@@ -201,8 +119,8 @@ class Monitor:
         self.drift: Drift | None = None
         self.incomparable = ""
         self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
-        self._timer = step_phases.PhaseTimer(model, trained, num_steps)
-        self._timer.when_full = self._publish
+        self.timer = PhaseTimer(model, trained, num_steps)
+        self.timer.when_full = self._publish
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         store = distributed_c10d._get_default_store()
         key = f"qsync/drift/{next(_numbers)}"  # ranks wrap models in the same order
@@ -211,23 +129,23 @@ class Monitor:
 
     def stop(self) -> None:
         """Time no more steps."""
-        self._timer.stop()
+        self.timer.stop()
 
     def _publish(self) -> None:
-        own = step_phases.median(self._timer.steps)
+        own = median(self.timer.steps)
         times = self._times()
-        self._timer.clear()
+        self.timer.clear()
         self._store.set(str(self._rank), json.dumps([self._class, own.to_json(), times]))
         if self._rank == 0:
             self._compare()
 
     def _times(self) -> int:
         """Return how many times a step takes the profiled calls; 0 if it cannot be compared."""
-        num_calls = statistics.median_low(self._timer.num_calls)
+        num_calls = statistics.median_low(self.timer.num_calls)
         profiled = self._prediction.num_calls[self._class]
         self.incomparable = ""
-        if self._timer.others:
-            self.incomparable = f"{', '.join(sorted(self._timer.others))} trains in the same step"
+        if self.timer.others:
+            self.incomparable = f"{', '.join(sorted(self.timer.others))} trains in the same step"
         elif num_calls % profiled:
             self.incomparable = f"a step calls the model {num_calls} times, the profiled one {profiled} times"
         return 0 if self.incomparable else num_calls // profiled

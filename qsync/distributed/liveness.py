@@ -4,6 +4,9 @@ Once a second every rank counts up a key of its own in the job's rendezvous stor
 others. Gloo notices a peer whose connection closes, but names an address. NCCL notices nothing. Neither
 notices a host that vanishes or a process that is stopped. The main thread may be inside a collective and
 cannot be interrupted there, so the process ends itself, with a sentence on stderr and exit code 3.
+
+A rank that lives but does not move is named too, by a rank that waits for it: with its count every rank
+publishes where its loop stands (`follow`). That ends nothing, since a rank may take its time.
 """
 
 from __future__ import annotations
@@ -17,13 +20,15 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from qsync.distributed.positions import Position, Stall
 from qsync.errors import QSyncError
 
 EXIT_CODE = 3
@@ -32,6 +37,7 @@ DEFAULT_TIMEOUT_S = 30.0
 _FINISHED = "finished"
 _FAREWELL = "error: "
 _watched_groups: list[dist.ProcessGroup] = []
+_followed: list[weakref.WeakMethod[Callable[[], Position]]] = []
 
 
 def start(timeout_s: float = DEFAULT_TIMEOUT_S) -> Watch:
@@ -69,6 +75,16 @@ def watch_once(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     if group is not None and not any(group is watched for watched in _watched_groups):
         _watched_groups.append(group)
         start(timeout_s)
+
+
+def follow(position: Callable[[], Position]) -> None:
+    """Publish where this rank's loop stands, as a method returns it, for as long as its object lives."""
+    _followed[:] = [weakref.WeakMethod(position)]
+
+
+def _own_position() -> Position | None:
+    position = _followed[0]() if _followed else None
+    return position() if position is not None else None
 
 
 class Pulses:
@@ -119,6 +135,7 @@ class Watch:
         self._round_s = time.monotonic()
         others = [other for other in range(world_size) if other != rank]
         self._pulses = Pulses(others, self._round_s, patience_s=3 * self._interval_s + 1)
+        self._stall = Stall(timeout_s)
         self._ended = threading.Event()
         self._threads: list[threading.Thread] = []
 
@@ -209,6 +226,7 @@ class Watch:
                 self._round_s = time.monotonic()
                 self._pulses.hear(self._round_s, beats)
                 self._stop_at_dead(beats)
+                self._name_stuck(beats)
                 self._ended.wait(self._interval_s)
         except RuntimeError as error:
             # Once rank 0 has finished, the store may end with it; then there is nothing to watch.
@@ -220,7 +238,8 @@ class Watch:
     def _exchange(self, count: int) -> dict[int, str]:
         """Publish this rank's beat and return the others', without ranks that have not begun their watch."""
         assert self._store is not None
-        self._store.set(f"beat/{self.rank}", str(count))
+        numbers = (count, *(_own_position() or ()))
+        self._store.set(f"beat/{self.rank}", " ".join(str(int(number)) for number in numbers))
         for other in set(self._pulses.since_s) - self._met:
             if self._store.check([f"who/{other}", f"beat/{other}"]):
                 self._names[other] += f" ({self._store.get(f'who/{other}').decode()})"
@@ -236,7 +255,7 @@ class Watch:
         for other, beat in beats.items():
             if beat == _FINISHED:
                 self._pulses.forget(other)
-            if other == 0 and not beat.isdigit():
+            if other == 0 and not beat[:1].isdigit():
                 self._store.set(f"read/{self.rank}", "1")
             if beat.startswith(_FAREWELL):
                 reason = beat.removeprefix(_FAREWELL)
@@ -244,6 +263,33 @@ class Watch:
         silent = self._pulses.silent(time.monotonic(), self.timeout_s)
         if silent:
             self._stop(self._stopped(silent[0], self.timeout_s))
+
+    def _name_stuck(self, beats: Mapping[int, str]) -> None:
+        """Print which rank all others wait for, if this is the first of those that wait."""
+        own = _own_position()
+        if own is None:
+            return
+        positions = {self.rank: own}
+        for other in self._pulses.since_s:
+            numbers = beats.get(other, "").split()[1:]
+            if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
+                return  # it has no loop yet, or leaves
+            step, phase, num_gradients, loads = map(int, numbers)
+            positions[other] = Position(step, phase, num_gradients, bool(loads))
+        stuck = self._stall.hear(time.monotonic(), positions)
+        waiting = sorted(set(positions) - set(stuck))
+        if not stuck or self.rank != (waiting or sorted(positions))[0]:
+            return
+        where = positions[stuck[0]]
+        if not waiting:
+            _print(f"all ranks have been {where} for {self.timeout_s:g} s: look at the network between them")
+            return
+        names = ", ".join(self._names[other] for other in sorted(stuck))
+        have = "has" if len(stuck) == 1 else "have"
+        _print(
+            f"{names} {have} been {where} for {self.timeout_s:g} s, and all others wait for that; look at "
+            "what it does there (py-spy dump shows it)"
+        )
 
     def _watch_store(self) -> None:
         """Stop if the other thread waits too long: a store whose host has vanished never answers."""

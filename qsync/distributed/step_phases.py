@@ -1,71 +1,30 @@
 """Where each rank's time goes in steps of a real training loop, timed by hooks: the loop is not changed.
 
-A step, as a rank sees it, from one optimizer step to the next:
-
-    loading     the wait for the next batch before a pass, if a torch DataLoader serves it
-    compute     forward, loss and backward of every pass, to this rank's own last gradient
-    blocked     from this rank's own last gradient to the end of backward (communication, and waiting for
-                other ranks), plus, before forward, the time in which DDP hands out buffers (running
-                statistics)
-    optimizer   the optimizer's step, without a closure's passes
-    host        all else (zero_grad, clipping, logs)
-
-and `period_s` is their sum. A pass begins with the first forward after a backward, and ends with the next
-backward: a step of gradient accumulation has several. A timing hook costs about a microsecond and runs once
-per parameter and step.
+`qsync.replayer.phases` says what the phases are. A pass begins with the first forward after a backward, and
+ends with the next backward: a step of gradient accumulation has several. A timing hook costs about a
+microsecond and runs once per parameter and step.
 """
 
 from __future__ import annotations
 
-import statistics
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
+from qsync.distributed.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
+from qsync.replayer.phases import Phases
 from qsync.tracing.replaced_forward import untraced
 
 NUM_KEPT_STEPS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Phases:
-    """Seconds of one step on one rank, by phase."""
-
-    host_s: float
-    compute_s: float
-    blocked_s: float
-    optimizer_s: float
-    loading_s: float = 0.0
-
-    @property
-    def period_s(self) -> float:
-        """The whole step."""
-        return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
-
-    def to_json(self) -> dict[str, float]:
-        """Return the fields by name."""
-        return asdict(self)
-
-
-def median(steps: Iterable[Phases]) -> Phases:
-    """Return the median of each phase over steps. Raises statistics.StatisticsError where there are none."""
-    taken = list(steps)
-    return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
-
-
-def mean(steps: Iterable[Phases]) -> Phases:
-    """Return the mean of each phase over steps: unlike the median, it counts rare pauses of a rank."""
-    taken = list(steps)
-    return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
 
 
 class PhaseTimer:
@@ -76,12 +35,13 @@ class PhaseTimer:
     for a batch of no DataLoader counts as host, unless the loop fetches the batch in `with timer.fetching()`.
     `when_full`, if set, is called whenever there are `num_kept` steps.
 
-    `num_calls` holds the calls of the model with gradients in each of these steps, and `others` names what
-    else trained in them: another timed model, or an optimizer of other parameters.
+    `num_calls` holds the calls of the model with gradients in each of these steps, and `numbers` which
+    optimizer steps they are. `others` names what else trained in them: another timed model, or an optimizer
+    of other parameters.
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
-    >>> median(timer.steps).blocked_s
+    >>> median(timer.steps).blocked_s    # of qsync.replayer.phases
     """
 
     _running: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()
@@ -91,6 +51,7 @@ class PhaseTimer:
     ) -> None:
         self.steps: deque[Phases] = deque(maxlen=num_kept)
         self.num_calls: deque[int] = deque(maxlen=num_kept)
+        self.numbers: deque[int] = deque(maxlen=num_kept)
         self.others: set[str] = set()
         self.when_full: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
@@ -100,6 +61,7 @@ class PhaseTimer:
         self._marks: list[_Marks] = []
         self._ended: Any = None
         self._stepping: Any = None
+        self._num_steps = 0
         self._reset()
         self._fetching = False
         self._thread = threading.get_ident()
@@ -109,6 +71,7 @@ class PhaseTimer:
             _LoaderHook(self),
             CallHook(model, lambda: _notify(here, "_forward")),
             *([] if trained is model else [CallHook(trained, lambda: _notify(here, "_forward_inside"))]),
+            CallHook(trained, lambda: _notify(here, "_returned_from_forward"), after=True),
             *(_on_gradient(p, lambda: _notify(here, "_gradient")) for p in parameters),
             *self._optimizer_hooks(here),
         ]
@@ -119,9 +82,10 @@ class PhaseTimer:
         self._passes: list[_Pass] = []
         self._begun: Any = None  # of the pass under way
         self._inside: Any = None
+        self._returned: Any = None
         self._last_gradient: Any = None
         self._in_backward = False
-        self._num_calls = 0
+        self._num_calls = self._num_gradients = 0
         self._fetches: list[tuple[Any, Any]] = []
 
     def _optimizer_hooks(self, here: weakref.ref[PhaseTimer]) -> Iterator[Any]:
@@ -136,6 +100,13 @@ class PhaseTimer:
             weakref.finalize(self, hook.remove)
             yield hook
 
+    def position(self) -> Position:
+        """Return where the loop stands; any thread may ask."""
+        phase = BACKWARD if self._in_backward else int(self._begun is not None)
+        if phase == 0 and self._passes:
+            phase = AFTER_BACKWARD
+        return Position(self._num_steps, phase, self._num_gradients, self._fetching)
+
     def stop(self) -> None:
         """Time no more steps, and remove all hooks."""
         self._running.discard(self)
@@ -149,14 +120,16 @@ class PhaseTimer:
         between = self._clock.seconds
         for step in self._marks:
             loading_s = sum(between(start, end) for start, end in step.fetches)
+            forward_s = sum(between(one.inside, one.returned) for one in step.passes)
             compute_s = sum(between(one.inside, one.gradient) for one in step.passes)
             blocked_s = sum(
                 between(one.begun, one.inside) + between(one.gradient, one.reduced) for one in step.passes
             )
             optimizer_s = between(step.stepping, step.end)
             host_s = between(step.ended, step.end) - loading_s - compute_s - blocked_s - optimizer_s
-            self.steps.append(Phases(host_s, compute_s, blocked_s, optimizer_s, loading_s))
+            self.steps.append(Phases(host_s, compute_s, blocked_s, optimizer_s, loading_s, forward_s))
             self.num_calls.append(step.num_calls)
+            self.numbers.append(step.number)
         self._marks.clear()
 
     def restart(self) -> None:
@@ -168,6 +141,7 @@ class PhaseTimer:
         """Forget all steps so far."""
         self.steps.clear()
         self.num_calls.clear()
+        self.numbers.clear()
         self.others.clear()
 
     @contextmanager
@@ -195,19 +169,25 @@ class PhaseTimer:
         if torch.is_grad_enabled():
             self._num_calls += 1
             if self._begun is None:
-                self._begun = self._inside = self._clock.now()
+                self._begun = self._inside = self._returned = self._clock.now()
 
     def _forward_inside(self) -> None:
         if self._begun is not None and self._inside is self._begun and torch.is_grad_enabled():
             self._inside = self._clock.now()
 
+    def _returned_from_forward(self) -> None:
+        if self._begun is not None and not self._in_backward and torch.is_grad_enabled():
+            self._returned = self._clock.now()
+
     def _gradient(self) -> None:
         self._last_gradient = self._clock.now()
+        self._num_gradients += 1
         if self._in_backward:
             return
         self._in_backward = True
         if self._begun is None:  # a second backward after one forward
-            self._begun = self._inside = self._passes[-1].reduced if self._passes else self._last_gradient
+            self._begun = self._passes[-1].reduced if self._passes else self._last_gradient
+            self._inside = self._returned = self._begun
         here = weakref.ref(self)
         # DDP queues the wait for its all-reduces while backward runs: what is queued after backward is later.
         _queue(lambda: _queue(lambda: _notify(here, "_backward_ended")))
@@ -216,7 +196,7 @@ class PhaseTimer:
         if self._begun is None:
             return
         now = self._clock.now()
-        self._passes.append(_Pass(self._begun, self._inside, self._last_gradient, now))
+        self._passes.append(_Pass(self._begun, self._inside, self._returned, self._last_gradient, now))
         self._begun, self._in_backward = None, False
         if self._stepping is not None:  # the optimizer's step has called a closure
             self._stepping = now
@@ -231,9 +211,9 @@ class PhaseTimer:
             return
         now = self._clock.now()
         if self._ended is not None and self._passes:
-            self._marks.append(
-                _Marks(self._ended, self._passes, self._stepping, now, self._fetches, self._num_calls)
-            )
+            taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
+            self._marks.append(_Marks(self._ended, *taken))
+        self._num_steps += 1
         self._ended, self._stepping = now, None
         self._reset()
         if len(self._marks) == self.steps.maxlen:
@@ -253,6 +233,7 @@ class _Pass:
 
     begun: Any  # call of the model, or of DDP around it
     inside: Any  # call of the model inside DDP: later if buffers are handed out
+    returned: Any  # from the model's last call
     gradient: Any  # the rank's own last
     reduced: Any  # end of backward
 
@@ -267,6 +248,7 @@ class _Marks:
     end: Any
     fetches: list[tuple[Any, Any]]
     num_calls: int
+    number: int
 
 
 class _LoaderHook:
@@ -303,14 +285,14 @@ def _timed_next_batch(batches: Any) -> Any:
 
 
 class CallHook:
-    """A hook that calls `then` before every call of `model`, outside of what torch.compile traces.
+    """A hook that calls `then` before every call of `model`, or after, outside of what torch.compile traces.
 
     Copies and pickles of the model have a hook in its place that does nothing.
     """
 
-    def __init__(self, model: torch.nn.Module, then: Callable[[], None]) -> None:
+    def __init__(self, model: torch.nn.Module, then: Callable[[], None], *, after: bool = False) -> None:
         self._then = then
-        self._hook = model.register_forward_pre_hook(self)
+        self._hook = model.register_forward_hook(self) if after else model.register_forward_pre_hook(self)
 
     @untraced("it takes the time")
     def __call__(self, *_: Any) -> None:

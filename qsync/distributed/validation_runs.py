@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from qsync import api
 from qsync.backend.device_detection import machine
-from qsync.distributed import job, step_phases
+from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.data_parallel import in_ddp
 from qsync.distributed.ddp_profiling import (
@@ -24,7 +24,7 @@ from qsync.distributed.ddp_profiling import (
     job_clock,
     with_toll,
 )
-from qsync.distributed.step_phases import CallHook, Phases, PhaseTimer
+from qsync.distributed.step_phases import CallHook, PhaseTimer
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.machine_drift import drift_factors
 from qsync.predictor.profiling.node_timer import NodeTimer, timing_hook_s
@@ -33,7 +33,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
+from qsync.replayer import phases
 from qsync.replayer.comparison import kind_of
+from qsync.replayer.phases import Phases
 from qsync.runtime import program
 
 Assignment = Mapping[str, Precision]
@@ -131,7 +133,7 @@ class PlanRunner:
             self._step()
         busy_s = (time.thread_time() - begun_s) / num_steps
         self._timer.settle()
-        found = step_phases.mean(self._timer.steps)
+        found = phases.mean(self._timer.steps)
         if self._rank.device.type == "cuda":  # the host's CPU time says nothing of the GPU's
             busy_s = found.compute_s
         ended_at_s = time.perf_counter()

@@ -185,6 +185,25 @@ def test_replay_predicts_what_the_plan_says(qsync, folder):
     assert "waiting" in out and "simulated" in out
 
 
+def test_explain_names_the_critical_path_and_what_would_help(qsync, refused, folder):
+    plan = folder / "plan.json"
+    qsync("plan", folder, "--out", plan)
+    code, out, _ = qsync("explain", plan, "--critical-path", "--help-most", "3")
+    assert code == 0 and "The critical path" in out
+    assert "What would shorten the step" in out and "Why" not in out
+    assert "[bf16]" in out or "[int8]" in out or "[fp32]" in out
+    found = json.loads(qsync("explain", plan, "--critical-path", "--help-most", "3", "--json")[1])
+    path, step_s = found["critical_path"], Plan.load(plan).step_s
+    assert found["simulated"] and path["step_s"] == pytest.approx(step_s)
+    assert sum(event["duration_s"] for event in path["events"]) == pytest.approx(step_s)
+    won = [one["won_s"] for one in found["help_most"]]
+    assert len(won) == 3 and won == sorted(won, reverse=True)
+    assert set(json.loads(qsync("explain", plan, "--critical-path", "--json")[1])) == {
+        "simulated", "critical_path"
+    }  # fmt: skip
+    assert "help-most" in refused("explain", plan, "--help-most", "0")
+
+
 def test_replay_and_explain_say_what_a_step_waits_for_batches_or_that_nobody_measured_it(qsync, folder):
     assert qsync("plan", folder, "--out", folder / "plan.json")[0] == 0
     for command in ("replay", "explain"):

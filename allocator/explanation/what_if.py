@@ -1,0 +1,171 @@
+"""What-ifs: inputs of a step changed one at a time and replayed, ranked by the seconds that each wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import copy
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from qsync.allocator.explanation.lowering_reasons import state_of_plan
+from qsync.allocator.explanation.shadow_prices import alternatives
+from qsync.allocator.search_state import State
+from qsync.records.cluster import Cluster
+from qsync.records.graph import OpGraph
+from qsync.records.plans import Plan
+from qsync.records.profiles import Profile, Sensitivity
+from qsync.replayer.communication import BUCKET_CAP_BYTES
+from qsync.replayer.comparison import kind_of
+from qsync.replayer.costs import ClassCosts, FloatArray
+from qsync.replayer.critical_path import find_critical_path
+from qsync.replayer.simulate import Exchange, step_time
+
+# A gain of less than this part of the step is rounding.
+_MEANINGFUL = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """One changed input, everything else as planned. Simulated.
+
+    `kind` is link, card, precision, buckets, kernel, loading, host, loss or optimizer; `device_class` is None
+    where the change is not of one class. `won_s` are the seconds of a step that the change wins, for as many
+    samples: one more card makes no step shorter, but takes samples. `variance` is what the change adds to the
+    gradient's variance, `beyond_bytes` by how much it exceeds the memory budget.
+    """
+
+    kind: str
+    what: str
+    device_class: str | None
+    step_s: float
+    won_s: float
+    variance: float = 0.0
+    beyond_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the what-if as a JSON object."""
+        return asdict(self)
+
+
+def what_ifs(
+    graph: OpGraph,
+    plan: Plan,
+    profiles: Mapping[str, Profile],
+    sensitivity: Sensitivity,
+    cluster: Cluster,
+    *,
+    budgets: Mapping[str, int] | None = None,
+    bucket_cap_bytes: int | None = None,
+) -> list[WhatIf]:
+    """Return the changes that win time, the most seconds first; arguments as for `shadow_prices`.
+
+    Links of twice the bandwidth or half the latency; one more card of each class; buckets of twice or half
+    the size; every kind of kernel and every other part of a class's step twice as fast; and every other
+    precision of the operators of the classes on the critical path, unless an operator is pinned.
+
+    >>> what_ifs(graph, plan, profiles, sensitivity, cluster)[0].what
+    """
+    state, target_s = state_of_plan(
+        graph, plan, profiles, sensitivity, cluster, budgets=budgets, bucket_cap_bytes=bucket_cap_bytes
+    )
+    path = find_critical_path(graph, plan, profiles, cluster, bucket_cap_bytes=bucket_cap_bytes)
+    found = [*_links(state, graph, cluster, bucket_cap_bytes)]
+    found += _cards(state, graph, cluster, plan, bucket_cap_bytes)
+    found += _buckets(state, graph, cluster, bucket_cap_bytes)
+    for name in state.classes:
+        found += _faster_parts(state, name)
+    for name in path.classes:
+        found += _precisions(state, name, target_s, plan)
+    won = [one for one in found if one.won_s > _MEANINGFUL * path.step_s]
+    return sorted(won, key=lambda one: (-one.won_s, one.kind, one.what, one.device_class or ""))
+
+
+def _step_s(state: State, exchange: Exchange, changed: Mapping[str, ClassCosts] | None = None) -> float:
+    costs = {name: one.costs for name, one in state.classes.items()} | dict(changed or {})
+    return step_time([exchange.work(entry) for entry in costs.values()], exchange)
+
+
+def _links(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:
+    now_s = state.step_s()
+    within = "the link" if cluster.between is None else "the link within hosts"
+    for shown, link in ((within, cluster.link), ("the link between hosts", cluster.between)):
+        if link is None:
+            continue
+        for what, faster in (
+            ("twice the bandwidth", replace(link, bytes_per_s=2 * link.bytes_per_s)),
+            ("half the latency", replace(link, latency_s=link.latency_s / 2)),
+        ):
+            changed = replace(cluster, link=faster) if shown == within else replace(cluster, between=faster)
+            step_s = _step_s(state, Exchange(graph, changed, cap))
+            yield WhatIf("link", f"{shown} has {what}", None, step_s, now_s - step_s)
+
+
+def _cards(state: State, graph: OpGraph, cluster: Cluster, plan: Plan, cap: int | None) -> Iterator[WhatIf]:
+    shares = {c.name: plan.levers[c.name].samples if plan.levers else None for c in cluster.classes}
+    samples = {name: 1 if share is None else share for name, share in shares.items()}
+    total = sum(c.count * samples[c.name] for c in cluster.classes)
+    for one in cluster.classes:
+        more = tuple(replace(c, count=c.count + (c is one)) for c in cluster.classes)
+        step_s = _step_s(state, Exchange(graph, replace(cluster, classes=more), cap))
+        won_s = state.step_s() - step_s * total / (total + samples[one.name])
+        yield WhatIf("card", f"one more card of {one.name}", one.name, step_s, won_s)
+
+
+def _buckets(state: State, graph: OpGraph, cluster: Cluster, cap: int | None) -> Iterator[WhatIf]:
+    for factor in (2.0, 0.5):
+        size = max(1, int(factor * (cap or BUCKET_CAP_BYTES)))
+        step_s = _step_s(state, Exchange(graph, cluster, size))
+        what = f"buckets of {size / 2**20:.3g} MiB (bucket_cap_mb)"
+        yield WhatIf("buckets", what, None, step_s, state.step_s() - step_s)
+
+
+def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
+    """Yield every kind of kernel of a class, and what stands beside its graph, at twice the speed."""
+    costs, profile = state.classes[name].costs, state.classes[name].part.profile
+    trials: list[tuple[str, str, ClassCosts]] = []
+    for kind, (forward_s, backward_s) in _by_kind(costs).items():
+        faster = copy(costs)
+        faster.forward_s = costs.forward_s - forward_s / 2
+        faster.backward_s = costs.backward_s - backward_s / 2
+        trials.append(("kernel", f"kernels of {kind} twice as fast", faster))
+    outside = replace(
+        profile.outside, forward_s=profile.outside.forward_s / 2, backward_s=profile.outside.backward_s / 2
+    )
+    for kind, what, other in (
+        ("loading", "data loading", replace(profile, loading_s=profile.loading_s / 2)),
+        ("host", "the host's part", replace(profile, host_s=profile.host_s / 2)),
+        ("loss", "the loss", replace(profile, outside=outside)),
+        ("optimizer", "the optimizer", replace(profile, optimizer_s=profile.optimizer_s / 2)),
+    ):
+        faster = copy(costs)
+        faster.profile = other
+        trials.append((kind, f"{what} twice as fast", faster))
+    for kind, what, faster in trials:
+        step_s = _step_s(state, state.problem.exchange, {name: faster})
+        yield WhatIf(kind, what, name, step_s, state.step_s() - step_s)
+
+
+def _by_kind(costs: ClassCosts) -> dict[str, tuple[FloatArray, FloatArray]]:
+    """Return the seconds forward and backward of every operator's nodes, by kind of node."""
+    lowering = costs.lowering
+    found: dict[str, tuple[FloatArray, FloatArray]] = {}
+    for i, op in enumerate(lowering.graph.ops):
+        casts = lowering.anchored_casts(i) + lowering.output_casts(i)
+        nodes = [(f"{op.kind} {lowering.mode(i)}", costs.run(i))]
+        nodes += [(kind_of(cast, {}), costs.cast(cast)) for cast in casts]
+        for kind, cost in nodes:
+            if kind not in found:
+                found[kind] = np.zeros(len(lowering.graph.ops)), np.zeros(len(lowering.graph.ops))
+            found[kind][0][i] += cost.forward_s
+            found[kind][1][i] += cost.backward_s
+    return found
+
+
+def _precisions(state: State, name: str, target_s: float, plan: Plan) -> Iterator[WhatIf]:
+    now_s = state.step_s()
+    for other in alternatives(state, name, target_s, plan):
+        what = f"{', '.join(other.ops)} in {other.precision}"
+        won_s = now_s - other.step_s
+        yield WhatIf("precision", what, name, other.step_s, won_s, other.variance, other.beyond_bytes)

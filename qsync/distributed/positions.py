@@ -1,0 +1,50 @@
+"""Where the training loop of each rank stands, and which rank the others wait for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+BEFORE_FORWARD, FORWARD, BACKWARD, AFTER_BACKWARD = range(4)
+_WHERE = ("before forward", "in forward", "in backward", "after backward")
+
+
+class Position(NamedTuple):
+    """A place in the training loop; the rank with the least is the one that others wait for.
+
+    `num_gradients` are those of this step so far. `loads` is set while the loop waits for a batch.
+    """
+
+    step: int
+    phase: int
+    num_gradients: int
+    loads: bool
+
+    def __str__(self) -> str:
+        """Return the place in words."""
+        where = "in data loading" if self.loads else _WHERE[self.phase]
+        return f"{where} of step {self.step}"
+
+
+class Stall:
+    """Notice that no rank moves, though some wait in a collective. The clock is an argument."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._positions: Mapping[int, Position] = {}
+        self._since_s: float | None = None
+
+    def hear(self, now_s: float, positions: Mapping[int, Position]) -> list[int]:
+        """Return the ranks that all others wait for, once a stall; all ranks if all wait for the network.
+
+        A rank may wait in forward, where DDP hands out buffers, and in backward. Elsewhere the loop may take
+        its time: a long evaluation on all ranks is no stall, and neither is a forward that all compile.
+        """
+        if positions != self._positions:
+            self._positions, self._since_s = dict(positions), now_s
+        last, first = min(positions.values()), max(positions.values())
+        waits = first.phase == BACKWARD or (first.phase == FORWARD and last != first)
+        if self._since_s is None or now_s - self._since_s <= self._patience_s or not waits:
+            return []
+        self._since_s = None  # until some rank moves
+        return [rank for rank, position in positions.items() if position == last]

@@ -1,0 +1,73 @@
+"""A log of every step's phases on this rank: one line of JSON a step, in a file of its own.
+
+`qsync.replayer.measured_steps` reads the files of all ranks together.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from qsync.distributed import job
+from qsync.distributed.agreement import agree_locally
+from qsync.distributed.step_phases import PhaseTimer
+from qsync.errors import FormatError, shortened
+from qsync.replayer.measured_steps import log_file
+
+# Steps between two writes: a write belongs to no step, so the one after it is not logged.
+STEPS_PER_WRITE = 50
+
+
+def new_log(folder: str | Path | None) -> Path | None:
+    """Return an empty file of this rank in the folder, None without one. An error is raised on all ranks."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+
+    def make() -> Path | None:
+        if folder is None:
+            return None
+        try:
+            path = log_file(Path(folder), rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+            more = log_file(path.parent, job.world_size())
+            more.unlink(missing_ok=True)  # of a job with more ranks; readers count the files
+        except (OSError, TypeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise FormatError(
+                f"log_steps={shortened(folder)} cannot be written ({why}); name a folder"
+            ) from error
+        return path
+
+    return agree_locally("opening the log of steps", make)
+
+
+class StepLog:
+    """A timer of all further steps of a model that writes their phases; `model` and `trained` as for it.
+
+    The last steps are written when the model is gone, or the process ends.
+    """
+
+    def __init__(
+        self, path: Path, model: torch.nn.Module, trained: torch.nn.Module, device_class: str
+    ) -> None:
+        self._path, self._class = path, device_class
+        self._timer = PhaseTimer(model, trained, STEPS_PER_WRITE)
+        self._timer.when_full = self.write
+        weakref.finalize(model, self.write)
+
+    def write(self) -> None:
+        """Append the steps since the last write."""
+        self._timer.settle()
+        kept = zip(self._timer.numbers, self._timer.num_calls, self._timer.steps, strict=True)
+        lines = [
+            json.dumps({"step": number, "device_class": self._class, "calls": calls, **phases.to_json()})
+            + "\n"
+            for number, calls, phases in kept
+        ]
+        with self._path.open("a") as file:
+            file.writelines(lines)
+        self._timer.clear()

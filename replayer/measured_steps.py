@@ -1,0 +1,116 @@
+"""Measured steps: what all ranks of a job logged, beside what was predicted. Reads files; no clock, no torch.
+
+Ranks cannot tell alone whether they wait for others or for the network. As in replay, the time for which the
+least blocked rank is blocked is exposed communication, and the rest of another rank's is waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import FormatError
+from qsync.replayer.phases import Drift, Phases, find_drift, median
+
+STEPS_PER_WINDOW = 50
+
+
+def log_file(folder: Path, rank: int) -> Path:
+    """Return the file of a rank in a folder of logged steps."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def split(phases: Phases, exposed_s: float, wait_s: float) -> dict[str, float]:
+    """Return the seconds of a step by what a rank does, with exposed communication apart from waiting."""
+    return {
+        "host": phases.host_s, "loading": phases.loading_s, "forward": phases.forward_s,
+        "backward": phases.backward_s, "wait": wait_s, "exposed communication": exposed_s,
+        "optimizer": phases.optimizer_s,
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSteps:
+    """The steps that every rank logged: number -> phases by rank.
+
+    `classes`, and `calls` of the model in a step, are by rank as well.
+    """
+
+    classes: tuple[str, ...]
+    calls: tuple[int, ...]
+    steps: Mapping[int, tuple[Phases, ...]]
+
+    @classmethod
+    def load(cls, folder: str | Path) -> MeasuredSteps:
+        """Read the files of all ranks. Raises FormatError if one is malformed or they share no step."""
+        ranks: list[dict[int, tuple[str, int, Phases]]] = []
+        while log_file(Path(folder), len(ranks)).is_file():
+            ranks.append(_read(log_file(Path(folder), len(ranks))))
+        common = sorted(set.intersection(*(set(rank) for rank in ranks))) if ranks else []
+        if not common:
+            raise FormatError(
+                f"{folder} has no step that every rank logged; train longer with "
+                "qsync.hybrid(..., log_steps=FOLDER)"
+            )
+        last = [rank[common[-1]] for rank in ranks]
+        return cls(
+            tuple(name for name, _, _ in last), tuple(calls for _, calls, _ in last),
+            {number: tuple(rank[number][2] for rank in ranks) for number in common},
+        )  # fmt: skip
+
+    def by_rank(self) -> list[dict[str, float]]:
+        """Return the medians of `split` over all steps, by rank."""
+        found = []
+        for rank in range(len(self.classes)):
+            parts = [split_of(ranks)[rank] for ranks in self.steps.values()]
+            found.append({name: statistics.median(part[name] for part in parts) for name in parts[0]})
+        return found
+
+    def drifts(self, predicted: Mapping[str, Phases]) -> list[tuple[int, int, Drift]]:
+        """Return (first step, last step, blame) of every window of steps that are slower than predicted.
+
+        Windows that follow each other with the same blame count as one. The rest of fewer steps after the
+        last window says too little.
+        """
+        found: list[tuple[int, int, Drift]] = []
+        numbers = list(self.steps)
+        for i in range(0, max(1, len(numbers) - STEPS_PER_WINDOW + 1), STEPS_PER_WINDOW):
+            window = numbers[i : i + STEPS_PER_WINDOW]
+            by_rank = zip(*(self.steps[number] for number in window), strict=True)
+            drift = find_drift(predicted, list(zip(self.classes, map(median, by_rank), strict=True)))
+            if drift is None:
+                continue
+            first = window[0]
+            if found and found[-1][1] == numbers[i - 1] and _same(found[-1][2], drift):
+                first, _, drift = found.pop()
+            found.append((first, window[-1], drift))
+        return found
+
+
+def split_of(ranks: Sequence[Phases]) -> list[dict[str, float]]:
+    """Return `split` of every rank in one measured step."""
+    exposed_s = min(phases.blocked_s for phases in ranks)
+    return [split(phases, exposed_s, phases.blocked_s - exposed_s) for phases in ranks]
+
+
+def _same(one: Drift, other: Drift) -> bool:
+    return (one.rank, one.phase) == (other.rank, other.phase)
+
+
+def _read(path: Path) -> dict[int, tuple[str, int, Phases]]:
+    """Return (class, calls, phases) of each step by its number."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            entry: dict[str, Any] = json.loads(line)
+            step, name, calls = (entry.pop(field) for field in ("step", "device_class", "calls"))
+            found[int(step)] = (str(name), int(calls), Phases(**{k: float(v) for k, v in entry.items()}))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FormatError(
+                f"{path}, line {number}: not a logged step ({error}); log the steps anew"
+            ) from error
+    return found

@@ -1,0 +1,145 @@
+"""The phases of a step on each rank: predicted, and, where a job is slower, whose phase is to blame. Pure.
+
+A step, as a rank sees it, from one optimizer step to the next:
+
+    loading     the wait for the next batch before a pass, if a torch DataLoader serves it
+    compute     forward, loss and backward of every pass, to this rank's own last gradient
+    blocked     from this rank's own last gradient to the end of backward (communication, and waiting for
+                other ranks), plus, before forward, the time in which DDP hands out buffers (running
+                statistics)
+    optimizer   the optimizer's step, without a closure's passes
+    host        all else (zero_grad, clipping, logs)
+
+and `period_s` is their sum.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+
+from qsync.replayer.timeline import Timeline
+
+TOLERANCE = 0.1  # relative
+_PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Seconds of a step on a rank, by phase. `forward_s` is the part of `compute_s` in the model's call."""
+
+    host_s: float
+    compute_s: float
+    blocked_s: float
+    optimizer_s: float
+    loading_s: float = 0.0
+    forward_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """The rest of compute: the loss after the model's call, and backward."""
+        return self.compute_s - self.forward_s
+
+    @property
+    def period_s(self) -> float:
+        """The whole step."""
+        return self.host_s + self.loading_s + self.compute_s + self.blocked_s + self.optimizer_s
+
+    def to_json(self) -> dict[str, float]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+def median(steps: Iterable[Phases]) -> Phases:
+    """Return the median of each phase over steps. Raises statistics.StatisticsError where there are none."""
+    taken = list(steps)
+    return Phases(*(statistics.median(getattr(step, f.name) for step in taken) for f in fields(Phases)))
+
+
+def mean(steps: Iterable[Phases]) -> Phases:
+    """Return the mean of each phase over steps: unlike the median, it counts rare pauses of a rank."""
+    taken = list(steps)
+    return Phases(*(statistics.fmean(getattr(step, f.name) for step in taken) for f in fields(Phases)))
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """A job that is slower than predicted, and the rank's phase to blame, measured and predicted."""
+
+    step_s: float
+    predicted_step_s: float
+    rank: int
+    device_class: str
+    phase: str
+    phase_s: float
+    predicted_phase_s: float
+
+    def __str__(self) -> str:
+        late = self.step_s / self.predicted_step_s - 1.0
+        return (
+            f"a step takes {self.step_s * 1e3:.0f} ms, {late:.0%} longer than the predicted "
+            f"{self.predicted_step_s * 1e3:.0f} ms: {self.phase} on rank {self.rank} ({self.device_class}) "
+            f"takes {self.phase_s * 1e3:.0f} ms, predicted {self.predicted_phase_s * 1e3:.0f} ms; plan again "
+            "if it stays so"
+        )
+
+
+def expected(timeline: Timeline) -> dict[str, Phases]:
+    """Return the phases of every class as replay predicts them."""
+    found = {}
+    for name, entry in timeline.classes.items():
+        own = [event for event in timeline.events if event.device_class == name]
+        host = sum(event.duration_s for event in own if event.kind == "host")
+        optimizer = sum(event.duration_s for event in own if event.kind == "optimizer")
+        forward = sum(event.duration_s for event in own if event.phase == "forward")
+        compute = entry.compute_s - entry.loading_s - host - optimizer + entry.slowed_s
+        blocked = entry.exposed_s + entry.wait_s  # for buffers that DDP hands out, too
+        found[name] = Phases(host, compute, blocked, optimizer, entry.loading_s, forward)
+    return found
+
+
+def as_measurable(predicted: Phases, measured: Phases) -> Phases:
+    """Return the predicted phases, split as the rank could measure them.
+
+    If the rank measured no loading, the predicted loading time is added to the host's. If no loader was
+    profiled, the predicted loading time is 0 and any measured loading counts as drift.
+    """
+    if measured.loading_s > 0.0:
+        return predicted
+    return replace(predicted, host_s=predicted.host_s + predicted.loading_s, loading_s=0.0)
+
+
+def find_drift(
+    predicted: Mapping[str, Phases],
+    measured: Sequence[tuple[str, Phases]],
+    tolerance: float = TOLERANCE,
+) -> Drift | None:
+    """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
+
+    `measured` is (class, median phases) by rank. A rank's own work is blamed before communication: ranks that
+    wait for a slow one are blocked, but not to blame.
+    """
+    step_s = statistics.median(phases.period_s for _, phases in measured)
+    planned_s = max(phases.period_s for phases in predicted.values())
+    if step_s <= (1.0 + tolerance) * planned_s:
+        return None
+    planned_of = [as_measurable(predicted[name], phases) for name, phases in measured]
+    excess = [
+        (getattr(phases, f"{phase}_s") - getattr(planned_of[rank], f"{phase}_s"), rank, name, phase)
+        for rank, (name, phases) in enumerate(measured)
+        for phase in ("loading", "host", "compute", "optimizer")
+    ]
+    largest = max(excess)
+    if largest[0] < 0.5 * (step_s - planned_s):
+        # No rank's own work is to blame: report the rank whose blocked time exceeds its prediction least.
+        largest = min(
+            (phases.blocked_s - predicted[name].blocked_s, rank, name, "blocked")
+            for rank, (name, phases) in enumerate(measured)
+        )
+    over_s, rank, name, phase = largest
+    planned_phase_s = getattr(planned_of[rank], f"{phase}_s")
+    return Drift(
+        step_s, planned_s, rank, name, _PHASE_NAMES.get(phase, phase), planned_phase_s + over_s,
+        planned_phase_s,
+    )  # fmt: skip
