@@ -6,7 +6,7 @@
 """
 
 from qsync.replayer.churn.membership_steps import MembershipSteps
-from qsync.replayer.churn.play import ChurnCosts, ChurnReport, MembershipTime, play
+from qsync.replayer.churn.play import ChurnCosts, ChurnReport, play
 from qsync.replayer.churn.trace import ChurnEvent, RandomChurn, read_events
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "ChurnEvent",
     "ChurnReport",
     "MembershipSteps",
-    "MembershipTime",
     "RandomChurn",
     "play",
     "read_events",
