@@ -1,7 +1,7 @@
 """Base precision: what the strong class runs in, and against which every class is judged.
 
 In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
-all others in FP32. A plan lowers weak classes below the base, and states variance above the base's own.
+all others in FP32; in `fp32_fast` the same operators run in FP32 by the fastest kernel. A plan lowers weak classes below the base, and states variance above the base's own.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 
-BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
+BASES = (Precision.FP32, Precision.FP32_FAST, Precision.TF32, Precision.BF16, Precision.FP16)
 # Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
 _AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention")
 # A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
+    Precision.FP32_FAST: (Precision.FP32,),
     Precision.TF32: (Precision.FP32,),
     Precision.BF16: (Precision.FP16, Precision.FP32),
     Precision.FP16: (Precision.BF16, Precision.FP32),
