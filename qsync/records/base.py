@@ -77,6 +77,11 @@ def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
     return Precision.BF16 if traced == {"bf16"} else Precision.FP32
 
 
+def is_lowered(precision: Precision, base: Precision) -> bool:
+    """Return whether a precision has fewer bits than the base: `fp32_fast` has as many as FP32."""
+    return is_below(precision, base) and precision is not Precision.FP32_FAST
+
+
 def is_below(precision: Precision, base: Precision) -> bool:
     """Return whether a plan may give a precision to an operator that has this one under the base.
 
