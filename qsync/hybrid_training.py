@@ -85,10 +85,10 @@ def hybrid(
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with.
-        base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
-            what the others are lowered from. Without it the type of the torch.autocast that is on here, or of
-            Accelerate's mixed precision, else "fp32". The training loop may keep its torch.autocast of that
-            type.
+        base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
+            would, and what the others are lowered from. Without it the type of the torch.autocast that is on
+            here, or of Accelerate's mixed precision, else "fp32". The training loop may keep its
+            torch.autocast of that type.
         ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,

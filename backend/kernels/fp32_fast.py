@@ -1,9 +1,9 @@
 """Products in FP32 by the fastest kernel of a CPU: MKL or oneDNN, images in either memory order.
 
-torch multiplies FP32 matrices by MKL, which leaves AVX-512 alone on AMD processors, and convolves images in the
-order in which they lie. Both kernels sum the same terms in another order, so results differ by rounding alone.
-Which is faster depends on processor and shape: each shape is timed once in a process, on operands of its own. A
-process may therefore choose otherwise than another one, where two kernels take about as long.
+torch multiplies FP32 matrices by MKL, which leaves AVX-512 alone on AMD processors, and convolves images in
+the order in which they lie. All kernels sum the same terms, each in another order: results differ by rounding
+alone. Processor and shape decide which is faster, so each shape is timed once in a process. Where two kernels
+take about as long, another process may choose the other one.
 
 GFLOP/s of 1024x768x3072, one thread: 97 by MKL and 231 by oneDNN (Zen 5), 97 and 107 (Zen 4).
 """
@@ -24,7 +24,7 @@ from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.kernels.linear import DTYPES
 
-# Numbers of a shape are rounded up to so many bits for the choice: sequences of every length are not timed anew.
+# The numbers of a shape are rounded up to so many bits for the choice: similar lengths are timed once.
 _SHAPE_BITS = 3
 _MAX_ROUNDS, _TIMED_S = 3, 0.05  # of one choice
 _ORDERS = (torch.contiguous_format, torch.channels_last)
@@ -111,8 +111,8 @@ def conv2d_fp32_fast(
 
     The input's gradient returns in the input's own order, the weight's in the weight's.
 
-    ms forward and backward of 3x3 from contiguous images, as they lie and channels-last: 46 and 41 for 16x64x32x32,
-    33 and 49 for 16x512x4x4 (one thread of a Zen 4).
+    ms forward and backward of 3x3 from contiguous images, as they lie and channels-last: 46 and 41 for
+    16x64x32x32, 33 and 49 for 16x512x4x4 (one thread of a Zen 4).
 
     >>> conv2d_fp32_fast(torch.conv2d, "fp32", x, weight, padding=1)
     """
@@ -129,7 +129,9 @@ def conv2d_fp32_fast(
     key = (_rounded_up(input.shape), weight.shape, options, *lies, *needs)
 
     def timed(order: torch.memory_format) -> Callable[[], object]:
-        values = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (input, weight, bias)]
+        values = [
+            None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (input, weight, bias)
+        ]
 
         def run() -> None:
             x, w, b = values
@@ -171,7 +173,8 @@ class _BatchProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(*(t if need else None for t, need in zip((a, b), ctx.needs_input_grad[::-1])))
+        need_a, need_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if need_b else None, b if need_a else None)
         return multiply(a, b)
 
     @staticmethod

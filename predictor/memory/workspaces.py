@@ -80,11 +80,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _attention_int8(op, context, backward=True)
     if run.mode == Precision.BF16 and op.kind in ("linear", "addmm"):
         return _product_bf16(op, context)
-    if (
-        op.kind == "conv2d"
-        and context.device == "cpu"
-        and run.mode in _CONVOLVED
-    ):
+    if op.kind == "conv2d" and context.device == "cpu" and run.mode in _CONVOLVED:
         return _convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
     if op.kind == "attention" and run.mode == Precision.BF16 and context.device == "cpu":

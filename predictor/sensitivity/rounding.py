@@ -14,8 +14,8 @@ _BITS = {"e5m2": 2, **MANTISSA_BITS}
 def rounded_to(kind: str, index: int, precision: Precision) -> str:
     """Return the type to which a precision rounds this operand; "fp32" if it does not.
 
-    TF32 and the fast FP32 round inside the product. An embedding rounds the rows that it looks up; that equals a lookup of
-    rounded rows, so its table counts as the operand.
+    TF32 rounds inside the product, and so does fast FP32. An embedding rounds the rows that it looks up;
+    that equals a lookup of rounded rows, so its table counts as the operand.
     """
     return str(precision) if precision in ROUND_INSIDE else rounded_type(kind, index, precision)
 

@@ -1,7 +1,8 @@
 """Base precision: what the strong class runs in, and against which every class is judged.
 
 In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
-all others in FP32; in `fp32_fast` the same operators run in FP32 by the fastest kernel. A plan lowers weak classes below the base, and states variance above the base's own.
+all others in FP32. In `fp32_fast` they run in FP32 by the fastest kernel. A plan lowers weak classes below
+the base, and states variance above the base's own.
 """
 
 from __future__ import annotations

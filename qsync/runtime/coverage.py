@@ -81,9 +81,7 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
         counts = Counter(product.runs for product in found if product.is_changed)
         each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
         lowered = sum(product.is_lowered for product in found)
-        text = f"{lowered} of {len(found)} products in low precision{where}" + (
-            f" ({each})" if each else ""
-        )
+        text = f"{lowered} of {len(found)} products in low precision{where}" + (f" ({each})" if each else "")
     other: dict[tuple[str, str], list[str]] = {}
     for product in found:
         if product.because:

@@ -28,7 +28,9 @@ CALLS = {
     "matmul of one matrix": (matmul_fp32_fast, torch.matmul, [(2, 7, 65), (65, 33)], {}),
     "matmul, broadcast": (matmul_fp32_fast, torch.matmul, [(2, 1, 7, 65), (3, 65, 33)], {}),
     "conv2d": (conv2d_fp32_fast, torch.conv2d, [(2, 5, 9, 8), (7, 5, 3, 3), (7,)], {"padding": 1}),
-    "conv2d, strided": (conv2d_fp32_fast, torch.conv2d, [(2, 6, 9, 9), (8, 3, 3, 3)], {"stride": 2, "groups": 2}),
+    "conv2d, strided": (
+        conv2d_fp32_fast, torch.conv2d, [(2, 6, 9, 9), (8, 3, 3, 3)], {"stride": 2, "groups": 2},
+    ),
 }  # fmt: skip
 
 
@@ -121,7 +123,7 @@ def test_sequences_of_similar_length_share_a_choice(monkeypatch):
 
 
 def test_the_error_of_another_order_of_summing_is_what_the_precision_says():
-    """Rounding both operands to so many bits has the squared error that was measured, within a factor of 8."""
+    """Rounding both operands to so many bits has the measured squared error, within a factor of 8."""
     a, b = draw(256, 768), draw(768, 256)
     step = 2.0 ** -MANTISSA_BITS["fp32_fast"]
     stated = 2 * step**2 / 12 * 0.5

@@ -27,7 +27,15 @@ SPEED = {
     "int8_all": 0.15,
 }  # fmt: skip
 # Variance relative to bf16; monotone in the order in which precisions are called higher.
-OMEGA = {"fp32_fast": 1e-8, "tf32": 0.01, "bf16": 1.0, "fp16": 0.5, "fp8": 40.0, "int8": 20.0, "int8_all": 90.0}
+OMEGA = {
+    "fp32_fast": 1e-8,
+    "tf32": 0.01,
+    "bf16": 1.0,
+    "fp16": 0.5,
+    "fp8": 40.0,
+    "int8": 20.0,
+    "int8_all": 90.0,
+}
 
 
 class Builder:
