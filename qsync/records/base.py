@@ -78,6 +78,19 @@ def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
     return Precision.BF16 if traced == {"bf16"} else Precision.FP32
 
 
+def default_base(graph: OpGraph, precisions: Collection[Precision]) -> Precision:
+    """Return the base of a job that asks for none and may choose from these precisions.
+
+    It is that in which the model was loaded; FP32 is then computed by the fastest kernels.
+
+    >>> default_base(graph, (Precision.FP32, Precision.FP32_FAST, Precision.BF16))
+    <Precision.FP32_FAST: 'fp32_fast'>
+    """
+    loaded = base_of_graph(graph)
+    fast = loaded is Precision.FP32 and Precision.FP32_FAST in precisions
+    return Precision.FP32_FAST if fast else loaded
+
+
 def is_lowered(precision: Precision, base: Precision) -> bool:
     """Return whether a precision has fewer bits than the base: `fp32_fast` has as many as FP32."""
     return is_below(precision, base) and precision is not Precision.FP32_FAST
