@@ -20,6 +20,12 @@ from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_i
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
+from qsync.backend.kernels.fp32_fast import (
+    addmm_fp32_fast,
+    conv2d_fp32_fast,
+    linear_fp32_fast,
+    matmul_fp32_fast,
+)
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.matmul import matmul_int8
 from qsync.records.kernel_support import why_not_multiplied
@@ -52,6 +58,12 @@ _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
 }
 _CONVOLUTIONS: dict[str, Kernel] = {"conv2d": conv2d_int8, "conv1d": conv1d_int8}
 _EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
+_FAST_KERNELS: dict[str, Kernel] = {
+    "linear": linear_fp32_fast,
+    "addmm": addmm_fp32_fast,
+    "conv2d": conv2d_fp32_fast,
+    "matmul": matmul_fp32_fast,
+}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
@@ -82,6 +94,9 @@ def _torch_candidates(
         return (_candidate("products in pieces, or torch", fastest_attention_bf16, None),)
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, reason),)
+    if precision is Precision.FP32_FAST:
+        name = "memory order by shape" if kind == "conv2d" else "MKL or oneDNN by shape"
+        return (_candidate(name, _FAST_KERNELS[kind], reason or _why_no_onednn()),)
     if precision is Precision.FP16:
         return (_candidate("torch, scaled", product_fp16, reason),)
     if precision is Precision.TF32:
@@ -114,18 +129,25 @@ def _candidate(name: str, kernel: Kernel, reason: str | None) -> Candidate:
 
 def has_onednn() -> bool:
     """Return whether this build of torch has oneDNN."""
-    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    built = bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
+    return built and hasattr(torch.ops.onednn, "qconv_pointwise")
 
 
 def _why_no_int8_convolution(device: torch.device) -> str | None:
     if device.type != "cpu":
         return "torch has no INT8 convolution on GPUs"
-    if not has_onednn() or not hasattr(torch.ops.onednn, "qconv_pointwise"):
-        return "this torch was built without oneDNN"
-    return None
+    return _why_no_onednn()
+
+
+def _why_no_onednn() -> str | None:
+    return None if has_onednn() else "this torch was built without oneDNN"
 
 
 def device_precisions(device: torch.device) -> tuple[Precision, ...]:
     """Return the precisions that the device multiplies, by capability alone."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return tuple(p for p in Precision if why_not_multiplied(p, capability) is None)
+    return tuple(
+        p
+        for p in Precision
+        if why_not_multiplied(p, capability) is None and (p is not Precision.FP32_FAST or has_onednn())
+    )

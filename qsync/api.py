@@ -307,9 +307,9 @@ def wrap(
         save_less: let every operator that can save less for backward, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
             qsync.backend.compressed_saves.saved_ops).
-        base: "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where nothing
-            lower is asked for. Inside a torch.autocast of that type the model may be called; qsync decides
-            the casts there too.
+        base: "fp32_fast", "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
+            nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
+            decides the casts there too.
 
     Returns:
         The model.

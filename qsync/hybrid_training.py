@@ -30,7 +30,7 @@ from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
-from qsync.records.base import parse_base
+from qsync.records.base import default_base, parse_base
 from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plan_folder import Basis, save_plan
@@ -93,10 +93,10 @@ def hybrid(
         timeout_s: seconds of silence after which a rank counts as dead; at least 1.
         loader: what this rank's loop takes its batches from. The wait for the next batch is then profiled
             and planned with.
-        base: "fp32", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast would, and
-            what the others are lowered from. Without it the type of the torch.autocast that is on here, or of
-            Accelerate's mixed precision, else "fp32". The training loop may keep its torch.autocast of that
-            type.
+        base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
+            would, and what the others are lowered from. Without it the type of the torch.autocast that is on
+            here, or of Accelerate's mixed precision, else "fp32_fast" where a class has it. "fp32" keeps
+            the strong class bitwise torch's. The training loop may keep its torch.autocast of that type.
         ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
@@ -145,7 +145,7 @@ def hybrid(
     folder = None
     if plan is None:
         step = job.TrainingStep(model, example_batch, loss_fn)
-        options |= {"base": str(parse_base(base))} if base not in (None, Precision.FP32) else {}
+        options |= {"base": str(parse_base(base))} if base is not None else {}
         with shown_on_rank_zero("qsync: planning") as progress, without_autocast(device):
             profiling = ProfileOptions(
                 precisions,
@@ -240,6 +240,10 @@ def _profile_and_plan(
     """Return the plan of this job, the same on every rank, and its folder: cached, or made now."""
     graph = job.form_graph(step)
     formed = job.form_cluster(rank, profiling.progress)
+    if "base" not in options:
+        able = {p for device_class in formed[0].classes for p in device_class.precisions}
+        chosen = able.intersection(profiling.precisions or able)
+        options = {**options, "base": str(default_base(graph, chosen))}
     folder = cache_folder(cache_dir) / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
         "cap": profiling.bucket_cap_bytes,

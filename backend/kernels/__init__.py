@@ -5,6 +5,7 @@ Each is called as the torch function, with encoded operands.
 `linear`           linear layers in INT8, forward alone or in all three products
 `matmul`           batched products of activations in INT8
 `fp8`              linear layers in FP8
+`fp32_fast`        products in FP32 by the fastest kernel
 `fp16_tf32`        any product in FP16 or TF32
 `convolution`      convolutions in INT8 and BF16 on CPUs; `conv_strategy`  when windows beat oneDNN
 `attention_bf16`   attention in BF16 on CPUs; `attention_int8`  in INT8

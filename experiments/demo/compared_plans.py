@@ -40,13 +40,13 @@ class Planned:
 def planned_runs(
     basis: Basis, bucket_cap_bytes: int | None = None, base: Precision = Precision.FP32
 ) -> dict[str, Planned]:
-    """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32.
+    """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32, plain or fast.
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
-    if base is not Precision.FP32:
+    if base not in (Precision.FP32, Precision.FP32_FAST):
         lowest, precision = "weak_int8_all", Precision.INT8_ALL
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),

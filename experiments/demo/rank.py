@@ -42,7 +42,9 @@ from qsync.runtime import program as runtime
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
 PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
-PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)  # what is worth choosing below a base of 16 bits
+# What is worth choosing from, by base.
+PROFILED_BELOW = {Precision.FP32: PROFILED, Precision.FP32_FAST: (*PROFILED, Precision.FP32_FAST)}
+PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)
 
 
 def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
@@ -90,7 +92,7 @@ class Measuring:
         self._own = self._rank.device_class
         self._graph = job.form_graph(job.TrainingStep(self._model, self._batch, self._loss_fn))
         on_cpu = place.device.type == "cpu"
-        profiled = PROFILED if base is Precision.FP32 else PROFILED_BELOW_16BIT
+        profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
         precisions = [
             p for p in profiled if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]

@@ -52,7 +52,7 @@ _MIN_SOURCES = 3
 _STRENGTHS = tuple(i / 8 for i in range(9))
 
 # The measured mode that stands for an unmeasured one: its shares of the peak are used.
-_SUBSTITUTE = {"fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
+_SUBSTITUTE = {"fp32_fast": "fp32", "fp16": "bf16", "tf32": "fp32", "fp8": "int8", "int8_all": "int8"}
 
 Key = tuple[str, str, Direction]
 

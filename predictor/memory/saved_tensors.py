@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Op, OpGraph, num_elements
-from qsync.records.precision import LARGEST, type_bytes
+from qsync.records.precision import LARGEST, Precision, type_bytes
 
 # A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
@@ -97,6 +97,8 @@ def made_for_backward(
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
+    elif op.kind == "conv2d" and mode == Precision.FP32_FAST:  # its weight, at the most: in another order
+        yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else

@@ -88,7 +88,9 @@ class VectorizedPeak:
         if first is None:
             value = self.tables.wiring.inputs[self.tables.wiring.number[root]]
             entered = (value.kind, value.dtype, value.shape)
-        ends = any(layout.ops[i].kind == "output" for i in users) or not base
+        # An activation runs in backward when its product does, which may be the first operator.
+        starts = not base or any(self.tables.wiring.product[i] == 0 for i in users)
+        ends = starts or any(layout.ops[i].kind == "output" for i in users)
         return entered, base if ends else None, tuple(self._part(root, i, base) for i in users)
 
     def _part(self, root: str, i: int, base: int) -> Any:

@@ -29,7 +29,7 @@ from qsync.predictor.sensitivity.directional_probe import (
 )
 from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import PRECISIONS_BY_KIND, ROUND_INSIDE, Precision
 from qsync.records.profiles import Sensitivity
 
 
@@ -85,8 +85,8 @@ def _omega(op: Op, precision: Precision, effects: RoundingEffects, rounded: Iter
         return effects.gradients.get((name, index, type_name), 0.0)
 
     total = sum(value(i, rounded_to(op.kind, i, precision)) for i in operands)
-    if precision is Precision.TF32:
-        return total + gradient(RESULT, "tf32")
+    if precision in ROUND_INSIDE:
+        return total + gradient(RESULT, str(precision))
     if precision is Precision.INT8_ALL:
         return total + sum(gradient(i, STOCHASTIC) for i in operands)
     if precision is Precision.FP8:

@@ -29,7 +29,10 @@ def demo(
         int | None, typer.Option(help="Training steps of each run.", show_default="the workload's own")
     ] = None,
     base: Annotated[
-        str, typer.Option(help="What the fast rank runs in: fp32, bf16 (as torch.autocast), fp16 or tf32.")
+        str,
+        typer.Option(
+            help="What the fast rank runs in: fp32, fp32_fast, bf16 (as torch.autocast), fp16, tf32."
+        ),
     ] = "fp32",
     as_json: Json = False,
 ) -> None:

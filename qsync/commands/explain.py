@@ -20,6 +20,9 @@ from qsync.commands.options import (
     console,
     print_json,
 )
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.records.precision import Precision
 
 
 def explain(
@@ -64,6 +67,7 @@ def explain(
     filled = peaks(found.graph, plan, found.profiles, found.cluster)
     unsupported = unsupported_precisions(found.graph, plan, found.profiles, found.cluster)
     reasons, prices = explain_lowering(*parts, **limits), shadow_prices(*parts, **limits)
+    fast = _fast_fp32(plan, found)
     if picture is not None:
         from qsync.figures import memory as memory_figure
 
@@ -79,6 +83,7 @@ def explain(
             "reasons": [reason.to_json() for reason in reasons],
             "shadow_prices": [price.to_json() for price in prices],
             "refused": [operator.to_json() for operator in unsupported],
+            "fp32_fast": {name: {"ops": num, "variance": added} for name, (num, added) in fast.items()},
             "memory": {
                 name: {"origin": found.profiles[name].origin, **peak.to_json()}
                 for name, peak in filled.items()
@@ -89,9 +94,30 @@ def explain(
         console.print(tables.reasons_table(reasons))
     else:
         console.print("The plan lowers nothing: every rank keeps up in FP32.")
+    for name, (num_ops, added) in fast.items():
+        console.print(
+            f"{name} runs {num_ops} operators in FP32 by its fastest kernels (fp32_fast), which sum in "
+            f"another order than torch: {added:.1e} variance",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     console.print(tables.shadow_prices_table(prices))
     if unsupported:
         console.print(tables.unsupported_table(unsupported, found.profiles))
     console.print(tables.memory_table(filled, found.profiles))
     for line in tables.loading_lines(found.profiles):
         console.print(line, highlight=False, soft_wrap=True)
+
+
+def _fast_fp32(plan: Plan, found: Basis) -> dict[str, tuple[int, float]]:
+    """Map each class that runs operators in `fp32_fast` to their number and the variance that they add."""
+    from qsync.allocator.problem import gradient_weight
+
+    counts = {}
+    for device_class in found.cluster.classes:
+        assignment = plan[device_class.name].assignment
+        ops = [op for op, precision in assignment.items() if precision is Precision.FP32_FAST]
+        weight = gradient_weight(device_class, found.profiles, found.cluster)
+        added = weight * sum(found.sensitivity[op, Precision.FP32_FAST] for op in ops)
+        if ops:
+            counts[device_class.name] = (len(ops), added)
+    return counts

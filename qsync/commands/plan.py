@@ -70,7 +70,10 @@ def plan(
         bool, typer.Option("--lower-all", help="Let the strongest class be lowered too.")
     ] = False,
     base: Annotated[
-        str, typer.Option(help="What the strong class runs in: fp32, tf32, bf16 or fp16 (as torch.autocast).")
+        str,
+        typer.Option(
+            help="What the strong class runs in: fp32, fp32_fast, or as torch.autocast: tf32, bf16, fp16."
+        ),
     ] = "fp32",
     together: Annotated[
         list[str] | None,

@@ -88,7 +88,7 @@ def elastic(
         device_class: the name of this card's class, instead of the detected one.
         emulated_share: the share of its core that an emulated card gets, in (0, 1].
         precisions: those to choose from, instead of all that this card multiplies in hardware.
-        base: as in `qsync.hybrid`.
+        base: as in `qsync.hybrid`; "fp32" without one.
         share: give cards samples in proportion to their predicted speed, instead of equally many.
         max_samples: the most samples of a card in one pass; by the memory model without it.
         timeout_s: seconds after which a card that does not answer is left out: longer than the slowest step

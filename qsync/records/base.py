@@ -1,7 +1,8 @@
 """Base precision: what the strong class runs in, and against which every class is judged.
 
 In `bf16`, `fp16` or `tf32` the operators that torch.autocast lowers run in that type, by its own list, and
-all others in FP32. A plan lowers weak classes below the base, and states variance above the base's own.
+all others in FP32. In `fp32_fast` they run in FP32 by the fastest kernel. A plan lowers weak classes below
+the base, and states variance above the base's own.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
 
-BASES = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
+BASES = (Precision.FP32, Precision.FP32_FAST, Precision.TF32, Precision.BF16, Precision.FP16)
 # Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
 _AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention")
 # A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
+    Precision.FP32_FAST: (Precision.FP32,),
     Precision.TF32: (Precision.FP32,),
     Precision.BF16: (Precision.FP16, Precision.FP32),
     Precision.FP16: (Precision.BF16, Precision.FP32),
@@ -74,6 +76,24 @@ def base_of_graph(graph: OpGraph, asked: str | None = None) -> Precision:
         return parse_base(asked)
     traced = {op.dtype for op in graph.adjustable}
     return Precision.BF16 if traced == {"bf16"} else Precision.FP32
+
+
+def default_base(graph: OpGraph, precisions: Collection[Precision]) -> Precision:
+    """Return the base of a job that asks for none and may choose from these precisions.
+
+    It is that in which the model was loaded; FP32 is then computed by the fastest kernels.
+
+    >>> default_base(graph, (Precision.FP32, Precision.FP32_FAST, Precision.BF16))
+    <Precision.FP32_FAST: 'fp32_fast'>
+    """
+    loaded = base_of_graph(graph)
+    fast = loaded is Precision.FP32 and Precision.FP32_FAST in precisions
+    return Precision.FP32_FAST if fast else loaded
+
+
+def is_lowered(precision: Precision, base: Precision) -> bool:
+    """Return whether a precision has fewer bits than the base: `fp32_fast` has as many as FP32."""
+    return is_below(precision, base) and precision is not Precision.FP32_FAST
 
 
 def is_below(precision: Precision, base: Precision) -> bool:

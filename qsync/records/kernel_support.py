@@ -49,6 +49,8 @@ _UNWRITTEN_KINDS = {
     "embedding": "not written; it multiplies nothing",
 }
 _UNWRITTEN = {
+    ("attention", Precision.FP32_FAST): "not written; torch has one attention in FP32",
+    ("conv1d", Precision.FP32_FAST): "not written; torch keeps signals in one order",
     ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv2d", Precision.INT8_ALL): _FORWARD_ONLY,
@@ -70,7 +72,7 @@ def why_unwritten(kind: str, precision: Precision) -> str:
     >>> why_unwritten("conv2d", Precision.FP8)
     'not written; torch has no convolution in FP8'
     """
-    return _UNWRITTEN_KINDS.get(kind) or _UNWRITTEN.get((kind, precision), "not written")
+    return _UNWRITTEN.get((kind, precision)) or _UNWRITTEN_KINDS.get(kind, "not written")
 
 
 def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None) -> str | None:
@@ -85,6 +87,8 @@ def why_not_multiplied(precision: Precision, capability: tuple[int, int] | None)
         if precision is Precision.TF32:
             return "TF32 needs NVIDIA tensor cores"
         return "no CPU multiplies FP8" if precision is Precision.FP8 else None
+    if precision is Precision.FP32_FAST:
+        return "a GPU has one FP32 product, which is fp32"
     least = _LEAST_CAPABILITY.get(precision, (0, 0))
     if capability >= least:
         return None

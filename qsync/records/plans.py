@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError, MismatchError, shortened
-from qsync.records.base import is_below, parse_base
+from qsync.records.base import is_lowered, parse_base
 from qsync.records.graph import OpGraph
 from qsync.records.json_files import check_fields, check_header, read_json, write_json
 from qsync.records.json_files import field as field_of
@@ -52,8 +52,8 @@ class ClassPlan:
 
     @property
     def lowered(self) -> tuple[str, ...]:
-        """Return the operators that run below the base."""
-        return tuple(op for op, precision in self.assignment.items() if is_below(precision, self.base))
+        """Return the operators that run below the base, in fewer bits."""
+        return tuple(op for op, precision in self.assignment.items() if is_lowered(precision, self.base))
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,14 @@ class Product:
     because: str = ""
 
     @property
+    def is_changed(self) -> bool:
+        """Return whether it runs otherwise than the model has it."""
+        return self.runs not in (Precision.FP32, self.op.dtype)
+
+    @property
     def is_lowered(self) -> bool:
         """Return whether it runs in another type than the model has it in."""
-        return self.runs not in (Precision.FP32, self.op.dtype)
+        return self.is_changed and self.runs != Precision.FP32_FAST
 
 
 def products(
@@ -73,11 +78,10 @@ def sentence(found: list[Product], asked: Mapping[str, Precision] | Precision, w
         kept = sum(product.runs == asked for product in found)
         text = f"{kept} of {len(found)} products in {asked}{where}"
     else:
-        counts = Counter(product.runs for product in found if product.is_lowered)
+        counts = Counter(product.runs for product in found if product.is_changed)
         each = ", ".join(f"{count} {precision}" for precision, count in sorted(counts.items()))
-        text = f"{counts.total()} of {len(found)} products in low precision{where}" + (
-            f" ({each})" if each else ""
-        )
+        lowered = sum(product.is_lowered for product in found)
+        text = f"{lowered} of {len(found)} products in low precision{where}" + (f" ({each})" if each else "")
     other: dict[tuple[str, str], list[str]] = {}
     for product in found:
         if product.because:

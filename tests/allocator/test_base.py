@@ -17,7 +17,8 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import replay
 
-FP32, TF32, BF16, FP16 = Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16
+FP32, FAST, TF32 = Precision.FP32, Precision.FP32_FAST, Precision.TF32
+BF16, FP16 = Precision.BF16, Precision.FP16
 FP8, INT8, INT8_ALL = Precision.FP8, Precision.INT8, Precision.INT8_ALL
 GRAPH = encoder(2)
 KINDS = {op.name: op.kind for op in GRAPH.adjustable}
@@ -111,16 +112,19 @@ def test_reasons_compare_with_the_base():
 
 
 def test_bases_are_named_and_must_be_multiplied_somewhere():
-    with pytest.raises(FormatError, match="int8 is no base precision: choose one of fp32, tf32, bf16, fp16"):
+    with pytest.raises(
+        FormatError, match="int8 is no base precision: choose one of fp32, fp32_fast, tf32, bf16, fp16"
+    ):
         parse_base("int8")
     with pytest.raises(UnsupportedError, match="no device here multiplies tf32.*one of fp32, bf16"):
         allocate(GRAPH, PROFILES, SENSITIVITY, CLUSTER, base="tf32")
 
 
 def test_which_precisions_are_below_a_base():
-    below = {base: [p for p in Precision if is_below(p, base)] for base in (FP32, TF32, BF16, FP16)}
+    below = {base: [p for p in Precision if is_below(p, base)] for base in (FP32, FAST, TF32, BF16, FP16)}
     assert below == {
-        FP32: [TF32, BF16, FP16, FP8, INT8, INT8_ALL],
+        FP32: [FAST, TF32, BF16, FP16, FP8, INT8, INT8_ALL],
+        FAST: [TF32, BF16, FP16, FP8, INT8, INT8_ALL],
         TF32: [BF16, FP16, FP8, INT8, INT8_ALL],
         BF16: [FP8, INT8, INT8_ALL],
         FP16: [FP8, INT8, INT8_ALL],

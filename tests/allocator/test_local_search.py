@@ -27,7 +27,7 @@ def begun(graph, seed, *, time=0.3, memory=None, cast_s=1e-9, pins=None, after_g
     and what FP32 does. Sensitivities vary by ten thousand times."""
     draw, sensitivity = Random(seed), sensitivity_of(graph)
     omega = {
-        op: {p: v * 10 ** draw.uniform(-2, 2) for p, v in modes.items()}
+        op: {p: v * 10 ** draw.uniform(-2, 2) for p, v in modes.items() if p != "fp32_fast"}
         for op, modes in sensitivity.omega.items()
     }
     profiles = {

@@ -28,6 +28,7 @@ def test_a_cpu_offers_what_it_multiplies():
     kernels = select("cpu")
     assert kernels.precisions() == (
         Precision.FP32,
+        Precision.FP32_FAST,
         Precision.BF16,
         Precision.FP16,
         Precision.INT8,
@@ -49,7 +50,7 @@ def test_a_cpu_offers_what_it_multiplies():
 def test_a_gpu_offers_what_its_capability_has(monkeypatch, capability, missing):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     offered = device_precisions(torch.device("cuda", 0))
-    assert set(Precision) - set(offered) == missing
+    assert set(Precision) - set(offered) == missing | {"fp32_fast"}
     narrow = Kernels(torch.device("cuda", 0)).sixteen_bit
     assert narrow == (None if "bf16" in missing else "bf16")
 

@@ -35,7 +35,15 @@ def test_the_best_product_is_the_peak():
 
 @pytest.mark.parametrize(
     ("precision", "expected"),
-    [("fp32", 1e11), ("bf16", 2e11), ("int8_all", 4e11), ("int8", 2.4e11), ("fp8", None), ("tf32", None)],
+    [
+        ("fp32", 1e11),
+        ("fp32_fast", 1e11),
+        ("bf16", 2e11),
+        ("int8_all", 4e11),
+        ("int8", 2.4e11),
+        ("fp8", None),
+        ("tf32", None),
+    ],
 )
 def test_the_peak_of_a_precision(precision, expected):
     found = measure_peaks.peak_of("linear", precision, "bf16", PEAKS)

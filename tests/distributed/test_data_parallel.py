@@ -118,6 +118,7 @@ whole = DDP(make())
 for k in range(2):
     with whole.no_sync() if k == 0 else __import__("contextlib").nullcontext():
         loss_fn(whole, batch(seed=k + rank)).backward()
+options["base"] = "fp32"  # bitwise as DDP
 model = qsync.hybrid(make(), batch(), **options)
 with model.no_sync():
     loss_fn(model, batch(seed=rank)).backward()

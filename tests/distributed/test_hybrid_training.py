@@ -73,7 +73,7 @@ dist.destroy_process_group()
     assert said(output, "wrapper") == ["True Net True"] * 2
     assert said(output, "identical") == ["True True"] * 2
     fast, weak = said(output, "modes")
-    assert fast == "['fp32']" and ("bf16" in weak or "int8" in weak)
+    assert fast == "['fp32_fast']" and ("bf16" in weak or "int8" in weak)
     files = "['cluster.json', 'graph.json', 'plan.json', 'sensitivity.json']"
     assert said(output, "plan") == [f"2 {files}"] * 2
     assert said(output, "profiled") == ["1", "1"]

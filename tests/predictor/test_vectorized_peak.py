@@ -125,6 +125,11 @@ def test_an_activation_runs_with_its_product_however_far_that_is():
     check(builder.build(), {f"fc{block}": Precision.INT8 for block in range(3)})
 
 
+def test_an_activation_of_the_first_product_lives_until_the_end_of_backward():
+    graph = mlp(3)
+    check(graph, {op.name: Precision.INT8 for op in graph.adjustable})
+
+
 def test_images_are_put_in_order_only_where_the_first_operand_was_not():
     """Two sums of the same two results, of which a lowered convolution turned one."""
     builder = Builder()

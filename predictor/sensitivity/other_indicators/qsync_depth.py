@@ -44,6 +44,7 @@ from qsync.records.graph import Op, OpGraph, Role, num_elements
 from qsync.records.precision import (
     MANTISSA_BITS,
     PRECISIONS_BY_KIND,
+    ROUND_INSIDE,
     ROUNDS_WHAT_IT_READS,
     Precision,
     operand_type,
@@ -270,7 +271,7 @@ class Gatherer:
         with torch.no_grad():
             raw.gradient_square = gradient.float().square().sum()
             types = {"bf16", *("fp16" for p in self._precisions if p is Precision.FP16)}
-            types |= {"tf32" for p in self._precisions if p is Precision.TF32}
+            types |= {str(p) for p in self._precisions if p in ROUND_INSIDE}
             types |= {"int8_stochastic" for p in self._precisions if p is Precision.INT8_ALL}
             types |= {"e5m2" for p in self._precisions if p is Precision.FP8}
             raw.gradient_rounding = {t: rounding_variance(gradient, t) for t in types}

@@ -1,0 +1,248 @@
+"""Products in FP32 by the fastest kernel of a CPU: MKL or oneDNN, images in either memory order.
+
+torch multiplies FP32 matrices by MKL, which leaves AVX-512 alone on AMD processors, and convolves images in
+the order in which they lie. All kernels sum the same terms, each in another order: results differ by rounding
+alone. Processor and shape decide which is faster, so each shape is timed once in a process. Where two kernels
+take about as long, another process may choose the other one.
+
+GFLOP/s of 1024x768x3072, one thread: 97 by MKL and 231 by oneDNN (Zen 5), 97 and 107 (Zen 4).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qsync.backend.autograd import differentiable
+from qsync.backend.casts.cast_ops import sum_columns
+from qsync.backend.kernels.linear import DTYPES
+
+# The numbers of a shape are rounded up to so many bits for the choice: similar lengths are timed once.
+_SHAPE_BITS = 3
+_MAX_ROUNDS, _TIMED_S = 3, 0.05  # of one choice
+_ORDERS = (torch.contiguous_format, torch.channels_last)
+# The number of the faster kernel, by what was called: operator, shapes, memory orders, threads.
+_fastest: dict[tuple[object, ...], int] = {}
+
+
+def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a kernel of a product: its arguments come in FP32, and its result leaves in `out_type`."""
+
+    @wraps(product)
+    def kernel(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+        kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
+        return product(target, *args, **kwargs).to(DTYPES[out_type])
+
+    return kernel
+
+
+@_on_fp32
+def linear_fp32_fast(
+    target: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Compute y = x W' + b, dx = g W and dW = g' x, each product by its faster kernel.
+
+    >>> linear_fp32_fast(F.linear, "fp32", x, weight, bias)
+    """
+    if not (input.numel() and weight.numel()):
+        return target(input, weight, bias)
+    rows = input.reshape(-1, input.shape[-1])
+    return differentiable(_Product, rows, weight, bias, True).view(*input.shape[:-1], len(weight))
+
+
+@_on_fp32
+def addmm_fp32_fast(
+    target: Callable[..., Tensor],
+    input: Tensor,
+    mat1: Tensor,
+    mat2: Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+) -> Tensor:
+    """Compute `linear_fp32_fast` for addmm(b, x, W) with W stored (K, N); torch's where it scales.
+
+    >>> addmm_fp32_fast(torch.addmm, "fp32", b, x, weight)
+    """
+    if alpha != 1 or beta != 1 or not (mat1.numel() and mat2.numel()):
+        return target(input, mat1, mat2, beta=beta, alpha=alpha)
+    if input.shape == (mat2.shape[1],):
+        return differentiable(_Product, mat1, mat2, input, False)
+    return differentiable(_Product, mat1, mat2, None, False) + input
+
+
+@_on_fp32
+def matmul_fp32_fast(target: Callable[..., Tensor], input: Tensor, other: Tensor) -> Tensor:
+    """Multiply matrices, or batches of as many matrices; torch's where they are broadcast.
+
+    >>> matmul_fp32_fast(torch.matmul, "fp32", q, k.mT)
+    """
+    if input.ndim < 2 or other.ndim < 2 or not (input.numel() and other.numel()):
+        return target(input, other)
+    shape = (*input.shape[:-1], other.shape[-1])
+    if other.ndim == 2:
+        rows = input.reshape(-1, input.shape[-1])
+        return differentiable(_Product, rows, other, None, False).view(shape)
+    if input.shape[:-2] != other.shape[:-2]:
+        return target(input, other)
+    return differentiable(_BatchProduct, input.flatten(0, -3), other.flatten(0, -3)).view(shape)
+
+
+@_on_fp32
+def conv2d_fp32_fast(
+    target: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Run the target on images in the faster memory order, in which the result lies too.
+
+    The input's gradient returns in the input's own order, the weight's in the weight's.
+
+    ms forward and backward of 3x3 from contiguous images, as they lie and channels-last: 46 and 41 for
+    16x64x32x32, 33 and 49 for 16x512x4x4 (one thread of a Zen 4).
+
+    >>> conv2d_fp32_fast(torch.conv2d, "fp32", x, weight, padding=1)
+    """
+
+    def convolve(x: Tensor, w: Tensor, b: Tensor | None, order: torch.memory_format) -> Tensor:
+        x, w = (differentiable(_Reordered, t, order) for t in (x, w))
+        return target(x, w, b, stride, padding, dilation, groups)
+
+    if input.ndim != 4 or not (input.numel() and weight.numel()):
+        return target(input, weight, bias, stride, padding, dilation, groups)
+    lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
+    needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
+    options = str((stride, padding, dilation, groups))
+    key = (_rounded_up(input.shape), weight.shape, options, *lies, *needs)
+
+    def timed(order: torch.memory_format) -> Callable[[], object]:
+        values = [
+            None if t is None else t.detach().requires_grad_(t.requires_grad) for t in (input, weight, bias)
+        ]
+
+        def run() -> None:
+            x, w, b = values
+            assert x is not None and w is not None
+            y = convolve(x, w, b, order)
+            if y.requires_grad:
+                torch.autograd.grad(y, [t for t in values if t is not None and t.requires_grad], y.detach())
+
+        return run
+
+    return convolve(input, weight, bias, _ORDERS[_choose(key, [timed(order) for order in _ORDERS])])
+
+
+class _Product(torch.autograd.Function):
+    """y = x W + b of matrices; with `is_transposed` W is stored (N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:
+        need_x, need_w = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_w else None, weight if need_x else None)
+        ctx.is_transposed = is_transposed
+        return multiply(x, weight.t() if is_transposed else weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        g = gradient.contiguous()
+        dx = dw = None
+        if weight is not None:
+            dx = multiply(g, weight if ctx.is_transposed else weight.t())
+        if x is not None:
+            dw = multiply(g.t(), x) if ctx.is_transposed else multiply(x.t(), g)
+        return dx, dw, sum_columns(g) if ctx.needs_input_grad[2] else None, None
+
+
+class _BatchProduct(torch.autograd.Function):
+    """y = a b of equally many matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        need_a, need_b = ctx.needs_input_grad
+        ctx.save_for_backward(a if need_b else None, b if need_a else None)
+        return multiply(a, b)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        da = None if b is None else multiply(gradient, b.mT)
+        return da, None if a is None else multiply(a.mT, gradient)
+
+
+class _Reordered(torch.autograd.Function):
+    """Images, or filters, in a memory order; the gradient returns in the order of the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: torch.memory_format) -> Tensor:
+        ctx.order = next((own for own in _ORDERS if x.is_contiguous(memory_format=own)), None)
+        return x.contiguous(memory_format=order).view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.order is None else gradient.contiguous(memory_format=ctx.order), None
+
+
+def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute a b (+ bias) of FP32 matrices, or of batches of them, by the faster kernel for the shape.
+
+    a (M, K), b (K, N), bias (N); or a (B, M, K), b (B, K, N) without a bias. Strides are free.
+
+    >>> multiply(x, weight.t(), bias)
+    """
+    orders = (a.stride(-1) == 1, b.stride(-1) == 1)
+    key = (_rounded_up(a.shape), _rounded_up(b.shape), *orders, bias is None)
+    runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
+    return runs[_choose(key, runs)]()
+
+
+def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+
+def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if a.ndim == 3:
+        return torch.stack([_by_onednn(x, y, None) for x, y in zip(a, b, strict=True)])
+    bias = None if bias is None else bias.contiguous()  # its stride is not read, unchecked (torch 2.13)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), bias, "none", [], "")
+    return product
+
+
+def _rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with every number rounded up to its three leading bits."""
+    shifts = (max(n.bit_length() - _SHAPE_BITS, 0) for n in shape)
+    return tuple(-(-n >> shift) << shift for n, shift in zip(shape, shifts, strict=True))
+
+
+def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
+    """Return the number of the run that takes least time, timed at the first call with this key."""
+    key = (*key, torch.get_num_threads())
+    if key not in _fastest:
+        for run in runs:
+            run()
+        began, least = time.perf_counter(), [math.inf] * len(runs)
+        for _ in range(_MAX_ROUNDS):
+            for number, run in enumerate(runs):
+                start = time.perf_counter()
+                run()
+                least[number] = min(least[number], time.perf_counter() - start)
+            if time.perf_counter() - began > _TIMED_S:
+                break
+        _fastest[key] = least.index(min(least))
+    return _fastest[key]

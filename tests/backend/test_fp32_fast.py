@@ -1,0 +1,155 @@
+"""The fast FP32: every kernel that may be chosen against torch's FP32, and the choice, which is by time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import qsync
+from qsync.backend.kernels import fp32_fast
+from qsync.backend.kernels.fp32_fast import (
+    addmm_fp32_fast,
+    conv2d_fp32_fast,
+    linear_fp32_fast,
+    matmul_fp32_fast,
+    multiply,
+)
+from qsync.records.precision import MANTISSA_BITS
+
+LAST = torch.channels_last
+CALLS = {
+    "linear": (linear_fp32_fast, F.linear, [(4, 9, 65), (33, 65), (33,)], {}),
+    "linear without bias": (linear_fp32_fast, F.linear, [(7, 65), (33, 65)], {}),
+    "addmm": (addmm_fp32_fast, torch.addmm, [(33,), (7, 65), (65, 33)], {}),
+    "addmm, a bias per row": (addmm_fp32_fast, torch.addmm, [(7, 1), (7, 65), (65, 33)], {}),
+    "addmm, scaled": (addmm_fp32_fast, torch.addmm, [(33,), (7, 65), (65, 33)], {"alpha": 0.5, "beta": 2}),
+    "matmul": (matmul_fp32_fast, torch.matmul, [(2, 3, 7, 65), (2, 3, 65, 33)], {}),
+    "matmul of one matrix": (matmul_fp32_fast, torch.matmul, [(2, 7, 65), (65, 33)], {}),
+    "matmul, broadcast": (matmul_fp32_fast, torch.matmul, [(2, 1, 7, 65), (3, 65, 33)], {}),
+    "conv2d": (conv2d_fp32_fast, torch.conv2d, [(2, 5, 9, 8), (7, 5, 3, 3), (7,)], {"padding": 1}),
+    "conv2d, strided": (
+        conv2d_fp32_fast, torch.conv2d, [(2, 6, 9, 9), (8, 3, 3, 3)], {"stride": 2, "groups": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=[0, 1], ids=["torch's", "the other"])
+def chosen(request, monkeypatch):
+    """Let every product run the kernel of this number, whatever it takes."""
+    monkeypatch.setattr(fp32_fast, "_choose", lambda key, runs: request.param)
+    return request.param
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def outcome(call, tensors):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    y = call(*leaves)
+    return [y, *torch.autograd.grad(y, leaves, draw(*y.shape))]
+
+
+def relative_error(got, expected):
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kernel_is_torchs_fp32_but_for_rounding(name, chosen):
+    kernel, target, shapes, options = CALLS[name]
+    tensors = [draw(*shape) for shape in shapes]
+    got = outcome(lambda *leaves: kernel(target, "fp32", *leaves, **options), tensors)
+    exact = outcome(lambda *leaves: target(*leaves, **options), [t.double() for t in tensors])
+    for a, b in zip(got, exact, strict=True):
+        assert a.shape == b.shape and a.dtype is torch.float32
+        assert relative_error(a, b) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "bias"),
+    [
+        (draw(65, 7).t(), draw(33, 65).t(), draw(66)[::2]),
+        (draw(1, 65).expand(7, 65), draw(65, 66)[:, ::2], draw(1).expand(33)),
+        (draw(14, 130)[::2, 3:68], draw(65, 1).expand(65, 33), None),
+        (draw(1, 65).as_strided((1, 65), (1, 1)), draw(65, 1).t().t(), draw(1)),
+    ],
+    ids=["transposed", "expanded", "sliced", "of one row"],
+)
+def test_strides_are_free(chosen, a, b, bias):
+    exact = a.double() @ b.double() + (0 if bias is None else bias.double())
+    assert relative_error(multiply(a, b, bias), exact) <= 1e-6
+
+
+def test_images_leave_in_the_order_that_was_chosen_and_gradients_return_in_their_own(chosen):
+    for order in (torch.contiguous_format, LAST):
+        x = draw(2, 5, 9, 8).contiguous(memory_format=order).requires_grad_()
+        weight = draw(7, 5, 3, 3).requires_grad_()
+        y = conv2d_fp32_fast(torch.conv2d, "fp32", x, weight)
+        assert y.is_contiguous(memory_format=LAST if chosen else torch.contiguous_format)
+        inner = torch.autograd.grad(y, [x, weight], draw(*y.shape))
+        assert inner[0].is_contiguous(memory_format=order) and inner[1].is_contiguous()
+
+
+def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch):
+    monkeypatch.setattr(fp32_fast, "_fastest", {})
+    now, ran = [0.0], []
+
+    def kernel(name, seconds):
+        def run(a, b, bias):
+            now[0] += seconds(a.shape[0])
+            ran.append(name)
+            return a @ b
+
+        return run
+
+    monkeypatch.setattr(fp32_fast.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(fp32_fast, "_by_torch", kernel("torch", lambda rows: 0.001 * rows))
+    monkeypatch.setattr(fp32_fast, "_by_onednn", kernel("onednn", lambda rows: 0.004))
+    for rows, expected in ((2, "torch"), (8, "onednn")):
+        multiply(draw(rows, 3), draw(3, 2))
+        assert ran[-1] == expected and set(ran) == {"torch", "onednn"}
+        ran.clear()
+        multiply(draw(rows, 3), draw(3, 2))
+        assert ran == [expected]
+        ran.clear()
+
+
+def test_sequences_of_similar_length_share_a_choice(monkeypatch):
+    monkeypatch.setattr(fp32_fast, "_fastest", {})
+    for rows in range(65, 81):
+        multiply(draw(rows, 24), draw(24, 8))
+    assert len(fp32_fast._fastest) == 1
+
+
+def test_the_error_of_another_order_of_summing_is_what_the_precision_says():
+    """Rounding both operands to so many bits has the measured squared error, within a factor of 8."""
+    a, b = draw(256, 768), draw(768, 256)
+    step = 2.0 ** -MANTISSA_BITS["fp32_fast"]
+    stated = 2 * step**2 / 12 * 0.5
+    exact = a.double() @ b.double()
+    measured = relative_error(fp32_fast._by_onednn(a, b, None), exact) ** 2
+    assert stated / 8 < measured < stated * 8
+
+
+def test_a_model_in_fast_fp32_trains_as_in_fp32():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm2d(8), torch.nn.ReLU(),
+        torch.nn.Conv2d(8, 8, 3, stride=2), torch.nn.Flatten(), torch.nn.Linear(8 * 49, 10),
+    )  # fmt: skip
+    x = draw(4, 3, 16, 16)
+    losses, gradients = [], []
+    for precision in (None, "fp32_fast"):
+        if precision:
+            qsync.wrap(model, precision)
+        model.zero_grad()
+        loss = F.cross_entropy(model(x), torch.arange(4))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for (name, _), a, b in zip(model.named_parameters(), *gradients, strict=True):
+        if name == "0.bias":  # batch norm subtracts it: its gradient is rounding alone
+            continue
+        assert relative_error(b, a) <= 1e-5 and a.stride() == b.stride()
