@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import qsync
 from qsync import backend
+from qsync.backend.kernel_cache import processor
 from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 from qsync.records.profiles import processor_with
@@ -36,7 +36,7 @@ def detect_class(
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, properties.total_memory
     else:
-        name = f"{_processor()}-{torch.get_num_threads()}t"
+        name = f"{processor()}-{torch.get_num_threads()}t"
         memory = _host_memory_bytes() // max(ranks_on_host, 1)
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if emulated_share is not None:
@@ -49,7 +49,7 @@ def hardware_of(device: torch.device) -> str:
     """Return the name of a GPU, or of the processor with the threads of a rank."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).name)
-    return processor_with(_processor(), torch.get_num_threads())
+    return processor_with(processor(), torch.get_num_threads())
 
 
 def default_precisions(device_class: DeviceClass) -> tuple[Precision, ...]:
@@ -72,7 +72,7 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
     return {
         **({"device": device.type, "hardware": hardware_of(device)} if device is not None else {}),
         "qsync": qsync.__version__,
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "gpus": gpus,
         "memory_bytes": _host_memory_bytes(),
@@ -81,20 +81,6 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
     }
-
-
-def _processor() -> str:
-    """Return the processor's name, with family and model, as hypervisors may share names."""
-    found: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            found.setdefault(key.strip(), value.strip())
-    except OSError:
-        pass
-    if "model name" not in found:
-        return platform.processor() or platform.machine()
-    return f"{found['model name']} {found.get('cpu family', '')}.{found.get('model', '')}"
 
 
 def _host_memory_bytes() -> int:

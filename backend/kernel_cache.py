@@ -11,9 +11,10 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qsync.errors import BuildError
@@ -43,7 +44,7 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
 
     >>> built("casts", {"source": source, "processor": "znver5"}, executable.export_library)
     """
-    digest = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    digest = _digest(facts)
     global _why_unusable
     try:
         return _in(folder(), f"{name}-{digest}{suffix}", build)
@@ -63,9 +64,56 @@ def built(name: str, facts: Mapping[str, str], build: Callable[[Path], None], su
         ) from error
 
 
+def processor() -> str:
+    """Return the processor's name, with family and model, as hypervisors may share names."""
+    found: dict[str, str] = {}
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            found.setdefault(key.strip(), value.strip())
+    except OSError:
+        pass
+    if "model name" not in found:
+        return platform.processor() or platform.machine()
+    return f"{found['model name']} {found.get('cpu family', '')}.{found.get('model', '')}"
+
+
+class Choices:
+    """Numbers of the kernels that were the fastest, kept on disk: later processes choose alike.
+
+    Each is a line of JSON, appended in one write; the first line of a key counts. A folder that cannot be
+    written costs later processes their own choice, and nothing more.
+    """
+
+    def __init__(self, name: str, facts: Mapping[str, str]) -> None:
+        self._path = folder() / f"{name}-{_digest(facts)}.jsonl"
+        self._found: dict[str, int] = {}
+        with suppress(OSError):
+            for line in self._path.read_text().splitlines():
+                with suppress(ValueError):  # of a process that was killed meanwhile
+                    key, number = json.loads(line)
+                    self._found.setdefault(key, number)
+
+    def get(self, key: str) -> int | None:
+        """Return what was chosen for a key."""
+        return self._found.get(key)
+
+    def keep(self, key: str, number: int) -> None:
+        """Keep what was chosen for a key."""
+        self._found[key] = number
+        with suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps([key, number]) + "\n")
+
+
 def why_unusable() -> str | None:
     """Return why this process could not use the cache folder; None if it could, or did not try."""
     return _why_unusable
+
+
+def _digest(facts: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _in(place: Path, file_name: str, build: Callable[[Path], None]) -> Path:

@@ -2,8 +2,8 @@
 
 torch multiplies FP32 matrices by MKL, which leaves AVX-512 alone on AMD processors, and convolves images in
 the order in which they lie. All kernels sum the same terms, each in another order: results differ by rounding
-alone. Processor and shape decide which is faster, so each shape is timed once in a process. Where two kernels
-take about as long, another process may choose the other one.
+alone. Processor and shape decide which is faster, so each shape is timed once on a machine, and the choice is
+kept on disk. Where two kernels take about as long, another machine may choose the other one.
 
 GFLOP/s of 1024x768x3072, one thread: 97 by MKL and 231 by oneDNN (Zen 5), 97 and 107 (Zen 4).
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -22,14 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns
+from qsync.backend.kernel_cache import Choices, processor
 from qsync.backend.kernels.linear import DTYPES
 
 # The numbers of a shape are rounded up to so many bits for the choice: similar lengths are timed once.
 _SHAPE_BITS = 3
 _MAX_ROUNDS, _TIMED_S = 3, 0.05  # of one choice
 _ORDERS = (torch.contiguous_format, torch.channels_last)
-# The number of the faster kernel, by what was called: operator, shapes, memory orders, threads.
-_fastest: dict[tuple[object, ...], int] = {}
 
 
 def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -231,9 +230,10 @@ def _rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
-    """Return the number of the run that takes least time, timed at the first call with this key."""
-    key = (*key, torch.get_num_threads())
-    if key not in _fastest:
+    """Return the number of the run that takes least time, timed at a machine's first call with this key."""
+    known = str((*key, torch.get_num_threads()))
+    number = choices().get(known)
+    if number is None:
         for run in runs:
             run()
         began, least = time.perf_counter(), [math.inf] * len(runs)
@@ -244,5 +244,12 @@ def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> in
                 least[number] = min(least[number], time.perf_counter() - start)
             if time.perf_counter() - began > _TIMED_S:
                 break
-        _fastest[key] = least.index(min(least))
-    return _fastest[key]
+        number = least.index(min(least))
+        choices().keep(known, number)
+    return number
+
+
+@cache
+def choices() -> Choices:
+    """Return the kernels chosen on this machine: by shapes, memory orders and threads."""
+    return Choices("fp32", {"processor": processor(), "torch": torch.__version__})

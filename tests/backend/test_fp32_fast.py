@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import qsync
+from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp32_fast import (
     addmm_fp32_fast,
@@ -91,8 +92,21 @@ def test_images_leave_in_the_order_that_was_chosen_and_gradients_return_in_their
         assert inner[0].is_contiguous(memory_format=order) and inner[1].is_contiguous()
 
 
-def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch):
-    monkeypatch.setattr(fp32_fast, "_fastest", {})
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine on which nothing was chosen yet; the call returns a later process's choices there."""
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+
+    def begin():
+        choices = Choices("fp32", {})
+        monkeypatch.setattr(fp32_fast, "choices", lambda: choices)
+        return choices
+
+    begin()
+    return begin
+
+
+def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch, machine):
     now, ran = [0.0], []
 
     def kernel(name, seconds):
@@ -113,13 +127,33 @@ def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch):
         multiply(draw(rows, 3), draw(3, 2))
         assert ran == [expected]
         ran.clear()
+        machine()  # a later process
+        multiply(draw(rows, 3), draw(3, 2))
+        assert ran == [expected]
+        ran.clear()
 
 
-def test_sequences_of_similar_length_share_a_choice(monkeypatch):
-    monkeypatch.setattr(fp32_fast, "_fastest", {})
+def test_sequences_of_similar_length_share_a_choice(tmp_path, machine):
     for rows in range(65, 81):
         multiply(draw(rows, 24), draw(24, 8))
-    assert len(fp32_fast._fastest) == 1
+    (kept,) = tmp_path.glob("kernels/fp32-*.jsonl")
+    assert len(kept.read_text().splitlines()) == 1
+
+
+def test_a_choice_cut_short_is_none_and_the_first_of_two_counts(tmp_path, machine):
+    machine().keep("a", 1)
+    (kept,) = tmp_path.glob("kernels/fp32-*.jsonl")
+    kept.write_text(kept.read_text() + '["a", 0]\n["b", 1]\n["c", ')
+    found = machine()
+    assert [found.get(key) for key in "abc"] == [1, 1, None]
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path, monkeypatch):
+    (tmp_path / "kernels").write_text("a file")
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    choices = Choices("fp32", {})
+    choices.keep("a", 1)
+    assert choices.get("a") == 1 and Choices("fp32", {}).get("a") is None
 
 
 def test_the_error_of_another_order_of_summing_is_what_the_precision_says():
