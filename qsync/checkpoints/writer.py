@@ -140,8 +140,10 @@ class Save:
             self._copied.synchronize()
         self._partial.mkdir(parents=True, exist_ok=True)
         for name, (tensors, metadata) in self._files.items():
-            save_file(tensors, self._partial / name, metadata)
-            _sync(self._partial / name)
+            path = self._partial / name
+            save_file(tensors, path, metadata)
+            path.chmod(self._partial.stat().st_mode & 0o666)  # safetensors lets the owner alone read it
+            _sync(path)
         files = {name: file_digest(self._partial / name) for name in self._files}
         return {"files": files, "random": self._random}
 

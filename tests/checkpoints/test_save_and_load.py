@@ -107,6 +107,8 @@ def test_plain_pytorch_reads_it(tmp_path):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     qsync.load(tmp_path / "a", trained(0)[0])
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "a").iterdir()}
+    assert modes == {(tmp_path / "a").stat().st_mode & 0o666}  # who may look into the folder may read it
 
 
 def test_parameters_may_have_another_order(tmp_path):
