@@ -185,17 +185,23 @@ class _BatchProduct(torch.autograd.Function):
 
 
 class _Reordered(torch.autograd.Function):
-    """Images, or filters, in a memory order; the gradient returns in the order of the input."""
+    """Images, or filters, in a memory order; the gradient returns with the strides of the input.
+
+    DDP requires that of a weight, even where a dimension of size 1 leaves strides open.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: torch.memory_format) -> Tensor:
         ctx.order = next((own for own in _ORDERS if x.is_contiguous(memory_format=own)), None)
+        ctx.strides = x.stride()
         return x.contiguous(memory_format=order).view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient if ctx.order is None else gradient.contiguous(memory_format=ctx.order), None
+        if ctx.order is not None:
+            gradient = gradient.contiguous(memory_format=ctx.order).as_strided(gradient.shape, ctx.strides)
+        return gradient, None
 
 
 def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

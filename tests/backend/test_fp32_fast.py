@@ -92,6 +92,18 @@ def test_images_leave_in_the_order_that_was_chosen_and_gradients_return_in_their
         assert inner[0].is_contiguous(memory_format=order) and inner[1].is_contiguous()
 
 
+@pytest.mark.parametrize("order", [torch.contiguous_format, LAST])
+def test_the_gradient_of_a_pointwise_weight_has_its_strides(chosen, order):
+    """Both orders describe it; DDP's buckets have the parameter's own strides."""
+    weight = draw(7, 5, 1, 1).to(memory_format=order).requires_grad_()
+    x = draw(2, 5, 9, 8).contiguous(memory_format=LAST)
+    y = conv2d_fp32_fast(torch.conv2d, "fp32", x, weight)
+    (dw,) = torch.autograd.grad(y, weight, draw(*y.shape))
+    assert dw.stride() == weight.stride()
+    exact = torch.einsum("ncij,noij->oc", x.double(), draw(*y.shape).double())
+    assert relative_error(dw[:, :, 0, 0], exact) <= 1e-6
+
+
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A machine on which nothing was chosen yet; the call returns a later process's choices there."""
