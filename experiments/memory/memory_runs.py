@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import qsync
 from qsync import Cluster, Link, OpGraph, Precision, Profile
@@ -74,7 +75,7 @@ class Trained:
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
+        batch: tuple[Any, Any],
         loss_fn: Callable[..., torch.Tensor],
         bucket_cap_mb: float | None = None,
     ) -> None:
@@ -96,6 +97,10 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
+    def _inputs(self) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(self.batch[0]) if isinstance(leaf, torch.Tensor)]
+
+    @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of the optimizer's state."""
         return state_bytes(self.optimizer)
@@ -107,7 +112,7 @@ class Trained:
         """
         copies = _Copies()
         self._choose(choice, copies)
-        known = [self.batch[0], *self.model.parameters(), *self.model.buffers()]
+        known = [*self._inputs, *self.model.parameters(), *self.model.buffers()]
         saved = saved_bytes(lambda: self.model(self.batch[0]), known, leave_out=copies.addresses)
         self._choose(choice, None)
         self.step()  # its end lets go of the copies of weights, so that the next one is seen to make them
@@ -133,7 +138,7 @@ class Trained:
 
     def _throughout(self) -> int:
         """Return the bytes that stay between steps; the gradients are DDP's buckets."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), self.batch[0]]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self._inputs]
         return sum(self.buckets) + self.optimizer_bytes + sum(tensor.nbytes for tensor in tensors)
 
 
