@@ -72,8 +72,7 @@ def speeds(
 ) -> dict[str, Any]:
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
-    Of each variant: seconds, times as fast as FP32 and as torch.autocast, the bound by the roofline. Of each
-    mode also its part of the FLOPs by precision.
+    Of each variant: seconds by round, and the bound by the roofline. Of each mode: its FLOPs by precision.
     """
     model, batches = _begin(name, tiny)
     bench, case, wrapped = Bench(CPU, Peaks.from_json(peaks)), Case("", name, FP32), {}
@@ -93,11 +92,7 @@ def speeds(
     samples = measure(case.runs, rounds, CPU)
     return {
         "variants": {
-            of: {
-                "seconds": found.seconds, "least_s": least.get(of),
-                **{f"x_{other}": median(ratios(samples[other], found)) for other in (FP32, AUTOCAST)},
-            }
-            for of, found in samples.items()
+            of: {"seconds": found.seconds, "least_s": least.get(of)} for of, found in samples.items()
         },
         "coverage": {mode: _coverage(program.program_of(wrapped[mode]), mode) for mode in ran},
         "segments": program.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,

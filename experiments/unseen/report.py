@@ -11,6 +11,7 @@ from rich.table import Table
 
 from qsync import Precision
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
+from qsync.experiments.harness.pairing import quartiles
 from qsync.experiments.harness.pictures import DASHED, axes_of, legend_below, new_figure
 from qsync.experiments.unseen.family_runs import AUTOCAST, FP32, MODES
 from qsync.experiments.workloads.families import FAMILIES, HELD_OUT, TRANSFORMER
@@ -33,13 +34,22 @@ def bars(found: Found) -> list[Bar]:
             limits = {"bf16": BF16_BAR, **(INT8_BARS if FAMILIES[name].kind == TRANSFORMER else {})}
             variants = parts["speed"]["variants"]
             for mode, limit in limits.items():
-                speed = variants[mode]["x_autocast"] if mode in variants else 0.0
-                made.append(bar(f"{name}: {mode}, x autocast", speed, limit, at_least=True))
+                low, speed, high = times_as_fast(variants, mode)
+                spread = {"quartiles": [low, high]}
+                made.append(bar(f"{name}: {mode}, x autocast", speed, limit, at_least=True, **spread))
     errors = [abs(error) for parts in found.values() for error in _errors(parts)]
     for which, limit in PREDICTION_BARS.items() if errors else ():
         made.append(bar(f"|predicted / measured - 1| of plans, {which}", _sizes(errors)[which], limit))
     made.append(bar("families with a failure", sum(bool(failures(parts)) for parts in found.values()), 0))
     return made
+
+
+def times_as_fast(variants: Mapping[str, Any], of: str, against: str = AUTOCAST) -> list[float]:
+    """Return the quartiles of how many times as fast a variant is, round by round; zero where it failed."""
+    if of not in variants or against not in variants:
+        return [0.0] * 3
+    pairs = zip(variants[against]["seconds"], variants[of]["seconds"], strict=True)
+    return quartiles([slower / faster for slower, faster in pairs])
 
 
 def failures(parts: Mapping[str, Any]) -> dict[str, str]:
@@ -80,7 +90,7 @@ def tables(found: Found, suffix: str = "") -> list[Table]:
             rows[_COVERAGE].append([name, *_coverage_cells(parts["speed"])])
         if "peers" in parts:
             variants, missing = parts["peers"]["variants"], parts["peers"]["unavailable"]
-            cells = [f"{of} {entry['x_fp32']:.2f}" for of, entry in variants.items() if of != FP32]
+            cells = [f"{of} {times_as_fast(variants, of, FP32)[1]:.2f}" for of in variants if of != FP32]
             rows[_PEERS].append([name, ", ".join(cells), "; ".join(f"{k}: {v}" for k, v in missing.items())])
         if errors := _errors(parts):
             sizes = [f"{size:.1%}" for size in _sizes(errors).values()]
@@ -95,7 +105,7 @@ def tables(found: Found, suffix: str = "") -> list[Table]:
     ]
 
 
-_SPEEDS = "Whole steps, times as fast as FP32 eager; in brackets the bound by the roofline (measured)"
+_SPEEDS = "Whole steps, times as fast as FP32 eager (roofline) and as autocast (quartiles); measured"
 _PEERS = "Other peers, times as fast as FP32 eager (measured)"
 _COVERAGE = "FLOPs of products that each mode runs in which precision"
 _PREDICTION = "|predicted / measured - 1| of a plan's step over FP32's (predictions are simulated)"
@@ -118,8 +128,9 @@ def _speed_cells(speed: Mapping[str, Any]) -> list[str]:
     for of in (AUTOCAST, *MODES):
         entry = variants.get(of)
         bound = f" ({fp32_s / entry['least_s']:.1f})" if entry and entry["least_s"] else ""
-        cells.append(f"{entry['x_fp32']:.2f}{bound}" if entry else "-")
-        over.append(f"{entry['x_autocast']:.2f}" if entry else "-")
+        cells.append(f"{times_as_fast(variants, of, FP32)[1]:.2f}{bound}")
+        low, middle, high = times_as_fast(variants, of)
+        over.append(f"{middle:.2f} ({low:.2f}-{high:.2f})")
     return cells + over[1:]
 
 
@@ -148,7 +159,7 @@ def draw(content: Mapping[str, Any], path: Path) -> Path:
     axes = figure.subplots()
     for k, mode in enumerate((FP32, *MODES)):
         heights = [position + 0.2 * (k - 1.5) for position in range(len(speeds))]
-        widths = [variants[mode]["x_autocast"] if mode in variants else 0.0 for variants in speeds.values()]
+        widths = [times_as_fast(variants, mode)[1] for variants in speeds.values()]
         axes.barh(heights, widths, height=0.18, color=PRECISION_COLOURS[Precision(mode)], label=mode)
     axes.axvline(1.0, **DASHED, label=AUTOCAST)
     axes.set_yticks(range(len(speeds)), list(speeds))
