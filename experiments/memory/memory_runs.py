@@ -83,6 +83,7 @@ class Trained:
         self.program = program.attach(model, lambda graph: {})
         self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._chosen = Choice({})
         self.buckets: list[int] = []  # bytes of each, as the last step had them
         for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it
             self.step()
@@ -130,10 +131,12 @@ class Trained:
 
     def predicted(self) -> peak.StepMemory:
         """Return the memory model's prediction of the step, for a rank of several."""
-        (lowered,) = self.program.lowered
+        chosen, sixteen_bit = self._chosen, self.program.kernels.sixteen_bit
+        lowered = lower(self.graph, chosen.assignment, sixteen_bit, chosen.saving_less)
         return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2)
 
     def _choose(self, choice: Choice, observer: Any) -> None:
+        self._chosen = choice
         self.program.choose(program.following(choice.assignment), observer, lambda graph: choice.saving_less)
 
     def _throughout(self) -> int:
