@@ -9,6 +9,7 @@
 `memory`       predicted bytes against measured ones
 `allocation`   plans against those of other methods
 `levers`       levers, predicted and measured
+`unseen`       a suite of unseen models: speed beside peers, predictions
 `takeover`     what users do to a wrapped model
 `expansion`    what growing a model saves
 """

@@ -11,7 +11,7 @@ traffic outside products.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,57 +78,60 @@ def step_case(
     """
     model, batch = made
     case = Case(section, shape, "fp32", bars)
-    case.add("fp32", lambda: _step(copy.deepcopy(model), batch))
-    least = least_times(bench, model, batch, case.runs["fp32"], precisions)
+    case.add("fp32", lambda: training_step(copy.deepcopy(model), [batch]))
+    least = least_times(bench, model, [batch], case.runs["fp32"], precisions)
     for precision in precisions:
         case.add(precision, partial(_wrapped_step, model, precision, batch), least_s=least.get(precision))
     if any(value.ndim == 4 for value in batch.values()):
         plain = {key: value.contiguous() for key, value in batch.items()}
         whole: Any = copy.deepcopy(model)
         whole.to(memory_format=torch.contiguous_format)
-        case.add("fp32" + CONTIGUOUS, lambda: _step(copy.deepcopy(whole), plain))
+        case.add("fp32" + CONTIGUOUS, lambda: training_step(copy.deepcopy(whole), [plain]))
         for precision in precisions:
             make = partial(_wrapped_step, whole, precision, plain)
             case.add(precision + CONTIGUOUS, make, least_s=least.get(precision))
     linear = not any(isinstance(module, nn.Conv2d) for module in model.modules())
     for peer in peers.peers_on(bench.device, bench.inductor, linear):
-        case.add(peer.name, partial(_peer_step, bench, peer, model, batch), theirs=True)
+        case.add(peer.name, partial(peer_step, bench, peer, model, [batch]), theirs=True)
     return case
 
 
-def _peer_step(bench: Bench, peer: peers.Peer, model: nn.Module, batch: Batch) -> Run:
+def peer_step(bench: Bench, peer: peers.Peer, model: nn.Module, batches: Sequence[Batch]) -> Run:
+    """Return one training step of a copy of the model, as a peer runs it."""
     mine = copy.deepcopy(model)
     if peer.torchao:
         mine = peers.torchao(mine, peer.torchao)
     if peer.torchao == "int8":
         mine = peers.with_contiguous_gradients(mine)
-    return _step(mine, batch, peer.call(mine, bench.device))
+    return training_step(mine, batches, peer.call(mine, bench.device))
 
 
 def _wrapped_step(model: nn.Module, precision: str, batch: Batch) -> Run:
-    return _step(qsync.wrap(copy.deepcopy(model), precision), batch)
+    return training_step(qsync.wrap(copy.deepcopy(model), precision), [batch])
 
 
-def _step(model: nn.Module, batch: Batch, call: Callable[..., Any] | None = None) -> Run:
-    """Return one training step of the model, called as `call`."""
+def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[..., Any] | None = None) -> Run:
+    """Return one training step of the model for each batch, called as `call`."""
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
     run = model if call is None else call
 
     def step() -> None:
-        optimizer.zero_grad()
-        run(**batch).loss.backward()
-        optimizer.step()
+        for batch in batches:
+            optimizer.zero_grad()
+            run(**batch).loss.backward()
+            optimizer.step()
 
     return step
 
 
 def least_times(
-    bench: Bench, model: nn.Module, batch: Batch, fp32_step: Run, precisions: tuple[str, ...]
+    bench: Bench, model: nn.Module, batches: Sequence[Batch], fp32_step: Run, precisions: tuple[str, ...]
 ) -> dict[str, float | None]:
     """Return Amdahl's bound of the whole step in each precision; None without a peak for a product."""
     flops: dict[str, float] = {}
-    for op in qsync.capture(copy.deepcopy(model), batch).adjustable:
-        flops[op.kind] = flops.get(op.kind, 0.0) + op.flops
+    for batch in batches:
+        for op in qsync.capture(copy.deepcopy(model), batch).adjustable:
+            flops[op.kind] = flops.get(op.kind, 0.0) + op.flops
     events = peers.profiled(fp32_step, bench.device).key_averages()
     cuda = bench.device.type == "cuda"
     times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in events}

@@ -140,7 +140,7 @@ def _state(content: Mapping[str, Any]) -> None:
 
 def random_plans(name: str, num: int, part: str, seed: int) -> dict[str, Any]:
     """Return a row for each of so many random plans of a model on one rank, and the curve of the last one."""
-    with _alone():
+    with alone():
         trained = make(name)
         rows = [
             {"part": part, "model": name, "seed": seed, "plan": number}
@@ -157,7 +157,7 @@ def make(name: str) -> Trained:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def alone() -> Iterator[None]:
     """Form a process group of one: DDP with its buckets, and nobody to wait for."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)

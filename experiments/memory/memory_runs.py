@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import qsync
 from qsync import Cluster, Link, OpGraph, Precision, Profile
@@ -74,7 +75,7 @@ class Trained:
     def __init__(
         self,
         model: nn.Module,
-        batch: Batch,
+        batch: tuple[Any, Any],
         loss_fn: Callable[..., torch.Tensor],
         bucket_cap_mb: float | None = None,
     ) -> None:
@@ -82,6 +83,7 @@ class Trained:
         self.program = program.attach(model, lambda graph: {})
         self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._chosen = Choice({})
         self.buckets: list[int] = []  # bytes of each, as the last step had them
         for _ in range(2):  # the first step traces, and DDP builds its buckets anew after it
             self.step()
@@ -96,6 +98,10 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
 
     @property
+    def _inputs(self) -> list[torch.Tensor]:
+        return [leaf for leaf in tree_leaves(self.batch[0]) if isinstance(leaf, torch.Tensor)]
+
+    @property
     def optimizer_bytes(self) -> int:
         """Return the bytes of the optimizer's state."""
         return state_bytes(self.optimizer)
@@ -107,7 +113,7 @@ class Trained:
         """
         copies = _Copies()
         self._choose(choice, copies)
-        known = [self.batch[0], *self.model.parameters(), *self.model.buffers()]
+        known = [*self._inputs, *self.model.parameters(), *self.model.buffers()]
         saved = saved_bytes(lambda: self.model(self.batch[0]), known, leave_out=copies.addresses)
         self._choose(choice, None)
         self.step()  # its end lets go of the copies of weights, so that the next one is seen to make them
@@ -125,15 +131,17 @@ class Trained:
 
     def predicted(self) -> peak.StepMemory:
         """Return the memory model's prediction of the step, for a rank of several."""
-        (lowered,) = self.program.lowered
+        chosen, sixteen_bit = self._chosen, self.program.kernels.sixteen_bit
+        lowered = lower(self.graph, chosen.assignment, sixteen_bit, chosen.saving_less)
         return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2)
 
     def _choose(self, choice: Choice, observer: Any) -> None:
+        self._chosen = choice
         self.program.choose(program.following(choice.assignment), observer, lambda graph: choice.saving_less)
 
     def _throughout(self) -> int:
         """Return the bytes that stay between steps; the gradients are DDP's buckets."""
-        tensors = [*self.model.parameters(), *self.model.buffers(), self.batch[0]]
+        tensors = [*self.model.parameters(), *self.model.buffers(), *self._inputs]
         return sum(self.buckets) + self.optimizer_bytes + sum(tensor.nbytes for tensor in tensors)
 
 

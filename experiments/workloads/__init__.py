@@ -8,5 +8,8 @@
 `vit`           vision transformer
 `resnet`        ResNet, and the digits
 `vgg`           VGG with BatchNorm
+`families`      the suite of unseen models: many architectures, two of them held out
+`unet`          a UNet that removes noise
+`lstm`          a language model of LSTM layers
 `large_models`  graphs of real sizes, with synthetic costs
 """

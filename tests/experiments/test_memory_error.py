@@ -28,7 +28,7 @@ def alone():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch._dynamo.reset()
-    with memory_error._alone():
+    with memory_error.alone():
         yield
     torch.set_num_threads(threads)
 
@@ -110,7 +110,7 @@ def small(tmp_path, monkeypatch):
     """The experiment on one small model, and its files elsewhere."""
     monkeypatch.setattr(memory_error, "MODELS", ("small",))
     monkeypatch.setattr(memory_error, "make", lambda name: dropping())
-    monkeypatch.setattr(memory_error, "_alone", contextlib.nullcontext)
+    monkeypatch.setattr(memory_error, "alone", contextlib.nullcontext)
     monkeypatch.setattr(memory_error, "PREDICTED", tmp_path / "stated.json")
     monkeypatch.setattr(memory_error, "RESULTS_PAGE", tmp_path / "memory.md")
     monkeypatch.setattr(memory_error, "run_ranks", lambda models, plans, seed: [

@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
     torch._dynamo.reset()
     patch = pytest.MonkeyPatch()
     patch.setattr(attention_bf16, "_torch_is_faster", lambda *_: False)
-    with memory_error._alone():
+    with memory_error.alone():
         yield
     patch.undo()
 

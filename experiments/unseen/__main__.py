@@ -1,0 +1,123 @@
+"""The suite of unseen models: every family's speed beside its peers, predicted steps and predicted memory.
+
+    python -m qsync.experiments.unseen --out FOLDER
+
+Every family is measured in processes of its own, and every part of it is a piece. Families that are held out
+are measured on request only, and reported apart. `--publish` writes the tables and the picture into
+`docs/results/unseen.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from qsync.errors import QSyncError
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Out,
+    as_markdown,
+    run_command,
+    show,
+    write_between,
+)
+from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness.processes import in_fresh_process
+from qsync.experiments.unseen import family_runs, report
+from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, family_named
+
+_PAGE = Path("docs/results/unseen.md")
+_PICTURE = Path("docs/figures/unseen.png")
+_PARTS, _PEAK_ROUNDS, _SEED = ("speed", "prediction", "memory"), 5, 0
+
+
+def main(
+    out: Out = Path("unseen"),
+    only: Annotated[list[str] | None, typer.Option(help="Only this family; repeat for several.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_PARTS)}; all if left out.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of every step that is timed.")] = 9,
+    plans: Annotated[int, typer.Option(min=1, help="Random plans that are predicted, a family.")] = 8,
+    peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Measure the suite and judge it; an interrupted run continues."""
+    for name in only or ():
+        if family_named(name).held_out and not held_out:
+            raise QSyncError(f"{name} is held out; add --held-out, and do not develop by what you see")
+    for name in part or ():
+        if name not in _PARTS:
+            raise QSyncError(f"there is no part {name!r}; choose from {', '.join(_PARTS)}")
+    parts = [*(part or _PARTS), *(["peers"] if peers else [])]
+    experiment = Experiment("unseen", out, settings={"tiny": tiny}, fresh=fresh, seed=_SEED)
+    show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
+    with experiment.progress():
+        seen, apart = (
+            {name: _measured(experiment, name, parts, rounds, plans) for name in names}
+            for names in (
+                [name for name in SEEN if name in (only or SEEN)],
+                [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
+            )
+        )
+    figures: dict[str, Any] = {
+        "families": seen, "held_out": apart, "held_out_by_seed": HELD_OUT_SEED,
+        "held_out_bars": report.bars(apart) if apart else [],
+    }  # fmt: skip
+    bars = report.bars(seen) if seen else []
+    of_held_out = [*report.tables(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
+    tables = [*report.tables(seen), *of_held_out]
+    content = experiment.finish(figures, bars=bars, tables=tables, picture=report.draw)
+    if publish:
+        report.draw(content, _PICTURE)
+        machine = content["machine"]
+        origin = f"{machine['processor']}, one thread, torch {machine['torch']}; commits "
+        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
+        write_between([_PAGE], "results", "\n".join([*map(as_markdown, [*tables, bars_table(bars)]), origin]))
+
+
+def _measured(
+    experiment: Experiment, name: str, parts: Sequence[str], rounds: int, plans: int
+) -> dict[str, Any]:
+    """Return what was measured of a family by part."""
+    tiny, found = experiment.settings["tiny"], {}
+    for part in parts:
+        if part == "memory":
+            found[part] = experiment.piece(f"memory {name}", _fresh(family_runs.memory, name, tiny))
+        elif part == "prediction":
+            found[part] = _prediction(experiment, name, rounds, plans)
+        else:
+            peaks = experiment.piece("peaks", _fresh(family_runs.peaks, _PEAK_ROUNDS, tiny))
+            modes = family_runs.MODES if part == "speed" else ()
+            measure = _fresh(family_runs.speeds, name, rounds, modes, part == "peers", peaks, tiny)
+            found[part] = experiment.piece(f"{part} {name}", measure, rounds=rounds)
+    return found
+
+
+def _prediction(experiment: Experiment, name: str, rounds: int, plans: int) -> dict[str, Any]:
+    """Return the predicted and measured steps of a family's plans; each plan is a piece."""
+    tiny = experiment.settings["tiny"]
+    profile = _fresh(family_runs.profiled, name, plans, _SEED, tiny)
+    profiled: dict[str, Any] = experiment.piece(f"profile {name}", profile, plans=plans)
+    measured = [
+        experiment.piece(
+            f"plan {name} {k}", _fresh(family_runs.planned, name, plan, rounds, tiny),
+            rounds=rounds, plans=plans,
+        )
+        for k, plan in enumerate(profiled.get("plans", ()))
+    ]  # fmt: skip
+    return {**profiled, "measured": measured}
+
+
+def _fresh(run: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    return partial(in_fresh_process, run, *arguments)
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,175 @@
+"""What is measured of one family of the suite, each in a fresh process: speeds, profile, plans, memory.
+
+All run on one thread. Variants of a step take turns in one process, so that their ratios are free of drift.
+A failure is a result: the sentence that the user would read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import qsync
+from qsync import Cluster, OpGraph, Precision, Profile, api
+from qsync.backend import select
+from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.distributed.validation import random_plans
+from qsync.errors import shortened
+from qsync.experiments.harness import peers
+from qsync.experiments.harness.emulated_profiles import GLOO, HERE
+from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.pairing import Samples, measure, ratios
+from qsync.experiments.kernels.cases import Bench, Case
+from qsync.experiments.kernels.roofline import SQUARE, Peaks, measure_peaks
+from qsync.experiments.kernels.whole_steps import least_times, peer_step, training_step
+from qsync.experiments.memory.memory_error import alone
+from qsync.experiments.memory.memory_runs import Choice, Trained
+from qsync.experiments.workloads.families import Batch, family_named
+from qsync.runtime import coverage, program
+
+CPU = torch.device("cpu")
+FP32, AUTOCAST, MODES = "fp32", "autocast", ("bf16", "int8", "int8_all")
+_PROFILE_S = 20.0  # of steps, for a profile
+Assignment = Mapping[str, str]
+
+
+def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return what the function returns, or `failed` with the first line of its error."""
+
+    @wraps(run)
+    def found(*arguments: Any) -> dict[str, Any]:
+        try:
+            return run(*arguments)
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {shortened(error, quote=False)}"}
+
+    return found
+
+
+def _begin(name: str, tiny: bool) -> tuple[nn.Module, list[Batch]]:
+    torch.set_num_threads(1)
+    torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
+    keep_freed_memory()
+    return family_named(name).make(tiny)
+
+
+def peaks(rounds: int, tiny: bool = False) -> dict[str, Any]:
+    """Return the measured peaks of this machine."""
+    torch.set_num_threads(1)
+    return measure_peaks(CPU, rounds, 64 if tiny else SQUARE).to_json()
+
+
+def speeds(
+    name: str, rounds: int, modes: Sequence[str], with_peers: bool, peaks: Any, tiny: bool = False
+) -> dict[str, Any]:
+    """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
+
+    Of each variant: seconds by round, and the bound by the roofline. Of each mode: its FLOPs by precision.
+    """
+    model, batches = _begin(name, tiny)
+    bench, case, wrapped = Bench(CPU, Peaks.from_json(peaks)), Case("", name, FP32), {}
+
+    def in_mode(mode: str) -> Callable[[], None]:
+        wrapped[mode] = qsync.wrap(copy.deepcopy(model), mode)
+        return training_step(wrapped[mode], batches)
+
+    case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
+    for mode in modes:
+        case.add(mode, partial(in_mode, mode), theirs=True)
+    linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
+    for peer in peers.peers_on(CPU, inductor=with_peers, linear=with_peers and linear):
+        case.add(peer.name, partial(peer_step, bench, peer, model, batches), theirs=True)
+    ran = tuple(mode for mode in modes if mode in case.runs)
+    least = least_times(bench, model, batches, case.runs[FP32], ran) if ran else {}
+    samples = measure(case.runs, rounds, CPU)
+    return {
+        "variants": {
+            of: {"seconds": found.seconds, "least_s": least.get(of)} for of, found in samples.items()
+        },
+        "coverage": {mode: _coverage(program.program_of(wrapped[mode]), mode) for mode in ran},
+        "segments": program.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
+        "unavailable": case.unavailable,
+    }  # fmt: skip
+
+
+def _coverage(ran: program.Program, mode: str) -> dict[str, Any]:
+    """Return the part of the FLOPs in each precision, and why products do not run in the mode."""
+    flops: Counter[str] = Counter()
+    found = coverage.products(ran.lowered, Precision(mode), ran.unsupported)
+    for product in found:
+        flops[product.runs] += product.op.flops
+    total = max(1, flops.total())
+    because = {f"{p.op.kind}: {p.because}" for p in found if p.because}
+    return {"flops": {runs: count / total for runs, count in flops.items()}, "because": sorted(because)}
+
+
+@_or_failure
+def profiled(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
+    """Profile a family; return random plans, and the seconds of a step that replay predicts for each.
+
+    The first plan is FP32 everywhere.
+    """
+    model, batches = _begin(name, tiny)
+    own = replace(detect_class(CPU), name=HERE)
+    able = (*default_precisions(own), Precision.INT8_ALL)
+    graph = api.trace_step(model, batches[0], None)
+    profile = qsync.profile(model, batches[0], device_class=own, precisions=able, seconds=_PROFILE_S)
+    cluster = Cluster((own,), GLOO)
+    plans: list[Any] = [{HERE: {}}, *random_plans(graph, cluster, {HERE: able}, num_plans, seed)]
+    return {
+        "plans": [{op: str(p) for op, p in plan[HERE].items()} for plan in plans],
+        "predicted_s": [_predicted_s(graph, plan, profile, cluster) for plan in plans],
+        "rounds": profile.num_steps, "noise": profile.noise,
+    }  # fmt: skip
+
+
+def _predicted_s(graph: OpGraph, plan: Mapping[str, Any], profile: Profile, cluster: Cluster) -> float:
+    return qsync.replay(graph, plan, {HERE: profile}, cluster).step_s  # type: ignore[arg-type]
+
+
+@_or_failure
+def planned(name: str, assignment: Assignment, rounds: int, tiny: bool = False) -> dict[str, Any]:
+    """Time a plan in turns with FP32 eager; return the seconds of both, and the plan's over FP32's."""
+    model, batches = _begin(name, tiny)
+    lowered = copy.deepcopy(model)
+    program.attach(lowered, program.following({op: Precision(p) for op, p in assignment.items()}))
+    found: dict[str, Samples] = measure(
+        {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}, rounds, CPU
+    )
+    return {
+        **{of: samples.median_s for of, samples in found.items()},
+        "ratio": median(ratios(found["plan"], found["fp32"])),
+    }
+
+
+class _OfBatch(nn.Module):
+    """A model that takes a whole batch and returns its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**batch).loss
+        return loss
+
+
+@_or_failure
+def memory(name: str, tiny: bool = False) -> dict[str, Any]:
+    """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
+    model, batches = _begin(name, tiny)
+    with alone():
+        trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
+        found = {}
+        for mode in (FP32, *MODES):
+            chosen = program.uniform(Precision(mode), select(CPU))(trained.graph)
+            found[mode] = trained.measure(Choice(chosen))
+    return found

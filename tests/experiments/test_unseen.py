@@ -1,0 +1,89 @@
+"""The experiment over the suite: what is measured becomes bars and tables, a run continues, some stay out."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsync.errors import QSyncError
+from qsync.experiments.unseen import __main__ as command
+from qsync.experiments.unseen import family_runs, report
+from qsync.records.json_files import read_json
+
+PEAKS = {"flops_per_s": {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}, "products": {},
+         "copy_bytes_per_s": {"1048576": 4e10}}  # fmt: skip
+
+
+def speed(**x_autocast: float) -> dict:
+    """What `speeds` returns where FP32 takes a second and autocast half of one."""
+    every = {"fp32": 0.5, "autocast": 1.0, **x_autocast}
+    variants = {
+        name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x], "least_s": 0.25}  # the machine gets ten times slower
+        for name, x in every.items()
+    }
+    coverage = {name: {"flops": {name: 0.75, "fp32": 0.25}, "because": []} for name in x_autocast}
+    missing = {name: "cannot be traced" for name in family_runs.MODES if name not in x_autocast}
+    return {"variants": variants, "coverage": coverage, "segments": 1, "unavailable": missing}
+
+
+def holds(bars: list) -> dict[str, bool]:
+    return {one["name"]: one["holds"] for one in bars}
+
+
+def test_int8_is_promised_of_transformers_and_bf16_of_all():
+    found = {
+        "vit": {"speed": speed(bf16=1.0, int8=1.2, int8_all=1.1)},
+        "unet": {"speed": speed(bf16=0.9, int8=0.9, int8_all=0.9)},
+    }
+    assert holds(report.bars(found)) == {
+        "vit: bf16, x autocast": True, "vit: int8, x autocast": True, "vit: int8_all, x autocast": False,
+        "unet: bf16, x autocast": False, "families with a failure": True,
+    }  # fmt: skip
+
+
+def test_a_mode_that_fails_misses_its_bar_and_is_named():
+    found = {"unet": {"speed": speed(int8=1.0, int8_all=1.0)}}
+    assert not any(holds(report.bars(found)).values())
+    *_, failed = report.tables(found)
+    assert list(failed.columns[2].cells) == ["cannot be traced"]
+
+
+def test_predictions_are_judged_by_their_ratio_to_fp32():
+    """Everything is predicted twice too long: no error. A step of 0.5 that takes 0.4 is one of a quarter."""
+    runs = {"predicted_s": [2.0, 1.0, 1.0], "measured": [{"ratio": 1.0}, {"ratio": 0.5}, {"ratio": 0.4}]}
+    bars = report.bars({"vit": {"prediction": runs}})
+    assert [one["measured"] for one in bars[:-1]] == pytest.approx([0.0, 0.25, 0.25])
+    failed = {**runs, "measured": [*runs["measured"][:2], {"failed": "why"}]}
+    assert report.failures({"prediction": failed}) == {"plan 2": "why"}
+    assert report.bars({"vit": {"prediction": failed}})[2]["measured"] == pytest.approx(0.0)
+
+
+def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, monkeypatch):
+    ran = []
+
+    def in_this_process(function, *arguments):
+        ran.append(function.__name__)
+        return PEAKS if function is family_runs.peaks else function(*arguments)
+
+    monkeypatch.setattr(command, "in_fresh_process", in_this_process)
+    monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
+    monkeypatch.setattr(family_runs, "_PROFILE_S", 0.0)
+    run = {"out": tmp_path, "only": ["lstm"], "rounds": 1, "plans": 1, "tiny": True}
+    command.main(**run)
+    assert ran == ["peaks", "speeds", "profiled", "planned", "planned", "memory"]
+    command.main(**run)
+    assert len(ran) == 6
+    content = read_json(tmp_path / "figures.json")
+    parts = content["families"]["lstm"]
+    assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES}
+    assert parts["speed"]["coverage"]["int8"]["flops"] == {"int8": 1.0}
+    assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
+    assert content["held_out"] == {} and (tmp_path / "figures.png").is_file()
+    assert len(content["bars"]) == 5 and report.failures(parts) == {}
+    with pytest.raises(QSyncError, match="mistral is held out; add --held-out"):
+        command.main(**{**run, "only": ["mistral"]})
+
+
+def test_what_fails_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
+    found = family_runs.planned("lstm", {"head": "fp8"}, 1, True)
+    assert list(found) == ["failed"] and "fp8" in found["failed"]
