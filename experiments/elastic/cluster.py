@@ -30,7 +30,7 @@ class Cards:
         self.folder, self.settings = folder.absolute(), {**DEFAULTS, **settings}
         self.folder.mkdir(parents=True, exist_ok=True)
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._lighthouse: subprocess.Popen[bytes] | None = None
+        self.lighthouse: subprocess.Popen[bytes] | None = None
         self.port = 0
         self._read: dict[str, tuple[int, list[dict[str, Any]]]] = {}
 
@@ -41,12 +41,12 @@ class Cards:
 
     def __exit__(self, *error: object) -> None:
         """End every process."""
-        for process in (*self.processes.values(), self._lighthouse):
+        for process in (*self.processes.values(), self.lighthouse):
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-        if self._lighthouse is not None and self._lighthouse.stdout is not None:
-            self._lighthouse.stdout.close()
+        if self.lighthouse is not None and self.lighthouse.stdout is not None:
+            self.lighthouse.stdout.close()
 
     @property
     def address(self) -> str:
@@ -57,11 +57,11 @@ class Cards:
         """Start the lighthouse, at the port that it had."""
         command = [sys.executable, "-m", "qsync", "lighthouse", "--json", "--port", str(self.port),
                    "--wait", str(self.settings["timeout_s"]), "--dead-after", "1.0"]  # fmt: skip
-        self._lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert self._lighthouse.stdout is not None
+        self.lighthouse = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert self.lighthouse.stdout is not None
         text = b""
         while b"}" not in text:
-            line = self._lighthouse.stdout.readline()
+            line = self.lighthouse.stdout.readline()
             if not line:
                 raise QSyncError("the lighthouse did not start; see its message above")
             text += line
@@ -69,11 +69,11 @@ class Cards:
 
     def darken(self) -> None:
         """Kill the lighthouse."""
-        assert self._lighthouse is not None
-        assert self._lighthouse.stdout is not None
-        self._lighthouse.kill()
-        self._lighthouse.wait()
-        self._lighthouse.stdout.close()
+        assert self.lighthouse is not None
+        assert self.lighthouse.stdout is not None
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+        self.lighthouse.stdout.close()
 
     def start(self, name: str) -> None:
         """Start a card: `train-0`, `infer-1`."""

@@ -36,7 +36,7 @@ from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import coverage, program
 
 CPU = torch.device("cpu")
-FP32, AUTOCAST, MODES = "fp32", "autocast", ("bf16", "int8", "int8_all")
+FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
 _PROFILE_S = 20.0  # of steps, for a profile
 Assignment = Mapping[str, str]
 

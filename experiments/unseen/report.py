@@ -157,10 +157,12 @@ def draw(content: Mapping[str, Any], path: Path) -> Path:
     title = f"Times as fast as torch.autocast BF16 (measured, {content['machine']['processor']}, one thread)"
     figure = new_figure(8, 1.6 + 0.42 * len(speeds), title)
     axes = figure.subplots()
-    for k, mode in enumerate((FP32, *MODES)):
-        heights = [position + 0.2 * (k - 1.5) for position in range(len(speeds))]
+    shown = (FP32, *MODES)
+    for k, mode in enumerate(shown):
+        heights = [position + 0.8 * ((k + 0.5) / len(shown) - 0.5) for position in range(len(speeds))]
         widths = [times_as_fast(variants, mode)[1] for variants in speeds.values()]
-        axes.barh(heights, widths, height=0.18, color=PRECISION_COLOURS[Precision(mode)], label=mode)
+        colour = PRECISION_COLOURS[Precision(mode)]
+        axes.barh(heights, widths, height=0.7 / len(shown), color=colour, label=mode)
     axes.axvline(1.0, **DASHED, label=AUTOCAST)
     axes.set_yticks(range(len(speeds)), list(speeds))
     axes.invert_yaxis()

@@ -29,6 +29,7 @@ logger = logging.getLogger("qsync")
 LIGHTHOUSE_VARIABLE = "QSYNC_LIGHTHOUSE"
 HEARTBEAT_S = 0.25
 _RETRY_S = 0.2
+_USUAL_TIMEOUTS = 2  # of one meeting
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,13 +257,15 @@ class Rendezvous:
 
         While no lighthouse answers, the card waits for one and says so once. It returns None if it may leave.
         """
-        has_told = False
+        has_told, timeouts = False, 0
         while True:
             try:
                 quorum = self._quorum(card)
                 break
             except Exception as error:
-                if not has_told and not isinstance(error, TimeoutError):
+                timeouts += isinstance(error, TimeoutError)
+                # A card that lags costs one or two. A machine that has vanished gives no other error.
+                if not has_told and (timeouts > _USUAL_TIMEOUTS or not isinstance(error, TimeoutError)):
                     logger.warning("qsync: no lighthouse answers at %s; waiting for one", self.address)
                     has_told = True
                 if may_leave():

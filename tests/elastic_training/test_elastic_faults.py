@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +16,9 @@ import torch
 
 from qsync.elastic_training.elastic_ddp import ElasticHook
 from qsync.elastic_training.healing import fetch
-from qsync.elastic_training.rendezvous import Card, checked_address, meeting_of
+from qsync.elastic_training.rendezvous import Card, Rendezvous, checked_address, meeting_of
 from qsync.errors import FormatError, MismatchError, QSyncError
+from qsync.experiments.elastic.cluster import GO, STOP, Cards
 
 
 def card(name: str, started_s: float, seed: str = "0", **fields: Any) -> Card:
@@ -88,6 +92,22 @@ def test_counted_tokens_weigh_every_bucket_where_cards_have_equally_many_samples
     hook.count(torch.tensor(3.0))
     buckets = [hook.reduce(torch.full((2,), 6.0), is_first).wait() for is_first in (True, False)]
     assert [bucket.tolist() for bucket in buckets] == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_a_lighthouse_that_falls_silent_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Cards(tmp_path, timeout_s=0.2) as cards, ThreadPoolExecutor(1) as pool:
+        rendezvous, own = Rendezvous(cards.address, 0.2), card("a", 1.0)
+        assert cards.lighthouse is not None
+        cards.lighthouse.send_signal(STOP)
+        met = pool.submit(rendezvous.meet, own, lambda: False)
+        while "no lighthouse answers" not in caplog.text:
+            assert not met.done()
+            time.sleep(0.02)
+        cards.lighthouse.send_signal(GO)
+        assert met.result(60.0).cards == (own,)
+    assert caplog.text.count("no lighthouse answers") == 1
 
 
 @pytest.fixture
