@@ -104,7 +104,8 @@ def _same(one: Drift, other: Drift) -> bool:
 def _read(path: Path) -> dict[int, tuple[str, int, Phases]]:
     """Return (class, calls, phases) of each step by its number."""
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]  # a rank may be killed within a line
+    for number, line in enumerate(whole.splitlines(), 1):
         try:
             entry: dict[str, Any] = json.loads(line)
             step, name, calls = (entry.pop(field) for field in ("step", "device_class", "calls"))

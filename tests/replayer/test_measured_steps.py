@@ -65,6 +65,13 @@ def test_a_malformed_line_is_named(tmp_path, line):
         MeasuredSteps.load(tmp_path)
 
 
+def test_a_line_that_a_killed_rank_left_half_written_is_passed_over(tmp_path):
+    write(tmp_path, {1: FAST, 2: FAST}, {1: SLOW, 2: SLOW})
+    path = log_file(tmp_path, 1)
+    path.write_text(path.read_text()[:-9])
+    assert list(MeasuredSteps.load(tmp_path).steps) == [1]
+
+
 def test_a_folder_without_common_steps_is_refused(tmp_path):
     with pytest.raises(FormatError, match="no step that every rank logged"):
         MeasuredSteps.load(tmp_path)
