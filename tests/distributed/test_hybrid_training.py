@@ -229,10 +229,10 @@ torch.manual_seed(0)
 attempt("untraceable", model=Untraceable())
 attempt("lacking", precisions=["bf16", "tf32"])
 from qsync.backend import device_detection
-processor = device_detection._processor
-device_detection._processor = lambda: "Xeon" if rank else "EPYC"
+processor = device_detection.processor
+device_detection.processor = lambda: "Xeon" if rank else "EPYC"
 attempt("hardware", device_class="c")
-device_detection._processor = processor
+device_detection.processor = processor
 attempt("memory", budgets={"c": 1}, device_class="c")
 attempt("well", cache_dir=cache)
 dist.destroy_process_group()
