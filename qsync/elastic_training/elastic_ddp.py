@@ -120,7 +120,8 @@ class ElasticDDP(HybridDDP):
     """DDP whose process group is replaced at every change of membership (`reform`)."""
 
     def __init__(self, module: torch.nn.Module, exchange: Exchange, **options: Any) -> None:
-        super().__init__(module, init_sync=False, **options)
+        # Gradients lie in the buckets: the pass over them that divides replaces two that copy.
+        super().__init__(module, init_sync=False, gradient_as_bucket_view=True, **options)
         self._exchange = exchange
         self.hook = ElasticHook(exchange)
         self.register_forward_pre_hook(self.hook.begin)
