@@ -109,8 +109,6 @@ except QSyncError as error:
     say(f"another model: {error}")
 if dist.is_initialized():
     dist.destroy_process_group()
-sys.stdout.flush()
-os._exit(0)  # threads of gloo that hold tensors may abort the interpreter at its end (pytorch#179291)
 """
 
 

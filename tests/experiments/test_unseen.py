@@ -15,6 +15,7 @@ PEAKS = {"flops_per_s": {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}, "products": 
 
 def speed(**x_autocast: float) -> dict:
     """What `speeds` returns where FP32 takes a second and autocast half of one."""
+    x_autocast = {"fp32_fast": 0.5, **x_autocast}
     every = {"fp32": 0.5, "autocast": 1.0, **x_autocast}
     variants = {
         name: {"seconds": [0.5 / x, 5.0 / x, 5.0 / x], "least_s": 0.25}  # the machine gets ten times slower

@@ -62,11 +62,22 @@ def attempt(what, **changes):
         say(f"{what}: {type(error).__name__}: {error}")
 """
 
+# Threads of gloo that still hold tensors abort the interpreter where it ends before them (pytorch#179291): all
+# that Python does at its end is done first, and the process ends without taking the interpreter down.
+ENDING = """
+import atexit, threading
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(0)
+"""
+
 
 def launch(tmp_path, body: str, *options: str, ranks: int = 2) -> str:
     """What the ranks of this script print under torchrun."""
     script = tmp_path / "script.py"
-    script.write_text(HEADER + body)
+    script.write_text(HEADER + body + ENDING)
     command = [sys.executable, "-m", "torch.distributed.run", *(options or ["--standalone"])]
     done = subprocess.run(
         [*command, f"--nproc-per-node={ranks}", str(script)],
