@@ -62,8 +62,8 @@ def attempt(what, **changes):
         say(f"{what}: {type(error).__name__}: {error}")
 """
 
-# Threads of gloo that still hold tensors abort the interpreter where it ends before them (pytorch#179291): all
-# that Python does at its end is done first, and the process ends without taking the interpreter down.
+# Threads of gloo that still hold tensors abort an interpreter that ends before them (pytorch#179291). All
+# that Python does at its end is done first; then the process ends without it.
 ENDING = """
 import atexit, threading
 threading._shutdown()
