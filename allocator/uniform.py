@@ -12,7 +12,7 @@ from qsync.records.cluster import Cluster
 from qsync.records.graph import Op, OpGraph
 from qsync.records.kernel_support import first_precision_up
 from qsync.records.plans import Plan
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.simulate import check_profiles
 
@@ -48,7 +48,7 @@ def uniform(
         if precision not in device_class.precisions:
             known = ", ".join(device_class.precisions)
             raise UnsupportedError(f"{name} lacks {precision}, it has {known}; choose one of these")
-        wanted = precision if name in precisions else Precision.FP32
+        wanted = precision if name in precisions else None
         assignments[name] = {
             op.name: _measured(op, wanted, base_of(op, own), profiles[name]) for op in graph.adjustable
         }
@@ -56,11 +56,12 @@ def uniform(
     return as_plan(graph, assignments, profiles, cluster, given, sensitivity=sensitivity)
 
 
-def _measured(op: Op, wanted: Precision, base: Precision, profile: Profile) -> Precision:
+def _measured(op: Op, wanted: Precision | None, base: Precision, profile: Profile) -> Precision:
     """Return the first precision from the wanted one up that the profile has, else the base, else FP32."""
     measured = profile.precisions_of(op.name)
     missing = [precision for precision in Precision if precision not in measured]
     half = "bf16" if Precision.BF16 in measured else None
-    found = first_precision_up(op.kind, wanted, missing, half)
-    able = base in PRECISIONS_BY_KIND[op.kind] and base in measured
-    return base if found is Precision.FP32 and able else found
+    found = first_precision_up(op.kind, wanted or base, missing, half)
+    if found is not Precision.FP32 or wanted in (Precision.FP32, None):
+        return found
+    return first_precision_up(op.kind, base, missing, half)

@@ -13,7 +13,7 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -88,23 +88,29 @@ class Choices:
     def __init__(self, name: str, facts: Mapping[str, str]) -> None:
         self._path = folder() / f"{name}-{_digest(facts)}.jsonl"
         self._found: dict[str, int] = {}
+        self._used: dict[Hashable, int] = {}
         with suppress(OSError):
             for line in self._path.read_text().splitlines():
                 with suppress(ValueError):  # of a process that was killed meanwhile
                     key, number = json.loads(line)
                     self._found.setdefault(key, number)
 
-    def get(self, key: str) -> int | None:
-        """Return what was chosen for a key."""
-        return self._found.get(key)
+    def get(self, key: Hashable) -> int | None:
+        """Return what was chosen for a key: an object of numbers, texts and tuples."""
+        number = self._used.get(key)
+        if number is None:
+            number = self._found.get(str(key))
+            if number is not None:
+                self._used[key] = number
+        return number
 
-    def keep(self, key: str, number: int) -> None:
+    def keep(self, key: Hashable, number: int) -> None:
         """Keep what was chosen for a key."""
-        self._found[key] = number
+        self._used[key] = number
         with suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
-                file.write(json.dumps([key, number]) + "\n")
+                file.write(json.dumps([str(key), number]) + "\n")
 
 
 def why_unusable() -> str | None:

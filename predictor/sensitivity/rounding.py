@@ -24,8 +24,7 @@ def rounding_error(tensor: torch.Tensor, type_name: str) -> torch.Tensor:
     """Return rounded minus exact, element by element, in FP32: a tensor of the same shape.
 
     `type_name` is an encoding ("int8_row", "fp8_col" ...) or a float ("bf16", "fp16", "tf32", "fp32_fast",
-    "e5m2"). FP16
-    and E5M2 count with their mantissa alone: kernels scale values into their range.
+    "e5m2"). FP16 and E5M2 count with their mantissa alone: kernels scale values into their range.
 
     >>> rounding_error(torch.tensor([1.0, 1.01]), "bf16")
     tensor([ 0.0000, -0.0022])

@@ -441,6 +441,8 @@ def test_uniform_plans_take_what_exists():
         "layer.1.attention",
     }
     assert check_plan(GRAPH, plan, profiles, sensitivity, cluster).ok
+    full = uniform(GRAPH, PROFILES, CLUSTER, {"infer": "fp32"}, base="bf16")
+    assert set(full["infer"].assignment.values()) == {FP32}  # asked for, though it is above the base
     with pytest.raises(UnsupportedError, match="infer lacks fp16"):
         uniform(GRAPH, PROFILES, CLUSTER, {"infer": "fp16"})
     with pytest.raises(FormatError, match="no device class 'other'"):
