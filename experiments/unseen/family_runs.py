@@ -37,7 +37,7 @@ from qsync.runtime import coverage, program
 
 CPU = torch.device("cpu")
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
-_PROFILE_S = 20.0  # of steps, for a profile
+_PROFILE_S = 30.0  # of steps, for a profile
 Assignment = Mapping[str, str]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -58,13 +58,14 @@ def timing_hook_s(clock: Clock, num: int = 200, rounds: int = 5) -> float:
 class NodeTimer:
     """An Observer (see qsync.runtime.rewriting) of one step at a time: `start`, the step, `finish`."""
 
+    only_times: ClassVar[bool] = True
     clock: Clock
     hook_s: float = 0.0  # cost of a timing hook in backward: see `timing_hook_s`
     _begun: list[tuple[int, Any]] = field(default_factory=list)
     # Each node with the instant of its end, and the instant at which the mark was taken.
     _marks: list[tuple[Cast | Run, Any, Any]] = field(default_factory=list)
     _backward: list[tuple[int, Any]] = field(default_factory=list)
-    _hooked: set[Any] = field(default_factory=set)
+    _hooked: set[int] = field(default_factory=set)  # sequence numbers: a function kept keeps what it saved
     _start: Any = None
     _loss: Any = None
     _in_backward: bool = False
@@ -94,9 +95,9 @@ class NodeTimer:
         end = self.clock.now()
         tensor = result[0] if isinstance(result, (tuple, list)) and result else result
         function = tensor.grad_fn if isinstance(tensor, torch.Tensor) else None
-        if function is not None and function not in self._hooked:
+        if function is not None and (number := function._sequence_nr()) not in self._hooked:
             # A call that returned its input (contiguous) has no function of its own, and no backward time.
-            self._hooked.add(function)
+            self._hooked.add(number)
             index = len(self._marks)
             function.register_prehook(lambda _, index=index: self._backward.append((index, self.clock.now())))
         self._marks.append((node, end, self.clock.now()))

@@ -8,11 +8,13 @@ that a drift of the machine falls on all precisions alike.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +40,11 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
-# The first step after a change of assignment takes a few tenths of a millisecond longer than the next. The
-# difference matters in steps shorter than this.
-SHORT_STEP_S = 0.5
-# Steps without timing hooks that are averaged before each timed one.
-NUM_PLAIN_STEPS = 2
+# Hooks take a few milliseconds a step: before a timed step shorter than this, one without them is taken.
+LONG_STEP_S = 0.5
+# The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
+# a timed step shorter than this, one is taken to warm up and two without hooks are averaged.
+SHORT_STEP_S = 0.1
 MAX_ROUNDS = 12
 # Mixtures that are warmed up where steps are long: two show every kind of cast there is.
 NUM_WARMED_MIXTURES = 2
@@ -126,7 +128,7 @@ class Profiler:
         long_s = tracing.total_s - tracing.host_s
         typical_s = []
         for k, step in enumerate(self._round):
-            if long_s > SHORT_STEP_S and (k == 0 or k >= len(self._precisions) + NUM_WARMED_MIXTURES):
+            if long_s > LONG_STEP_S and (k == 0 or k >= len(self._precisions) + NUM_WARMED_MIXTURES):
                 # A cold start does not matter in a long step, and by now every kernel is compiled.
                 typical_s.append(long_s)
                 continue
@@ -148,18 +150,21 @@ class Profiler:
     def measure(self, k: int) -> None:
         """Take one more step of the k-th assignment of a round.
 
-        Before a short step, steps without timing hooks are taken. The first of them warms caches that other
-        work left cold. The others show how much time the hooks add. (Hooks keep tensors alive a little
-        longer, and the next tensors land in colder memory: 1 to 3 % of a forward pass on a CPU.)
+        Before a step that is not long, steps without timing hooks are taken: they show how much time the
+        hooks add. Before a short step, one more warms caches that other work left cold. Python collects its
+        garbage between measurements: one collection takes as long as several steps.
         """
         choice = self._round[k]
         self._progress(f"profile {choice.label}, round {len(self._samples) // self.num_choices + 1}")
         plain_s = wait_s = None
-        if self._typical_s[k] < SHORT_STEP_S:
-            self._plain_step(choice)
-            plain = [(self._plain_step(choice), self._wait_s) for _ in range(NUM_PLAIN_STEPS)]
-            plain_s, wait_s = (statistics.fmean(values) for values in zip(*plain, strict=True))
-        step = self._timed_step(choice)
+        with _without_collection():
+            if self._typical_s[k] < SHORT_STEP_S:
+                self._plain_step(choice)
+            if self._typical_s[k] < LONG_STEP_S:
+                num = 2 if self._typical_s[k] < SHORT_STEP_S else 1
+                plain = [(self._plain_step(choice), self._wait_s) for _ in range(num)]
+                plain_s, wait_s = (statistics.fmean(values) for values in zip(*plain, strict=True))
+            step = self._timed_step(choice)
         self._samples.append((choice.label, step))
         self._ended_at_s.append(time.perf_counter())
         self._waits.append((k, self._wait_s if wait_s is None else wait_s))
@@ -339,6 +344,18 @@ class Profiler:
     def _optimizer_bytes(self) -> int:
         state = [v for entry in self._optimizer.state.values() for v in entry.values()]
         return sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Let Python collect no garbage meanwhile; what is due is collected afterwards."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _waiting_clock(clock: Clock) -> Clock:

@@ -31,6 +31,7 @@ from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed
+from qsync.runtime.python_stack import with_room
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import check_copies, forget_copies, note_copies
 from qsync.tracing.replaced_forward import (
@@ -73,6 +74,7 @@ class _Placed:
 
     def __init__(self, observer: Observer, program: Program) -> None:
         self._observer, self._program = observer, program
+        self.only_times = getattr(observer, "only_times", False)
         if hasattr(observer, "taken"):
             self.taken = self._placed_taken  # an observer without this method is not shown operands
 
@@ -184,7 +186,7 @@ class Program:
                 self._observer.began()
             return entry.run.forward(*args)
 
-        return run
+        return with_room(run)
 
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""

@@ -46,7 +46,8 @@ class Observer(Protocol):
     """An observer of a run: it sees each node of the lowered graph with its result and its operands.
 
     An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
-    that is about to run in FP32. The operator gets the value that the method returns.
+    that is about to run in FP32. The operator gets the value that the method returns. An observer with
+    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is.
     """
 
     def began(self) -> None:
@@ -149,6 +150,7 @@ class Taken(torch.nn.Module):
         return self._observer.taken(self._op, self._index, operand)
 
 
+_TIMED = "timed"  # begins the names of reports to an observer that only takes times
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
@@ -166,6 +168,7 @@ class _Rewriter:
         self._graph: OpGraph = lowered.graph
         self._kernels, self._observer = kernels, observer
         self._watched = hasattr(observer, "taken")
+        self._only_times = getattr(observer, "only_times", False)
         self._ops = {op.name: op for op in lowered.graph.ops}
         self._runs: dict[str, Run] = {}
         self._before: dict[str, list[Cast]] = {}
@@ -210,7 +213,7 @@ class _Rewriter:
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
             if name is not None:
-                new[node] = self._report(module, self._runs[name], new[node])
+                new[node] = self._report(module, self._runs[name], new[node], self._operands_of(name))
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
@@ -248,8 +251,7 @@ class _Rewriter:
             else CastCall(self._kernels, cast.target)
         )
         node = _call(module, f"cast_{cast.target}", call, (source,), {})
-        if self._observer is not None:
-            node = _call(module, "report", Report(self._observer, cast), (node, source), {})
+        node = self._report(module, cast, node, [source])
         self._node_of[cast.value, cast.target] = node
 
     def _emit_run(
@@ -333,14 +335,28 @@ class _Rewriter:
         args = torch.fx.map_arg(node.args[1:], lambda n: new[n])
         return module.graph.call_function(checkpoint, (body, *args), dict(node.kwargs))
 
-    def _report(self, module: torch.fx.GraphModule, run: Run, result: torch.fx.Node) -> torch.fx.Node:
+    def _operands_of(self, name: str) -> list[torch.fx.Node]:
+        """Return the nodes that stand for an operator's inputs in the types that it takes."""
+        keys = zip(self._ops[name].inputs, self._runs[name].operands, strict=True)
+        return [node for node in map(self._node_of.get, keys) if node is not None]
+
+    def _report(
+        self,
+        module: torch.fx.GraphModule,
+        ran: Cast | Run,
+        result: torch.fx.Node,
+        operands: list[torch.fx.Node],
+    ) -> torch.fx.Node:
+        """Show the observer, if there is one, a node that has run; return what stands for its result."""
         if self._observer is None:
             return result
-        op = self._ops[run.op]
-        found = [self._node_of.get(key) for key in zip(op.inputs, run.operands, strict=True)]
+        report = Report(self._observer, ran)
+        if self._only_times:
+            _call(module, _TIMED, report, (result,), {})  # beside the graph, which runs as if nobody looked
+            return result
         # What crosses the border of a checkpointed graph is a node of the other graph.
-        operands = [node for node in found if node is not None and node.graph is module.graph]
-        return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+        shown = [node for node in operands if node.graph is module.graph]
+        return _call(module, "report", report, (result, *shown), {})
 
 
 def _write_over(graph: torch.fx.Graph) -> None:
@@ -351,7 +367,8 @@ def _write_over(graph: torch.fx.Graph) -> None:
     for node in graph.nodes:
         if node.meta.get(WAS_IN_PLACE) and node.target is torch.nn.functional.relu:
             (source,) = node.all_input_nodes
-            if len(source.users) == 1 and source.op != "call_module" and call_name(source) in _NEVER_SAVED:
+            readers = [user for user in source.users if not str(user.target).startswith(_TIMED)]
+            if len(readers) == 1 and source.op != "call_module" and call_name(source) in _NEVER_SAVED:
                 node.args, node.kwargs = (source,), {"inplace": True}
 
 
