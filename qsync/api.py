@@ -29,7 +29,7 @@ from qsync.runtime import program as runtime
 from qsync.runtime.activation_recomputation import recompute
 from qsync.runtime.wrapping import Wrapping, wrapped_module
 from qsync.tracing.replaced_forward import running_plain
-from qsync.tracing.tracer import call_arguments, capture, check_batch, undisturbed
+from qsync.tracing.tracer import MOST_TRACES, call_arguments, capture, check_batch, undisturbed
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 
@@ -369,11 +369,15 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
     The graph is that of the last call, and says how many calls with gradients there were.
     """
     loss = loss_of(model, batch, loss_fn)
-    with running(model) as program:
-        loss()
-        if not program.lowered:
-            capture(model, batch)  # says why there is nothing to trace
-        return replace(program.graph, num_calls=max(1, program.num_calls))
+    for _ in range(MOST_TRACES):
+        with running(model) as program:
+            loss()
+            if not program.lowered:
+                capture(model, batch)  # says why there is nothing to trace
+            graph = replace(program.graph, num_calls=max(1, program.num_calls))
+        if graph.num_segments == 1:
+            break
+    return graph
 
 
 @contextmanager

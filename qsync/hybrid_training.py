@@ -21,7 +21,8 @@ from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.drift_monitor import Monitor, Prediction, note_prediction
+from qsync.distributed.drift_monitor import Monitor, Prediction, monitors, note_prediction
+from qsync.distributed.first_steps import Measured, check_first_steps, corrected
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import set_share
 from qsync.distributed.plan_cache import cache_folder, cache_key, cached_plan
@@ -37,7 +38,7 @@ from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import profiles_under_levers
-from qsync.runtime.wrapping import check_plan_base
+from qsync.runtime.wrapping import check_plan_base, swap_plan
 from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
@@ -64,6 +65,7 @@ def hybrid(
     ddp: bool = True,
     ddp_options: Mapping[str, Any] | None = None,
     log_steps: str | Path | None = None,
+    check: bool = False,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -104,6 +106,9 @@ def hybrid(
             them too; with `ddp=False` they are those that the framework gives its DDP.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
+        check: compare the first 20 steps of training with the prediction; where a class computes more than
+            3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
+            number of optimizer steps. Not with a `plan` or `levers`.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
@@ -130,12 +135,13 @@ def hybrid(
         liveness.watch_once(timeout_s)
     ddp_options = ddp_options if ddp_options is not None else {}
     agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
+    agree_locally("checking options", lambda: _check_check(check, plan, options))
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "ddp": ddp, **_accelerate_facts(plan, options),
+        "ddp": ddp, "check": check, **_accelerate_facts(plan, options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
@@ -165,10 +171,18 @@ def hybrid(
     prediction = Prediction.of(plan, folder) if folder is not None else None
     if prediction is not None:
         note_prediction(model, prediction, own)
-    attend = partial(_attend, plan=plan, device_class=own, prediction=prediction, log=log)
+    plan_again = partial(_plan_again, plan, prediction, folder, options) if check else None
+    attend = partial(
+        _attend,
+        plan=plan,
+        device_class=own,
+        prediction=prediction,
+        log=log,
+        plan_again=plan_again,
+        folder=folder,
+    )
     if not dist.is_initialized():
-        if log is not None:
-            StepLog(log, model, model, own)
+        attend(model, model)
         return model
     if not ddp:
         FirstCall(model, attend)
@@ -208,10 +222,12 @@ def _attend(
     device_class: str,
     prediction: Prediction | None,
     log: Path | None,
+    plan_again: Callable[[Measured], Plan] | None,
+    folder: Path | None,
 ) -> None:
     """Weigh the gradients of a planned model as its plan says, watch its steps, and log them.
 
-    `called` is what the loop calls: DDP, or the model itself.
+    `called` is what the loop calls: DDP, or the model itself. With `plan_again` its first steps are checked.
     """
     share = plan.levers[device_class] if plan.levers else None
     if share is not None and share.samples is not None:
@@ -222,8 +238,52 @@ def _attend(
         else:
             _timers[called] = PhaseTimer(called, model)
         liveness.follow(_timers[called].position)
+    elif plan_again is not None:
+        _timers[called] = PhaseTimer(called, model)
+    if plan_again is not None and prediction is not None and folder is not None:
+        adopt = partial(_adopt, weakref.ref(called), weakref.ref(model), device_class, folder)
+        check_first_steps(_timers[called], prediction, device_class, plan_again, adopt)
     if log is not None:
         StepLog(log, called, model, device_class)
+
+
+def _adopt(
+    called: Callable[[], torch.nn.Module | None],
+    model: Callable[[], torch.nn.Module | None],
+    device_class: str,
+    folder: Path,
+    plan: Plan,
+) -> None:
+    """Run a model that is in use under another plan, and watch it against that plan's prediction."""
+    trained = model()
+    assert trained is not None, "its optimizer has just stepped"
+    agree_locally("changing the plan", lambda: swap_plan(trained, plan, device_class))
+    prediction = Prediction.of(plan, folder)
+    if prediction is not None:
+        note_prediction(trained, prediction, device_class)
+        monitor = monitors.get(called())  # type: ignore[arg-type]
+        if monitor is not None:
+            monitor.expect(prediction)
+
+
+def _check_check(check: object, plan: Plan | None, options: Mapping[str, Any]) -> None:
+    """Raise FormatError for a `check` that cannot be made."""
+    if not isinstance(check, bool):
+        raise FormatError(f"check must be True or False, found {shortened(check)}; leave it out for False")
+    if check and plan is not None:
+        raise FormatError(
+            "check=True corrects profiles, and a given plan has none here; leave one of them out"
+        )
+    if check and options.get("levers"):
+        raise FormatError("check=True would change shares under a running loop; leave it out with levers")
+
+
+def _plan_again(
+    plan: Plan, prediction: Prediction, folder: Path, options: Mapping[str, Any], measured: Measured
+) -> Plan:
+    """Return the plan of profiles that are corrected by the first steps; it replaces the cached one."""
+    basis = corrected(Basis.load(folder), prediction.phases, measured)
+    return _plan_and_save(basis, folder, plan.bucket_cap_bytes, {**options, "base": str(plan.base)})
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

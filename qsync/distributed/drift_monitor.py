@@ -97,6 +97,16 @@ class Prediction:
         }
 
 
+def times_profiled(timer: PhaseTimer, prediction: Prediction, device_class: str) -> tuple[int, str]:
+    """Return how many times a timed step takes the profiled calls; 0, and why, if it cannot be compared."""
+    num_calls, profiled = statistics.median_low(timer.num_calls), prediction.num_calls[device_class]
+    if timer.others:
+        return 0, f"{', '.join(sorted(timer.others))} trains in the same step"
+    if num_calls % profiled:
+        return 0, f"a step calls the model {num_calls} times, the profiled one {profiled} times"
+    return num_calls // profiled, ""
+
+
 class Monitor:
     """A watch over the steps of a model: rank 0 logs once when they drift from the prediction.
 
@@ -133,22 +143,15 @@ class Monitor:
 
     def _publish(self) -> None:
         own = median(self.timer.steps)
-        times = self._times()
+        times, self.incomparable = times_profiled(self.timer, self._prediction, self._class)
         self.timer.clear()
         self._store.set(str(self._rank), json.dumps([self._class, own.to_json(), times]))
         if self._rank == 0:
             self._compare()
 
-    def _times(self) -> int:
-        """Return how many times a step takes the profiled calls; 0 if it cannot be compared."""
-        num_calls = statistics.median_low(self.timer.num_calls)
-        profiled = self._prediction.num_calls[self._class]
-        self.incomparable = ""
-        if self.timer.others:
-            self.incomparable = f"{', '.join(sorted(self.timer.others))} trains in the same step"
-        elif num_calls % profiled:
-            self.incomparable = f"a step calls the model {num_calls} times, the profiled one {profiled} times"
-        return 0 if self.incomparable else num_calls // profiled
+    def expect(self, prediction: Prediction) -> None:
+        """Compare with another prediction from now on."""
+        self._prediction = prediction
 
     def _compare(self) -> None:
         keys = [str(rank) for rank in range(self._world_size)]

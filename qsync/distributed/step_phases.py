@@ -52,6 +52,7 @@ class PhaseTimer:
         self.steps: deque[Phases] = deque(maxlen=num_kept)
         self.num_calls: deque[int] = deque(maxlen=num_kept)
         self.numbers: deque[int] = deque(maxlen=num_kept)
+        self.num_kept = num_kept  # may be set lower for a while
         self.others: set[str] = set()
         self.when_full: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
@@ -216,7 +217,7 @@ class PhaseTimer:
         self._num_steps += 1
         self._ended, self._stepping = now, None
         self._reset()
-        if len(self._marks) == self.steps.maxlen:
+        if len(self._marks) == self.num_kept:
             self.settle()
             if self.when_full is not None:
                 self.when_full()

@@ -27,14 +27,18 @@ from qsync.records.kernel_support import is_fixed_despite_kernels
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by
 from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
+# Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
+# install hooks, under a lock), and its graph then breaks in that call alone.
+MOST_TRACES = 2
+
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
     """Capture the operators of `model` when it runs on these inputs.
 
-    Runs the model once (its buffers and the random state are restored), on any device; on the meta device
-    nothing is computed, so a model larger than memory can be captured. `example_inputs` is a tensor, a tuple
-    (positional) or a dict (keywords). Raises TracingError when torch.compile finds no operator to trace, and
-    CalibrationError for an empty batch.
+    Runs the model once, and again where its graph breaks (buffers and the random state are restored), on any
+    device; on the meta device nothing is computed, so a model larger than memory can be captured.
+    `example_inputs` is a tensor, a tuple (positional) or a dict (keywords). Raises TracingError when
+    torch.compile finds no operator to trace, and CalibrationError for an empty batch.
 
     >>> graph = qsync.capture(torch.nn.Linear(4, 2), torch.randn(8, 4))
     """
@@ -58,16 +62,20 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
         return run
 
     breaks, num_skipped = graph_breaks(), num_skipped_frames()
-    # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
     device = device_of(model)
-    plain = compiled_by(model, record, dynamic=False)
-    with undisturbed(model), without_autocast(device), dynamo_settings(), plain:
-        try:
-            model(*args, **kwargs)
-        except torch._dynamo.exc.BackendCompilerFailed as error:
-            raise error.inner_exception from None
-        except torch._dynamo.exc.TorchDynamoException as error:
-            raise cannot_trace(model, error) from error
+    for _ in range(MOST_TRACES):
+        segments.clear()
+        # A fresh callable, so that nothing compiled for the user's model is reused or evicted.
+        plain = compiled_by(model, record, dynamic=False)
+        with undisturbed(model), without_autocast(device), dynamo_settings(), plain:
+            try:
+                model(*args, **kwargs)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise error.inner_exception from None
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise cannot_trace(model, error) from error
+        if len(segments) == 1:
+            break
     why_skipped(model, breaks, num_skipped)
     ops = [op for segment in segments for op in segment.ops]
     if not any(op.role is Role.ADJUSTABLE for op in ops):

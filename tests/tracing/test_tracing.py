@@ -14,6 +14,7 @@ from torch import nn
 from traced_models import Applied, Broken, Checkpointed, X
 
 import qsync
+from qsync import api
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.runtime import coverage
@@ -99,6 +100,27 @@ def test_a_graph_break_gives_segments_joined_in_order():
     assert names.index("lm_head") < names.index("cross_entropy")
     assert ops_of(graph)["transformer.h.0.attn.c_attn"].kind == "addmm"
     assert ops_of(graph)["transformer.h.0.attn.c_attn"].flops == 2 * 16 * 32 * 96
+
+
+class _ChangesItself(nn.Module):
+    """Breaks its graph in its first call alone, as models of transformers do that install hooks there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.ready = nn.Linear(8, 8), nn.Linear(8, 1), False
+
+    def forward(self, x):
+        x = self.first(x)
+        if not self.ready:
+            torch._dynamo.graph_break()
+            self.ready = True
+        return self.second(x).mean()
+
+
+def test_a_graph_that_breaks_in_the_first_call_alone_is_one():
+    x = torch.randn(4, 8)
+    assert qsync.capture(_ChangesItself(), x).num_segments == 1
+    assert api.trace_step(_ChangesItself(), x, lambda model, batch: model(batch)).num_segments == 1
 
 
 def test_a_tied_weight_feeds_two_operators_under_one_name():

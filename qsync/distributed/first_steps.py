@@ -1,0 +1,107 @@
+"""The first real steps of a job against its prediction: profiles are corrected and the plan made again, once.
+
+A profile is taken on one batch, before training. What it could not see is in the real steps: other batches,
+the loop's own work, memory as training leaves it. So the compute time of every class is multiplied by what
+its first steps took over what was predicted, and host and optimizer take what they took.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from qsync.distributed.agreement import agree, from_rank_zero
+from qsync.distributed.drift_monitor import Prediction, times_profiled
+from qsync.distributed.step_phases import PhaseTimer
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.replayer.phases import Phases, as_measurable, median
+from qsync.replayer.slowdown import computing
+
+logger = logging.getLogger("qsync")
+
+NUM_STEPS = 20
+TOLERANCE = 0.03  # of a class's compute time: a smaller error of the prediction changes no plan
+
+Measured = Mapping[str, Phases]  # class -> the phases of one profiled step, as the job measured them
+
+
+def check_first_steps(
+    timer: PhaseTimer,
+    prediction: Prediction,
+    device_class: str,
+    plan_again: Callable[[Measured], Plan],
+    adopt: Callable[[Plan], None],
+) -> None:
+    """Compare the next steps that `timer` times with the prediction, on all ranks together, once.
+
+    Where a class computes longer or shorter than predicted by more than `TOLERANCE`, `plan_again` runs on
+    rank 0, and `adopt` on every rank. Afterwards the timer goes on as before. Every rank must take the same
+    number of optimizer steps.
+    """
+    before = timer.num_kept, timer.when_full
+
+    def check() -> None:
+        timer.num_kept, timer.when_full = before
+        times, why = times_profiled(timer, prediction, device_class)
+        own = median(timer.steps).to_json()
+        timer.clear()
+        everyone: list[Any] = agree("checking the first steps", lambda: [device_class, own, times, why])
+        unlike = [
+            why or "ranks call the model in different patterns" for *_, n, why in everyone if n != times
+        ]
+        if times == 0 or unlike:
+            _say(f"the first steps cannot be compared with the prediction: {why or unlike[0]}")
+            return
+        measured = _by_class([(name, Phases(**phases)) for name, phases, *_ in everyone], times)
+        wrong = {name: compute_error(prediction.phases[name], phases) for name, phases in measured.items()}
+        found = ", ".join(f"{name} computes {error:+.1%} of the predicted" for name, error in wrong.items())
+        if all(abs(error) <= TOLERANCE for error in wrong.values()):
+            _say(f"the first {NUM_STEPS} steps are as predicted ({found})")
+            return
+        _say(f"the first {NUM_STEPS} steps: {found}; planning again")
+        adopt(Plan.from_json(from_rank_zero("planning again", lambda: plan_again(measured).to_json())))
+
+    timer.num_kept, timer.when_full = NUM_STEPS, check
+
+
+def _say(text: str) -> None:
+    from_rank_zero("reporting", lambda: logger.warning("qsync: %s", text))
+
+
+def _by_class(ranks: list[tuple[str, Phases]], times: int) -> dict[str, Phases]:
+    """Return by class the median over its ranks, of one profiled step."""
+    found = {}
+    for name in dict.fromkeys(name for name, _ in ranks):
+        phases = median([phases for of, phases in ranks if of == name])
+        shares = {
+            key: getattr(phases, key) / times for key in ("host_s", "compute_s", "loading_s", "forward_s")
+        }
+        found[name] = replace(phases, **shares)
+    return found
+
+
+def compute_error(predicted: Phases, measured: Phases) -> float:
+    """Return by which part of the predicted compute time the measured one is longer."""
+    return measured.compute_s / predicted.compute_s - 1.0 if predicted.compute_s else 0.0
+
+
+def corrected(basis: Basis, predicted: Measured, measured: Measured) -> Basis:
+    """Return the basis with every class's profile as its first steps were.
+
+    >>> corrected(basis, prediction.phases, measured).profiles["infer"].optimizer_s
+    """
+    profiles = {}
+    for name, profile in basis.profiles.items():
+        wanted, found = as_measurable(predicted[name], measured[name]), measured[name]
+        profiles[name] = replace(
+            profile,
+            **computing(profile, 1.0 + compute_error(wanted, found)),
+            host_s=max(0.0, profile.host_s + found.host_s - wanted.host_s),
+            optimizer_s=found.optimizer_s,
+        )
+        if found.loading_s:
+            profiles[name] = replace(profiles[name], loading_s=found.loading_s)
+    return replace(basis, profiles=profiles)
