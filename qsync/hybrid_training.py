@@ -230,7 +230,7 @@ def _attend(
     `called` is what the loop calls: DDP, or the model itself. With `plan_again` its first steps are checked.
     """
     share = plan.levers[device_class] if plan.levers else None
-    if share is not None and share.samples is not None:
+    if share is not None and share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
     if job.world_size() > 1:
         if prediction is not None:
