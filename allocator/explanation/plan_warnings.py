@@ -14,6 +14,8 @@ from qsync.records.profiles import Profile
 from qsync.replayer import replay
 from qsync.replayer.simulate import checked_lowerings
 
+UNSTEADY = 0.05  # of a step: steps of one kind differ by more on a busy machine
+
 
 def find_warnings(
     graph: OpGraph,
@@ -42,6 +44,24 @@ def find_warnings(
     return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
 
 
+def _doubt(profile: Profile) -> str:
+    """Return why to doubt a measured profile (a busy machine, too few steps); empty if there is no reason."""
+    if profile.origin != "measured":
+        return ""
+    unsteady = max(profile.noise, profile.drift)
+    if unsteady > UNSTEADY:
+        return (
+            f"the profile of {profile.device_class} was taken on a busy machine: its steps differ by "
+            f"{unsteady:.0%}; profile again when nothing else runs"
+        )
+    if profile.num_steps and not profile.noise:
+        return (
+            f"the profile of {profile.device_class} saw most of its steps once, so its noise is unknown; "
+            "profile for longer (QSYNC_PROFILE_S)"
+        )
+    return ""
+
+
 def _rounded_for_backward(
     graph: OpGraph, plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster
 ) -> list[str]:
@@ -67,7 +87,7 @@ def _hidden_by_noise(
     cluster: Cluster,
     budgets: Mapping[str, int] | None,
 ) -> list[str]:
-    """Warn if lowering saves less than the uncertainty of the profiles."""
+    """Warn if lowering saves less than the uncertainty of the profiles, or that is uncertain itself."""
     fp32 = all(
         Precision.FP32 in profiles[c.name].precisions_of(op.name)
         for c in cluster.classes
@@ -81,11 +101,14 @@ def _hidden_by_noise(
     planned = replay(graph, plan, profiles, cluster, bucket_cap_bytes=cap)
     limits = {c.name: (budgets or {}).get(c.name, c.memory_bytes) for c in cluster.classes}
     fits = all(plain[name].memory_bytes <= limit for name, limit in limits.items())
-    if not fits or planned.interval_s is None:
+    if not fits:
         return []
+    doubts = [doubt for device_class in cluster.classes if (doubt := _doubt(profiles[device_class.name]))]
+    if planned.interval_s is None:
+        return doubts
     saved, half = plain.step_s - planned.step_s, (planned.interval_s[1] - planned.interval_s[0]) / 2
     if saved >= half:
-        return []
+        return doubts
     return [
         f"the plan saves {saved * 1e3:.3g} ms of a step of {plain.step_s * 1e3:.4g} ms, and its step is only "
         f"known to within {half * 1e3:.3g} ms; profile again on a quieter machine, or with more rounds"

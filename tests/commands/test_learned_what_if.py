@@ -234,6 +234,22 @@ def test_no_doubt_where_time_is_known_or_memory_decides():
     assert judged(0.6, fp32.memory_bytes - 1) == []
 
 
+@pytest.mark.parametrize(
+    ("seen", "doubt"),
+    [
+        ({"drift": 0.08, "noise": 0.01}, "busy machine: its steps differ by 8%"),
+        ({"noise": 0.06}, "busy machine: its steps differ by 6%"),
+        ({"noise": 0.0, "num_steps": 15}, "saw most of its steps once"),
+        ({"noise": 0.01, "drift": 0.04, "num_steps": 15}, ""),
+    ],
+)
+def test_a_profile_of_a_busy_machine_or_of_single_steps_is_doubted(seen, doubt):
+    profiles = {name: replace(profile, **seen) for name, profile in pair().items()}
+    plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster_of())
+    found = find_warnings(GRAPH, plan, profiles, cluster_of())
+    assert len(found) == (2 if doubt else 0) and all(doubt in text for text in found)
+
+
 def test_no_doubt_where_fp32_was_never_measured():
     """A plan of pins, from profiles without the precision that its gain would be told from."""
 
