@@ -171,7 +171,9 @@ def hybrid(
     prediction = Prediction.of(plan, folder) if folder is not None else None
     if prediction is not None:
         note_prediction(model, prediction, own)
-    plan_again = partial(_plan_again, plan, prediction, folder, options) if check else None
+    plan_again = None
+    if check and prediction is not None and folder is not None:
+        plan_again = partial(_plan_again, plan, prediction, folder, options)
     attend = partial(
         _attend,
         plan=plan,

@@ -19,6 +19,6 @@ def with_room(function: Function) -> Function:
     one: 8 us each, 24 ms of a 190 ms step measured (Swin in `int8_all`). Whether that happens depends on how
     many values the rewritten graph holds, and so on the plan. A larger frame gets a larger piece.
     """
-    code = function.__code__  # type: ignore[attr-defined]
-    function.__code__ = code.replace(co_stacksize=code.co_stacksize + _NUM_ENTRIES)  # type: ignore[attr-defined]
+    code = function.__code__
+    function.__code__ = code.replace(co_stacksize=code.co_stacksize + _NUM_ENTRIES)
     return function
