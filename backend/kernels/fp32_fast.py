@@ -142,7 +142,7 @@ def conv2d_fp32_fast(
 
         return run
 
-    return convolve(input, weight, bias, _ORDERS[_choose(key, [timed(order) for order in _ORDERS])])
+    return convolve(input, weight, bias, _ORDERS[choose(key, [timed(order) for order in _ORDERS])])
 
 
 class _Product(torch.autograd.Function):
@@ -215,7 +215,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     orders = (a.stride(-1) == 1, b.stride(-1) == 1)
     key = (_rounded_up(a.shape), _rounded_up(b.shape), *orders, bias is None)
     runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
-    return runs[_choose(key, runs)]()
+    return runs[choose(key, runs)]()
 
 
 def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -236,8 +236,11 @@ def _rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(-(-n >> shift) << shift for n, shift in zip(shape, shifts, strict=True))
 
 
-def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
-    """Return the number of the run that takes least time, timed at a machine's first call with this key."""
+def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
+    """Return the number of the run that takes least time, timed at a machine's first call with this key.
+
+    >>> runs[choose(("depthwise", *x.shape), runs)]()
+    """
     known = (*key, torch.get_num_threads())
     number = choices().get(known)
     if number is None:
