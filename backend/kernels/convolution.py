@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -175,8 +176,9 @@ def conv2d_bf16(
     geometry = _geometry(weight, stride, padding, dilation, groups)
     if input.ndim == 4 and (_is_channels_first(input) or _is_one_channel(input)):
         input = differentiable(_Image, input)
-    ours = _is_depthwise(weight.shape, groups) or _windows_pay(input.shape, weight.shape, geometry)
-    if input.ndim != 4 or any(geometry.extra) or not ours:
+    shapes = (input.shape, weight.shape)
+    plain = input.ndim != 4 or any(geometry.extra)
+    if plain or not (_windows_pay(*shapes, geometry) or _loop_pays(*shapes, geometry)):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
     return differentiable(_Bf16Convolution, input, weight, bias, geometry).to(DTYPES[out_type])
 
@@ -304,7 +306,7 @@ class _Int8Convolution(torch.autograd.Function):
             dx = _channels_first(dx) if ctx.x[2] else dx
         if dw is not None:
             dw = weight_gradient(dw, *ctx.weight[1:])
-        return dx, dw, sums.to(ctx.bias_dtype) if need_b else None, None
+        return dx, dw, sums.to(ctx.bias_dtype) if need_b and sums is not None else None, None
 
 
 class _Bf16Convolution(torch.autograd.Function):
@@ -315,7 +317,7 @@ class _Bf16Convolution(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_w else None, weight if need_x else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
-        ctx.windows_pay = _windows_pay(*ctx.shapes, geometry)
+        ctx.windows_pay = _windows_pay(x.shape, weight.shape, geometry)
         if not ctx.windows_pay:
             return torch.conv2d(x, weight, bias, *geometry[:4])
         windows = _windows(x, weight.shape, geometry)
@@ -393,45 +395,58 @@ def _onednn_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same by torch, a depthwise dW by torch or by a loop: the faster one for the shape.
+    """Compute the same by torch, but a depthwise dW by a loop where that is faster.
 
     Of an unsaved operand torch reads the shape alone.
     """
+    dw = None
+    if x is not None and _loop_pays(x_shape, w_shape, geometry):
+        dw, x = _weight_gradient_by_loop(g, x, w_shape, geometry), None
     absent = g.new_zeros(())
+    dx, dw_of_torch, _ = torch.ops.aten.convolution_backward(
+        g,
+        absent.expand(x_shape) if x is None else x,
+        absent.expand(w_shape) if weight is None else weight,
+        None,
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        False,
+        [0, 0],
+        geometry.groups,
+        [weight is not None, x is not None, False],
+    )
+    return dx, dw_of_torch if dw is None else dw
 
-    def by_torch(need_x: bool, need_w: bool) -> tuple[Tensor | None, Tensor | None]:
-        return torch.ops.aten.convolution_backward(
-            g,
-            absent.expand(x_shape) if x is None else x,
-            absent.expand(w_shape) if weight is None else weight,
-            None,
-            geometry.stride,
-            geometry.padding,
-            geometry.dilation,
-            False,
-            [0, 0],
-            geometry.groups,
-            [need_x, need_w, False],
-        )[:2]
 
-    if x is None or not _is_depthwise(w_shape, geometry.groups):
-        return by_torch(weight is not None, x is not None)
+def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
+    images, gradient = (t.permute(0, 2, 3, 1).contiguous() for t in (x, g))
+    options = (geometry.stride, geometry.padding, geometry.dilation)
+    return depthwise_weight_gradient(images, gradient, (w_shape[2], w_shape[3]), *options).to(x.dtype)
+
+
+def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
+    """Return whether a loop computes a depthwise weight's BF16 gradient faster than oneDNN, timed once."""
+    if w_shape[1] != 1 or geometry.groups != w_shape[0]:
+        return False
+
+    @cache
+    def leaves() -> tuple[Tensor, Tensor, Tensor]:
+        x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in (x_shape, w_shape))
+        x, w = x.contiguous(memory_format=torch.channels_last), w.requires_grad_()
+        return x, w, torch.conv2d(x, w, None, *geometry[:4])
 
     def by_loop() -> Tensor:
-        images, gradient = (t.permute(0, 2, 3, 1).contiguous() for t in (x, g))
-        sums = depthwise_weight_gradient(
-            images, gradient, (w_shape[2], w_shape[3]), geometry.stride, geometry.padding, geometry.dilation
-        )
-        return sums.to(x.dtype)
+        x, w, y = leaves()
+        return _weight_gradient_by_loop(y.detach(), x, w.shape, geometry)
 
-    runs: list[Callable[[], Any]] = [by_loop, lambda: by_torch(False, True)[1]]
+    def by_torch() -> Tensor:
+        _, w, y = leaves()
+        return torch.autograd.grad(y, w, y.detach(), retain_graph=True)[0]
+
     key = ("depthwise", *x_shape, *w_shape, *geometry.stride, *geometry.padding, *geometry.dilation)
-    dw = runs[choose(key, runs)]()
-    return (None if weight is None else by_torch(True, False)[0]), dw
-
-
-def _is_depthwise(w_shape: torch.Size, groups: int) -> bool:
-    return groups == w_shape[0] and w_shape[1] == 1
+    with torch.enable_grad():
+        return choose(key, [by_loop, by_torch]) == 0
 
 
 def _integer_input_gradient(

@@ -74,7 +74,8 @@ def stochastic_convolution_errors(
     x_scale, w_scale = _step(images, (1, 2, 3)), _step(weight, (1, 2, 3))
     h = _stochastic_variances(g * w_scale.view(-1, 1, 1), (1, 2, 3) if by_image else (1,))
     k = _stochastic_variances(g * x_scale, (0, 2, 3))
-    stride, around = [], []
+    stride: list[int] = []
+    around: list[int] = []
     for size, window, out in zip(images.shape[2:], weight.shape[2:], g.shape[2:], strict=True):
         stride.append(max(1, round(size / out)))
         missing = (out - 1) * stride[-1] + window - size  # pixels that the windows take beyond the image

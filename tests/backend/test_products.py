@@ -271,8 +271,8 @@ def test_a_bf16_convolution_of_windows_is_onednn_s(
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_depthwise_convolution_s_gradients_are_those_of_torch_by_either_kernel(precision, monkeypatch):
     results = []
-    for number in (0, 1):
-        monkeypatch.setattr(convolution, "choose", lambda *_, number=number: number)
+    for loop in (True, False):
+        monkeypatch.setattr(convolution, "_loop_pays", lambda *_, loop=loop: loop)
         tensors = [sample(2, 8, 7, 6), sample(8, 1, 3, 3, seed=1), sample(8, seed=2)]
         kernel = select("cpu").kernel("conv2d", precision)
         results.append(

@@ -101,9 +101,10 @@ def test_errors_of_stochastic_convolution_gradients_are_those_of_the_kernel(side
     decoded = [decode(operand.encoded).requires_grad_() for operand in operands]
     exact = torch.autograd.grad(torch.conv2d(*decoded, **options), decoded, g)
     measured = torch.zeros(2)
-    for _ in range(8):
+    torch.manual_seed(1)
+    for _ in range(64):
         got = torch.autograd.grad(kernel(torch.conv2d, "fp32", *operands, **options), (x, w), g)
-        measured += torch.stack([(a - b).square().sum() for a, b in zip(got, exact, strict=True)]) / 8
+        measured += torch.stack([(a - b).square().sum() for a, b in zip(got, exact, strict=True)]) / 64
     dx, dw = stochastic_convolution_errors(g, x.detach(), w.detach())
     assert dx.shape == x.shape
     assert float(dx.sum()) == pytest.approx(float(measured[0]), rel=0.1)
