@@ -35,7 +35,7 @@ from qsync.backend.casts.cast_ops import (
 )
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
-from qsync.backend.kernels.fp32_fast import choose
+from qsync.backend.kernels.fp32_fast import choose, rounded_up
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.matmul_primitives import int8_sums
 from qsync.errors import UnsupportedError
@@ -178,7 +178,9 @@ def conv2d_bf16(
         input = differentiable(_Image, input)
     shapes = (input.shape, weight.shape)
     plain = input.ndim != 4 or any(geometry.extra)
-    if plain or not (_windows_pay(*shapes, geometry) or _loop_pays(*shapes, geometry)):
+    if plain or not (
+        _windows_pay(*shapes, geometry) or (weight.requires_grad and _loop_pays(*shapes, geometry))
+    ):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
     return differentiable(_Bf16Convolution, input, weight, bias, geometry).to(DTYPES[out_type])
 
@@ -444,7 +446,7 @@ def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) ->
         _, w, y = leaves()
         return torch.autograd.grad(y, w, y.detach(), retain_graph=True)[0]
 
-    key = ("depthwise", *x_shape, *w_shape, *geometry.stride, *geometry.padding, *geometry.dilation)
+    key = ("depthwise", rounded_up(x_shape), tuple(w_shape), *map(tuple, geometry[:3]))
     with torch.enable_grad():
         return choose(key, [by_loop, by_torch]) == 0
 
