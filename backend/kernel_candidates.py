@@ -16,7 +16,7 @@ from torch import Tensor
 from qsync.backend import cutlass
 from qsync.backend.kernels.attention_bf16 import fastest_attention_bf16
 from qsync.backend.kernels.attention_int8 import attention_int8
-from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8
+from qsync.backend.kernels.convolution import conv1d_int8, conv2d_bf16, conv2d_int8, conv2d_int8_all
 from qsync.backend.kernels.embedding import embedding_bf16, embedding_int8
 from qsync.backend.kernels.fp8 import addmm_fp8, linear_fp8
 from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
@@ -56,7 +56,11 @@ _INTEGER_KERNELS: dict[tuple[str, Precision], Kernel] = {
     ("matmul", Precision.INT8): matmul_int8,
     ("attention", Precision.INT8): attention_int8,
 }
-_CONVOLUTIONS: dict[str, Kernel] = {"conv2d": conv2d_int8, "conv1d": conv1d_int8}
+_CONVOLUTIONS: dict[tuple[str, Precision], Kernel] = {
+    ("conv2d", Precision.INT8): conv2d_int8,
+    ("conv2d", Precision.INT8_ALL): conv2d_int8_all,
+    ("conv1d", Precision.INT8): conv1d_int8,
+}
 _EMBEDDINGS: dict[Precision, Kernel] = {Precision.BF16: embedding_bf16, Precision.INT8: embedding_int8}
 _FAST_KERNELS: dict[str, Kernel] = {
     "linear": linear_fp32_fast,
@@ -103,10 +107,9 @@ def _torch_candidates(
         return (_candidate("torch, TF32 allowed", product_tf32, reason),)
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], reason),)
-    if kind in _CONVOLUTIONS:
-        return (
-            _candidate("windows or oneDNN", _CONVOLUTIONS[kind], reason or _why_no_int8_convolution(device)),
-        )
+    if (kind, precision) in _CONVOLUTIONS:
+        reason = reason or _why_no_int8_convolution(device)
+        return (_candidate("windows or oneDNN", _CONVOLUTIONS[kind, precision], reason),)
     # torch has no batched INT8 product on GPUs: codes are multiplied in 16 bits, and the sums are still
     # exact.
     batched = device.type == "cuda" and kind in ("matmul", "attention")

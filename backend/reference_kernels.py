@@ -20,6 +20,7 @@ from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import LARGEST_CODE, scales
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.encoding import Operand, decode, encode
+from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds
 from qsync.backend.kernels.linear import DTYPES
 from qsync.records.precision import ENCODED_OPERANDS, MANTISSA_BITS, PRECISIONS_BY_KIND, Precision
 
@@ -45,6 +46,8 @@ def reference_kernel(kind: str, precision: Precision) -> Kernel | None:
     """
     if precision not in PRECISIONS_BY_KIND.get(kind, ()):
         return None
+    if kind == "conv2d" and precision is Precision.INT8_ALL:
+        return _int8_convolution
     if precision in (Precision.FP8, Precision.INT8_ALL):
         return _eight_bit_gradients(kind, precision)
 
@@ -171,8 +174,65 @@ class _EightBitProduct(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-def _stochastic_int8(values: Tensor, dim: int) -> Tensor:
-    scale, _ = scales(values, (dim,), LARGEST_CODE["int8"])
+def _int8_convolution(
+    target: Kernel,
+    out_type: str,
+    input: Operand,
+    weight: Operand,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve images; the products of backward take INT8 gradients."""
+    x, w = (differentiable(_StraightThrough, o.value, decode(o.encoded)) for o in (input, weight))
+    options = (None, stride, padding, dilation, groups)
+    scales_of = (input.encoded.scale, weight.encoded.scale)
+    y = differentiable(_Int8Convolution, x, w, *scales_of, target, options)
+    return (y if bias is None else y + bias.view(-1, 1, 1)).to(DTYPES[out_type])
+
+
+class _Int8Convolution(torch.autograd.Function):
+    """y = x * w;  dx = J_x'(q(g s_w)) at w / s_w,  dW = J_w'(q_channel(g s_x)) at x / s_x.
+
+    The scales of q(g s_w) are those of `int8_gradient_unfolds`: one per image, or one per pixel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        x_scale: Tensor,
+        w_scale: Tensor,
+        target: Kernel,
+        options: tuple[Any, ...],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, x_scale, w_scale)
+        ctx.target, ctx.options = target, options
+        return target(x, weight, *options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, x_scale, w_scale = ctx.saved_tensors
+        unfolds = ctx.options[1] in (1, (1, 1)) and int8_gradient_unfolds(
+            x.shape, weight.shape, gradient.shape
+        )
+        h = _stochastic_int8(gradient * w_scale.view(-1, 1, 1), (1, 2, 3) if unfolds else 1)
+        k = _stochastic_int8(gradient * x_scale, (0, 2, 3))
+        with torch.enable_grad():
+            codes = [t.detach().requires_grad_() for t in (x / x_scale, weight / w_scale)]
+            y = ctx.target(*codes, *ctx.options)
+        (dx,) = torch.autograd.grad(y, codes[:1], h, retain_graph=True)
+        (dw,) = torch.autograd.grad(y, codes[1:], k)
+        return dx, dw, None, None, None, None
+
+
+def _stochastic_int8(values: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    dims = dims if isinstance(dims, tuple) else (dims,)
+    scale, _ = scales(values, dims, LARGEST_CODE["int8"])
     return torch.floor(values / scale + torch.rand_like(values)) * scale
 
 

@@ -35,6 +35,18 @@ def int8_windows_pay(pixels: int, w_shape: Sequence[int], groups: int) -> bool:
     return math.prod(window) == 1 or (channels >= 16 and pixels < 90 * outputs)
 
 
+def int8_gradient_unfolds(x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]) -> bool:
+    """Return whether the input's INT8 gradient is a product of the gradient's windows.
+
+    Such a product has one scale per image, because a window has pixels of any place. Windows of one pixel,
+    and of images that the convolution makes smaller, are products of pixels that are folded: one scale per
+    pixel of the gradient.
+
+    x (n, C, h, w), W (c, C, kh, kw), y (n, c, p, q).
+    """
+    return math.prod(w_shape[2:]) > 1 and math.prod(x_shape[2:]) < 2 * math.prod(y_shape[2:])
+
+
 def windows_bytes(
     precision: str, x_shape: Sequence[int], w_shape: Sequence[int], y_shape: Sequence[int]
 ) -> tuple[int, int]:

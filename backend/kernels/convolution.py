@@ -1,5 +1,7 @@
 """Convolutions in INT8 and BF16 on CPUs: products of unfolded windows, or oneDNN.
 
+With INT8 gradients, both of their products are of windows.
+
 The shape decides which. Images and weights are computed with in channels-last order, whatever order the
 model's parameters have. The result stays in that order for the operators after it, as lowering knows
 (`Run.channels_last`). The gradient of the input returns in the input's own order: the operator before is
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +22,11 @@ from torch.autograd.function import once_differentiable
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import (
     decode_rows,
+    depthwise_weight_gradient,
     dequantize,
     fold,
+    round_columns,
+    round_rows,
     scale_images,
     sum_columns,
     to_bf16_and_sum,
@@ -28,7 +34,8 @@ from qsync.backend.casts.cast_ops import (
     unfold,
 )
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_windows_pay
+from qsync.backend.kernels.conv_strategy import bf16_windows_pay, int8_gradient_unfolds, int8_windows_pay
+from qsync.backend.kernels.fp32_fast import choose, rounded_up
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.matmul_primitives import int8_sums
 from qsync.errors import UnsupportedError
@@ -42,6 +49,16 @@ class _Geometry(NamedTuple):
     dilation: list[int]
     groups: int
     extra: tuple[int, int]
+
+
+class _Call(NamedTuple):
+    """An INT8 call beside the tensors that get a gradient; `dtype` is the result's."""
+
+    x: Encoded
+    weight: Encoded
+    dtype: torch.dtype
+    geometry: _Geometry
+    integer_gradients: bool
 
 
 def conv2d_int8(
@@ -72,6 +89,35 @@ def conv2d_int8(
         )
     geometry = _geometry(weight.value, stride, padding, dilation, groups)
     return _int8_convolution(input, weight, bias, DTYPES[out_type], geometry)
+
+
+def conv2d_int8_all(
+    target: Callable[..., Tensor],
+    out_type: str,
+    input: Operand,
+    weight: Operand,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Compute `conv2d_int8` with INT8 gradient products as well, rounded stochastically.
+
+        dx = s_h unfold(H) W'  or  fold(s_h H W),    H = stochastic INT8 of g s_w, one scale s_h per image or
+                                                     pixel: see `int8_gradient_unfolds`
+        dW = s_k (K' unfold(X)),                     K = stochastic INT8 of g s_x, one scale s_k per output
+
+    Raises UnsupportedError for groups too.
+
+    >>> conv2d_int8_all(torch.conv2d, "fp32", Operand(x, x8), Operand(w, w8), padding=1)
+    """
+    if input.value.ndim != 4 or groups > 1:
+        raise UnsupportedError(
+            "conv2d in int8_all needs a batched input (n, C, h, w) and one group: run it in int8"
+        )
+    geometry = _geometry(weight.value, stride, padding, dilation, groups)
+    return _int8_convolution(input, weight, bias, DTYPES[out_type], geometry, integer_gradients=True)
 
 
 def conv1d_int8(
@@ -130,16 +176,25 @@ def conv2d_bf16(
     geometry = _geometry(weight, stride, padding, dilation, groups)
     if input.ndim == 4 and (_is_channels_first(input) or _is_one_channel(input)):
         input = differentiable(_Image, input)
-    if input.ndim != 4 or any(geometry.extra) or not _windows_pay(input.shape, weight.shape, geometry):
+    shapes = (input.shape, weight.shape)
+    plain = input.ndim != 4 or any(geometry.extra)
+    if plain or not (
+        _windows_pay(*shapes, geometry) or (weight.requires_grad and _loop_pays(*shapes, geometry))
+    ):
         return target(input, weight, bias, stride, padding, dilation, groups).to(DTYPES[out_type])
-    return differentiable(_WindowConvolution, input, weight, bias, geometry).to(DTYPES[out_type])
+    return differentiable(_Bf16Convolution, input, weight, bias, geometry).to(DTYPES[out_type])
 
 
 def _int8_convolution(
-    image: Operand, filters: Operand, bias: Tensor | None, dtype: torch.dtype, geometry: _Geometry
+    image: Operand,
+    filters: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    geometry: _Geometry,
+    integer_gradients: bool = False,
 ) -> Tensor:
-    encoded = (image.encoded, filters.encoded)
-    return differentiable(_Int8Convolution, image.value, filters.value, bias, *encoded, dtype, geometry)
+    call = _Call(image.encoded, filters.encoded, dtype, geometry, integer_gradients)
+    return differentiable(_Int8Convolution, image.value, filters.value, bias, call)
 
 
 def _with_height(operand: Operand) -> Operand:
@@ -207,59 +262,56 @@ def _channels_first(x: Tensor) -> Tensor:
 
 class _Int8Convolution(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        x_encoded: Encoded,
-        w_encoded: Encoded,
-        dtype: torch.dtype,
-        geometry: _Geometry,
-    ) -> Tensor:
-        x_codes = x_encoded.data
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        geometry, x_codes = call.geometry, call.x.data
         if any(geometry.extra):
             x_codes = torch.nn.functional.pad(
                 x_codes, (0, geometry.extra[0], 0, geometry.extra[1]), value=128
             )
         x_codes = x_codes.contiguous(memory_format=torch.channels_last)
-        x_scale = x_encoded.code_scale.reshape(-1)
+        x_scale = call.x.code_scale.reshape(-1)
         pixels = _pixels(x_codes.shape, weight.shape, geometry)
         windows_pay = int8_windows_pay(pixels, weight.shape, geometry.groups)
         out = (_unfolded if windows_pay else _through_onednn)(
-            x_codes, x_scale, w_encoded, bias, dtype, geometry
+            x_codes, x_scale, call.weight, bias, call.dtype, geometry
         )
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_codes, x_scale) if need_w else (None, None)),
-            *((w_encoded.data, w_encoded.code_scale.reshape(-1)) if need_x else (None, None)),
+            *((call.weight.data, call.weight.code_scale.reshape(-1)) if need_x else (None, None)),
         )
         ctx.x, ctx.padded_shape = (x.shape, x.dtype, _is_channels_first(x)), x_codes.shape
         ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.geometry = geometry
+        ctx.geometry, ctx.integer_gradients = geometry, call.integer_gradients
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x_codes, x_scale, w_codes, w_scale = ctx.saved_tensors
-        g, sums = _images_to_bf16(gradient)
         shapes = (ctx.padded_shape, ctx.weight[0])
-        x = None if x_codes is None else _decoded(x_codes, x_scale)
-        weight = None if w_codes is None else _decoded(w_codes, w_scale)
-        gradients = _window_gradients if _windows_pay(*shapes, ctx.geometry) else _onednn_gradients
-        dx, dw = gradients(g, x, weight, *shapes, ctx.geometry)
+        need_b = ctx.needs_input_grad[2]
+        if ctx.integer_gradients:
+            pixels = gradient.permute(0, 2, 3, 1).contiguous()
+            dx = _integer_input_gradient(pixels, w_codes, w_scale, *shapes, ctx.geometry, ctx.x[1])
+            dw = _integer_weight_gradient(pixels, x_codes, x_scale, shapes[1], ctx.geometry)
+            sums = sum_columns(pixels.flatten(0, 2)) if need_b else None
+        else:
+            g, sums = _images_to_bf16(gradient)
+            x = None if x_codes is None else _decoded(x_codes, x_scale)
+            weight = None if w_codes is None else _decoded(w_codes, w_scale)
+            gradients = _window_gradients if _windows_pay(*shapes, ctx.geometry) else _onednn_gradients
+            dx, dw = gradients(g, x, weight, *shapes, ctx.geometry)
         if dx is not None:
             dx = dx[:, :, : ctx.x[0][2], : ctx.x[0][3]].to(ctx.x[1])
             dx = _channels_first(dx) if ctx.x[2] else dx
         if dw is not None:
             dw = weight_gradient(dw, *ctx.weight[1:])
-        db = sums.to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None, None, None, None
+        return dx, dw, sums.to(ctx.bias_dtype) if need_b and sums is not None else None, None
 
 
-class _WindowConvolution(torch.autograd.Function):
+class _Bf16Convolution(torch.autograd.Function):
     """A BF16 convolution that saves input and weight, and unfolds windows again in backward."""
 
     @staticmethod
@@ -267,6 +319,9 @@ class _WindowConvolution(torch.autograd.Function):
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if need_w else None, weight if need_x else None)
         ctx.shapes, ctx.geometry = (x.shape, weight.shape), geometry
+        ctx.windows_pay = _windows_pay(x.shape, weight.shape, geometry)
+        if not ctx.windows_pay:
+            return torch.conv2d(x, weight, bias, *geometry[:4])
         windows = _windows(x, weight.shape, geometry)
         n, p, q = windows.shape[:3]
         y = torch.nn.functional.linear(windows.flatten(3).flatten(0, 2), _rows(weight), bias)
@@ -277,7 +332,8 @@ class _WindowConvolution(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         x_shape, w_shape = ctx.shapes
-        dx, dw = _window_gradients(g, x, weight, x_shape, w_shape, ctx.geometry)
+        gradients = _window_gradients if ctx.windows_pay else _onednn_gradients
+        dx, dw = gradients(g, x, weight, x_shape, w_shape, ctx.geometry)
         db = None
         if ctx.needs_input_grad[2]:
             db = sum_columns(g.permute(0, 2, 3, 1).flatten(0, 2).contiguous()).to(g.dtype)
@@ -341,9 +397,15 @@ def _onednn_gradients(
     w_shape: torch.Size,
     geometry: _Geometry,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the same by one call of torch; of an unsaved operand it reads the shape alone."""
+    """Compute the same by torch, but a depthwise dW by a loop where that is faster.
+
+    Of an unsaved operand torch reads the shape alone.
+    """
+    dw = None
+    if x is not None and _loop_pays(x_shape, w_shape, geometry):
+        dw, x = _weight_gradient_by_loop(g, x, w_shape, geometry), None
     absent = g.new_zeros(())
-    dx, dw, _ = torch.ops.aten.convolution_backward(
+    dx, dw_of_torch, _ = torch.ops.aten.convolution_backward(
         g,
         absent.expand(x_shape) if x is None else x,
         absent.expand(w_shape) if weight is None else weight,
@@ -356,7 +418,88 @@ def _onednn_gradients(
         geometry.groups,
         [weight is not None, x is not None, False],
     )
-    return dx, dw
+    return dx, dw_of_torch if dw is None else dw
+
+
+def _weight_gradient_by_loop(g: Tensor, x: Tensor, w_shape: torch.Size, geometry: _Geometry) -> Tensor:
+    images, gradient = (t.permute(0, 2, 3, 1).contiguous() for t in (x, g))
+    options = (geometry.stride, geometry.padding, geometry.dilation)
+    return depthwise_weight_gradient(images, gradient, (w_shape[2], w_shape[3]), *options).to(x.dtype)
+
+
+def _loop_pays(x_shape: torch.Size, w_shape: torch.Size, geometry: _Geometry) -> bool:
+    """Return whether a loop computes a depthwise weight's BF16 gradient faster than oneDNN, timed once."""
+    if w_shape[1] != 1 or geometry.groups != w_shape[0]:
+        return False
+
+    @cache
+    def leaves() -> tuple[Tensor, Tensor, Tensor]:
+        x, w = (torch.ones(shape, dtype=torch.bfloat16) for shape in (x_shape, w_shape))
+        x, w = x.contiguous(memory_format=torch.channels_last), w.requires_grad_()
+        return x, w, torch.conv2d(x, w, None, *geometry[:4])
+
+    def by_loop() -> Tensor:
+        x, w, y = leaves()
+        return _weight_gradient_by_loop(y.detach(), x, w.shape, geometry)
+
+    def by_torch() -> Tensor:
+        _, w, y = leaves()
+        return torch.autograd.grad(y, w, y.detach(), retain_graph=True)[0]
+
+    key = ("depthwise", rounded_up(x_shape), tuple(w_shape), *map(tuple, geometry[:3]))
+    with torch.enable_grad():
+        return choose(key, [by_loop, by_torch]) == 0
+
+
+def _integer_input_gradient(
+    g: Tensor,
+    codes: Tensor | None,
+    scale: Tensor,
+    x_shape: torch.Size,
+    w_shape: torch.Size,
+    geometry: _Geometry,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Compute dx (n, C, h, w) in INT8 from g (n, p, q, c) and a weight's codes, channels-last."""
+    if codes is None:
+        return None
+    n, p, q, outputs = g.shape
+    (channels, *kernel), size = w_shape[1:], (x_shape[2], x_shape[3])
+    ones = scale.new_ones(channels)
+    if max(geometry.stride) == 1 and int8_gradient_unfolds(x_shape, w_shape, (n, outputs, p, q)):
+        h, s_h = round_rows(g.view(n, p * q * outputs), scale.repeat(p * q))
+        around = [
+            d * (k - 1) - pad for d, k, pad in zip(geometry.dilation, kernel, geometry.padding, strict=True)
+        ]
+        windows = unfold(h.view(g.shape), (kernel[0], kernel[1]), [1, 1], around, geometry.dilation)
+        turned = codes.flip(2, 3).permute(2, 3, 0, 1).reshape(math.prod(kernel) * outputs, channels)
+        sums = int8_sums(windows.flatten(3).flatten(0, 2), turned)
+        dx = dequantize(sums, s_h.repeat_interleave(math.prod(size)), ones, None, dtype)
+        return dx.view(n, *size, channels).permute(0, 3, 1, 2)
+    h, s_h = round_rows(g.view(n * p * q, outputs), scale)
+    sums = int8_sums(h, _rows(codes))
+    if math.prod(kernel) == 1 and (p, q) == size:
+        return dequantize(sums, s_h, ones, None, dtype).view(n, p, q, channels).permute(0, 3, 1, 2)
+    windows = dequantize(sums, s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
+    options = (geometry.stride, geometry.padding, geometry.dilation)
+    return fold(windows.view(n, p, q, *kernel, channels), size, *options).permute(0, 3, 1, 2)
+
+
+def _integer_weight_gradient(
+    g: Tensor,
+    codes: Tensor | None,
+    scale: Tensor,
+    w_shape: torch.Size,
+    geometry: _Geometry,
+) -> Tensor | None:
+    """Compute dW (c, C, kh, kw) in FP32 by an INT8 product from g (n, p, q, c) and an input's codes."""
+    if codes is None:
+        return None
+    pixels = math.prod(g.shape[1:3])
+    k, s_k = round_columns(g.flatten(0, 2), scale.repeat_interleave(pixels))
+    sums = int8_sums(k.t(), _windows(codes, w_shape, geometry).flatten(3).flatten(0, 2))
+    dw = dequantize(sums, s_k, scale.new_ones(sums.shape[1]), None, torch.float32)
+    return dw.view(len(dw), *w_shape[2:], w_shape[1]).permute(0, 3, 1, 2)
 
 
 def _unfolded(

@@ -126,7 +126,7 @@ def conv2d_fp32_fast(
     lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
     needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
     options = str((stride, padding, dilation, groups))
-    key = (_rounded_up(input.shape), weight.shape, options, *lies, *needs)
+    key = (rounded_up(input.shape), weight.shape, options, *lies, *needs)
 
     def timed(order: torch.memory_format) -> Callable[[], object]:
         values = [
@@ -142,7 +142,7 @@ def conv2d_fp32_fast(
 
         return run
 
-    return convolve(input, weight, bias, _ORDERS[_choose(key, [timed(order) for order in _ORDERS])])
+    return convolve(input, weight, bias, _ORDERS[choose(key, [timed(order) for order in _ORDERS])])
 
 
 class _Product(torch.autograd.Function):
@@ -213,9 +213,9 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> multiply(x, weight.t(), bias)
     """
     orders = (a.stride(-1) == 1, b.stride(-1) == 1)
-    key = (_rounded_up(a.shape), _rounded_up(b.shape), *orders, bias is None)
+    key = (rounded_up(a.shape), rounded_up(b.shape), *orders, bias is None)
     runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
-    return runs[_choose(key, runs)]()
+    return runs[choose(key, runs)]()
 
 
 def _by_torch(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -230,14 +230,17 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def _rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
+def rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
     """Return a shape with every number rounded up to its three leading bits."""
     shifts = (max(n.bit_length() - _SHAPE_BITS, 0) for n in shape)
     return tuple(-(-n >> shift) << shift for n, shift in zip(shape, shifts, strict=True))
 
 
-def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
-    """Return the number of the run that takes least time, timed at a machine's first call with this key."""
+def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
+    """Return the number of the run that takes least time, timed at a machine's first call with this key.
+
+    >>> runs[choose(("depthwise", *x.shape), runs)]()
+    """
     known = (*key, torch.get_num_threads())
     number = choices().get(known)
     if number is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK
-from qsync.backend.kernels.conv_strategy import windows_bytes
+from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
@@ -19,8 +19,8 @@ _FP32, _BF16 = 4, 2
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
 _FULL = (Precision.FP32, Precision.FP32_FAST)
-_CONVOLVED = (*_FULL, Precision.BF16, Precision.INT8)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
+_CONVOLVED = (*_FULL, Precision.BF16, *_INT8)
 _SAVING_LESS = ("output", "bits", "codes")
 
 
@@ -211,7 +211,7 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
     """
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     one_channel = context.shapes[1][1] == 1
-    if run.mode == Precision.INT8:
+    if run.mode in _INT8:
         windows = windows_bytes("int8", context.shapes[0], context.shapes[1], op.shape)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     if run.mode == Precision.BF16:
@@ -240,6 +240,8 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
             3 * _FP32 * w if run.channels_last else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)
         )
         return max(made + workspace + bucket, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
+    if run.mode == Precision.INT8_ALL:
+        return _convolution_int8_all(op, run, context) - passed_on
     windows = windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(context.shapes[1][1:]))
     made = _BF16 * x if has_dx else 0
@@ -255,6 +257,32 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     dx_reordered = 0 if run.channels_last else passed_on
     last = passed_on + _BF16 * w + max(bucket, dx_reordered)
     return base + max(first, then, last) - passed_on
+
+
+def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
+    """Return the same for INT8 gradients, with the input's gradient as it is passed on."""
+    (x, w, y), shapes = (num_elements(s) for s in (*context.shapes[:2], op.shape)), context.shapes
+    outputs, window = op.shape[1], num_elements(shapes[1][2:])
+    pixels, x_pixels = y // max(outputs, 1), x // max(shapes[0][1], 1)
+    bucket = _FP32 * w if context.in_buckets else 0
+    windows = pixels * num_elements(shapes[1][1:])  # of the input, in bytes
+    passed_on, first, made = 0, 0, 0
+    if context.has_gradient[0]:
+        made = passed_on = type_bytes(context.carried[0], x)
+        rounded = _BF16 * x if context.carried[0] == "bf16" else 0
+        # Codes of the gradient, operands of the product, its sums, and the result if those do not become it.
+        if int8_gradient_unfolds(shapes[0], shapes[1], op.shape):
+            factors = _FP32 * (y // max(op.shape[0], 1) + x_pixels)
+            first = y + factors + x_pixels * window * outputs + w + _FP32 * x + rounded
+        elif window == 1 and x_pixels == pixels:
+            first = y + _FP32 * x + rounded
+        else:
+            made = _FP32 * x
+            first = y + (_FP32 + _BF16) * windows + made
+    then = made + y + max(_FP32 * pixels, windows + bucket)
+    reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
+    dx_again = passed_on if made != passed_on or not run.channels_last else 0  # cast, or reordered
+    return max(first, then, made + bucket + max(reordered, dx_again))
 
 
 def _attention_plain(op: Op, backward: bool) -> int:

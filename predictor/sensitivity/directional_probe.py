@@ -37,7 +37,12 @@ from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration
 from qsync.predictor.sensitivity.operand_gradients import MAX_OPERANDS, on_gradient, own_view, takes_gradient
-from qsync.predictor.sensitivity.rounding import rounded_to, rounding_error, stochastic_errors
+from qsync.predictor.sensitivity.rounding import (
+    rounded_to,
+    rounding_error,
+    stochastic_convolution_errors,
+    stochastic_errors,
+)
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import PRECISIONS_BY_KIND, ROUND_INSIDE, ROUNDS_WHAT_IT_READS, Precision
 
@@ -232,7 +237,8 @@ class Probe:
         if site.index == first and Precision.INT8_ALL in self._usable(op):
             weight, result = (self._first[op.name, at, site.call] for at in (first + 1, RESULT))
             matrix = weight.value.t() if op.kind == "addmm" else weight.value
-            dx, dw = stochastic_errors(result.gradient, site.value, matrix)
+            errors = stochastic_convolution_errors if op.kind == "conv2d" else stochastic_errors
+            dx, dw = errors(result.gradient, site.value, matrix)
             self._add(1, site, STOCHASTIC, (dx * moved.square()).sum())
             if weight.is_parameter and weight.trains:
                 self._add(1, weight, STOCHASTIC, dw)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from qsync.backend.encoding import decode, encode
+from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds
 from qsync.backend.reference_kernels import round_mantissa
 from qsync.records.precision import MANTISSA_BITS, ROUND_INSIDE, Precision, rounded_type
 
@@ -51,17 +52,52 @@ def stochastic_errors(
     variances of dW.
     """
     g, rows = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
-    x_scale, w_scale = (t.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127 for t in (rows, weight))
+    x_scale, w_scale = _step(rows, (1,)), _step(weight, (1,))
     codes = (weight / w_scale).square()
-    per_row = _stochastic_variances(g * w_scale.T, 1) @ codes.sum(1)
+    per_row = _stochastic_variances(g * w_scale.T, (1,)) @ codes.sum(1)
     dx = per_row[:, None] * (codes.sum(0) / codes.sum().clamp_min(1e-30))
-    dw = (_stochastic_variances(g * x_scale, 0).sum(1) * (rows / x_scale).square().sum(1)).sum()
+    dw = (_stochastic_variances(g * x_scale, (0,)).sum(1) * (rows / x_scale).square().sum(1)).sum()
     return dx.view(x.shape), dw
 
 
-def _stochastic_variances(values: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return f (1 - f) s^2 of each element, s = amax/127 along `dim`."""
-    step = values.abs().amax(dim, keepdim=True).clamp_min(1e-30) / 127
+def stochastic_convolution_errors(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same of a convolution of images: the variance of each element of dx, and the sum for dW.
+
+    A product adds up independent errors, so its variances are a convolution of squared codes. Stride and
+    padding follow from the shapes: `gradient` (n, c, p, q), `x` (n, C, h, w), `weight` (c, C, kh, kw). An
+    undilated window stands for a dilated one, which has as many pixels.
+    """
+    g, images = (t.reshape(-1, *t.shape[-3:]) for t in (gradient, x))
+    by_image = int8_gradient_unfolds(images.shape, weight.shape, g.shape)
+    x_scale, w_scale = _step(images, (1, 2, 3)), _step(weight, (1, 2, 3))
+    h = _stochastic_variances(g * w_scale.view(-1, 1, 1), (1, 2, 3) if by_image else (1,))
+    k = _stochastic_variances(g * x_scale, (0, 2, 3))
+    stride: list[int] = []
+    around: list[int] = []
+    for size, window, out in zip(images.shape[2:], weight.shape[2:], g.shape[2:], strict=True):
+        stride.append(max(1, round(size / out)))
+        missing = (out - 1) * stride[-1] + window - size  # pixels that the windows take beyond the image
+        around = [(missing + 1) // 2, missing // 2, *around]
+    with torch.enable_grad():
+        codes = [t.detach().square().requires_grad_() for t in (images / x_scale, weight / w_scale)]
+        groups = images.shape[1] // weight.shape[1]
+        padded = torch.nn.functional.pad(codes[0], around)
+        y = torch.conv2d(padded, codes[1], stride=stride, groups=groups)
+    (dx,) = torch.autograd.grad(y, codes[:1], h, retain_graph=True)
+    (dw,) = torch.autograd.grad(y, codes[1:], k)
+    return dx.view(x.shape), dw.sum()
+
+
+def _step(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return the step between two codes, amax/127 over `dims`."""
+    return values.abs().amax(dims, keepdim=True).clamp_min(1e-30) / 127
+
+
+def _stochastic_variances(values: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    """Return f (1 - f) s^2 of each element, s = amax/127 over `dims`."""
+    step = _step(values, dims)
     scaled = values / step
     fraction = scaled - scaled.floor()
     return fraction * (1 - fraction) * step.square()

@@ -19,12 +19,14 @@ LARGEST_FILTER = 32
 _SIGNALS = "there is no INT8 convolution of signals on GPUs"
 _GROUPED = "CUTLASS has no grouped convolutions"
 _DILATED = "CUTLASS has no input gradient of dilated convolutions"
+_FORWARD_ONLY = "the INT8 convolutions of CUTLASS are forward only"
+_GROUPED_GRADIENTS = "the windows of grouped convolutions are too short for INT8 products"
 
 # Unsupported shapes of kinds that are supported otherwise, by kind of device: (kind, precision, reason).
 # On CPUs oneDNN, or a product of windows, takes every shape (grouped 3.2, dilated 3.4 times as fast as
-# FP32; Zen 5).
+# FP32; Zen 5), but gradients of groups have no INT8 product.
 SHAPE_LIMITS: dict[str, tuple[tuple[str, Precision, str], ...]] = {
-    "cpu": (),
+    "cpu": (("conv2d", Precision.INT8_ALL, _GROUPED_GRADIENTS),),
     "cuda": (
         ("conv2d", Precision.INT8, _GROUPED),
         ("conv2d", Precision.INT8, _DILATED),
@@ -40,7 +42,6 @@ _LEAST_CAPABILITY = {
     Precision.INT8_ALL: (7, 5),
     Precision.FP8: (8, 9),
 }
-_FORWARD_ONLY = "not written; the INT8 convolutions of oneDNN and CUTLASS are forward only"
 _NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
 # Reasons for the combinations that are not in PRECISIONS_BY_KIND: of a whole kind, or of one precision of
 # a kind.
@@ -53,8 +54,7 @@ _UNWRITTEN = {
     ("conv1d", Precision.FP32_FAST): "not written; torch keeps signals in one order",
     ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
-    ("conv2d", Precision.INT8_ALL): _FORWARD_ONLY,
-    ("conv1d", Precision.INT8_ALL): _FORWARD_ONLY,
+    ("conv1d", Precision.INT8_ALL): "not written; the INT8 convolutions of signals are forward only",
     ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
     ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
 }
@@ -101,18 +101,22 @@ def unsupported_by_shape(graph: OpGraph, device: str) -> dict[str, dict[str, str
     `device` is "cpu" or "cuda". Only precisions that the operator's kind has otherwise (`PRECISIONS_BY_KIND`)
     appear, and only operators that lack one of them.
 
-    >>> unsupported_by_shape(graph, "cuda")["features.3.conv"]
-    {'int8': 'CUTLASS has no grouped convolutions'}
+    >>> unsupported_by_shape(graph, "cpu")["features.3.conv"]
+    {'int8_all': 'the windows of grouped convolutions are too short for INT8 products'}
     """
-    if device != "cuda":
-        return {}
     shapes = {value.name: value.shape for value in graph.inputs}
     shapes |= {op.name: op.shape for op in graph.ops}
     found = {}
     for op in graph.adjustable:
-        reason = _why_not_on_gpus(op, [shapes[name] for name in op.inputs])
-        if reason:
-            found[op.name] = {str(Precision.INT8): reason}
+        reasons: dict[str, str | None] = {}
+        if op.kind in ("conv1d", "conv2d") and device == "cuda":
+            reasons[Precision.INT8] = _why_not_on_gpus(op, [shapes[name] for name in op.inputs])
+        if op.kind == "conv2d":
+            grouped = _groups(*(shapes[name] for name in op.inputs[:2])) > 1
+            on_cpus = _GROUPED_GRADIENTS if grouped else None
+            reasons[Precision.INT8_ALL] = _FORWARD_ONLY if device == "cuda" else on_cpus
+        if any(reasons.values()):
+            found[op.name] = {str(precision): why for precision, why in reasons.items() if why}
     return found
 
 
@@ -148,7 +152,7 @@ def first_precision_up(
 ) -> Precision:
     """Return the precision to run an operator in: this one, or the next one up that its kind has here.
 
-    >>> first_precision_up("conv2d", Precision.INT8_ALL, [], "bf16")
+    >>> first_precision_up("conv1d", Precision.INT8_ALL, [], "bf16")
     <Precision.INT8: 'int8'>
     """
     return next(
@@ -169,8 +173,8 @@ def is_fixed_despite_kernels(op: Op) -> bool:
 def _why_not_on_gpus(op: Op, shapes: list[tuple[int, ...]]) -> str | None:
     if op.kind == "conv1d":
         return _SIGNALS
-    if op.kind != "conv2d":
-        return None
-    image, weight = shapes[:2]
-    groups = image[1] // weight[1] if len(image) == 4 and weight[1] else 1
-    return why_not_in_cutlass(groups, op.dilated, weight[2:])
+    return why_not_in_cutlass(_groups(*shapes[:2]), op.dilated, shapes[1][2:])
+
+
+def _groups(image: tuple[int, ...], weight: tuple[int, ...]) -> int:
+    return image[1] // weight[1] if len(image) == 4 and weight[1] else 1

@@ -89,7 +89,7 @@ ENCODED_OPERANDS: dict[str, tuple[str | None, ...]] = {
 PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "linear": tuple(Precision),
     "addmm": tuple(Precision),
-    "conv2d": tuple(p for p in Precision if p is not Precision.FP8 and p is not Precision.INT8_ALL),
+    "conv2d": tuple(p for p in Precision if p is not Precision.FP8),
     "conv1d": tuple(
         p for p in Precision if p not in (Precision.FP32_FAST, Precision.FP8, Precision.INT8_ALL)
     ),

@@ -147,12 +147,13 @@ GEOMETRIES = [  # images (n, h, w, C), kernel, stride, padding, dilation
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("codes", [True, False])
-def test_windows_are_those_of_a_convolution(both, geometry, codes):
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.bfloat16])
+def test_windows_are_those_of_a_convolution(both, geometry, dtype):
     shape, kernel, stride, padding, dilation = geometry
     generator = torch.Generator().manual_seed(4)
-    signed = torch.randint(-127, 128, shape, generator=generator).to(torch.int8 if codes else torch.bfloat16)
-    images = signed.view(torch.uint8).bitwise_xor(128) if codes else signed
+    signed = torch.randint(-127, 128, shape, generator=generator)
+    signed = signed.to(torch.int8 if dtype is torch.uint8 else dtype)
+    images = signed.view(torch.uint8).bitwise_xor(128) if dtype is torch.uint8 else signed
     fast, plain = both(cast_ops.unfold, images, kernel, stride, padding, dilation)
     assert equal(fast, plain)
     expected = torch.nn.functional.unfold(
@@ -161,6 +162,21 @@ def test_windows_are_those_of_a_convolution(both, geometry, codes):
     n, p, q, kh, kw, channels = fast.shape
     columns = fast.float().permute(0, 5, 3, 4, 1, 2).reshape(n, channels * kh * kw, p * q)
     assert torch.equal(columns, expected)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_the_gradient_of_a_depthwise_weight_is_torch_s(geometry, monkeypatch):
+    shape, kernel, *options = geometry
+    generator = torch.Generator().manual_seed(6)
+    x = torch.randint(-8, 9, shape, generator=generator).bfloat16()
+    weight = torch.zeros(shape[3], 1, *kernel, requires_grad=True)
+    y = torch.conv2d(x.float().permute(0, 3, 1, 2), weight, None, *options, shape[3])
+    g = torch.randint(-8, 9, y.shape, generator=generator).bfloat16()
+    (expected,) = torch.autograd.grad(y, weight, g.float())
+    for library in (cast_ops.compiled_for, lambda *_: None):
+        monkeypatch.setattr(cast_ops, "compiled_for", library)
+        pixels = g.permute(0, 2, 3, 1).contiguous()
+        assert torch.equal(cast_ops.depthwise_weight_gradient(x, pixels, kernel, *options), expected)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)

@@ -38,7 +38,7 @@ CALLS = {
 @pytest.fixture(params=[0, 1], ids=["torch's", "the other"])
 def chosen(request, monkeypatch):
     """Let every product run the kernel of this number, whatever it takes."""
-    monkeypatch.setattr(fp32_fast, "_choose", lambda key, runs: request.param)
+    monkeypatch.setattr(fp32_fast, "choose", lambda key, runs: request.param)
     return request.param
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import qsync
 from qsync import backend
 from qsync.allocator import allocate, check_plan, unsupported_precisions
+from qsync.backend import Operand, encode, select
 from qsync.backend.cutlass.convolution import unsupported
 from qsync.backend.kernel_selection import Kernels
 from qsync.commands import device_report, doctor_tables, main
@@ -75,12 +76,26 @@ def profiles_of(graph: OpGraph) -> dict[str, Profile]:
     }
 
 
+GROUPED = torch.ones(2, 4, 5, 5), torch.ones(4, 2, 3, 3)
+
 # --- The rule ---
 
 
 def test_a_gpu_s_limits_are_known_without_one(graph):
-    assert unsupported_by_shape(graph, "cuda") == {name: {"int8": reason} for name, reason in REASONS.items()}
-    assert unsupported_by_shape(graph, "cpu") == {}
+    found = unsupported_by_shape(graph, "cuda")
+    assert {name: why["int8"] for name, why in found.items() if "int8" in why} == REASONS
+    images = {op.name for op in graph.adjustable if op.kind == "conv2d"}
+    assert {name for name, why in found.items() if "forward only" in why.get("int8_all", "")} == images
+
+
+def test_a_cpu_has_no_int8_gradients_of_groups(graph):
+    ((name, why),) = unsupported_by_shape(graph, "cpu").items()
+    assert name == "depthwise" and "grouped" in why["int8_all"] and set(why) == {"int8_all"}
+    operands = [
+        Operand(t, encode(t, f"int8_{of}")) for t, of in zip(GROUPED, ("image", "channel"), strict=True)
+    ]
+    with pytest.raises(UnsupportedError, match="one group: run it in int8"):
+        select("cpu").kernel("conv2d", "int8_all")(torch.conv2d, "fp32", *operands, groups=2)
 
 
 def test_a_file_keeps_what_the_rule_needs(graph):
@@ -105,7 +120,8 @@ def test_the_kernels_refuse_by_the_same_rule():
         ("linear", Precision.FP8, [Precision.FP8], "bf16", BF16),
         ("linear", BF16, [BF16], "bf16", FP32),
         ("embedding", INT8, [INT8], None, FP32),
-        ("conv2d", Precision.INT8_ALL, [], "bf16", INT8),
+        ("conv2d", Precision.INT8_ALL, [Precision.INT8_ALL], "bf16", INT8),
+        ("conv1d", Precision.INT8_ALL, [], "bf16", INT8),
         ("matmul", Precision.INT8_ALL, [INT8], "bf16", BF16),
         ("attention", Precision.FP8, [], "bf16", BF16),
         ("linear", INT8, [], "bf16", INT8),
@@ -182,12 +198,12 @@ def test_what_the_profile_was_refused_is_listed(graph):
 def test_kinds_without_a_precision_say_why():
     builder = Builder()
     x = builder.linear("fc", builder.enter("x", (4, 4)), 4)
-    builder.op("conv", "conv2d", Role.ADJUSTABLE, [x, builder.enter("w", (4, 4, 1, 1), "parameter")])
+    builder.op("conv", "conv1d", Role.ADJUSTABLE, [x, builder.enter("w", (4, 4, 1), "parameter")])
     graph = builder.build()
     precisions = (FP32, Precision.INT8_ALL)
     profiles = {name: profile_of(graph, name, precisions) for name in ("train", "infer")}
     (found, _) = unsupported_precisions(graph, fp32_plan(graph), profiles, cluster_of(precisions=precisions))
-    assert found.op == "conv" and "conv2d in int8_all: not written" in found.why
+    assert found.op == "conv" and "conv1d in int8_all: not written" in found.why
 
 
 def test_explain_says_it(graph, tmp_path, monkeypatch, capsys):
@@ -286,8 +302,11 @@ def test_one_precision_moves_up_where_it_is_not_served_and_says_so(graph):
 
 
 def test_one_precision_moves_up_where_its_kind_lacks_it(graph):
-    chosen = uniform(Precision.INT8_ALL, Lacking(()))(graph)
-    assert set(chosen.values()) == {INT8} and len(chosen) == len(graph.adjustable)
+    program._say_once.cache_clear()
+    with pytest.warns(UserWarning, match="conv2d in int8_all: .* grouped .*; depthwise runs in int8"):
+        chosen = uniform(Precision.INT8_ALL, Lacking(()))(graph)
+    everything = dict.fromkeys((op.name for op in graph.adjustable), Precision.INT8_ALL)
+    assert chosen == {**everything, "depthwise": INT8, "signal": INT8}
 
 
 def test_a_wrapped_model_runs_in_the_next_precision_up_where_a_kernel_is_missing(monkeypatch):

@@ -268,6 +268,21 @@ def test_a_bf16_convolution_of_windows_is_onednn_s(
         assert (windowed - through_onednn).norm() <= 6e-3 * through_onednn.norm()
 
 
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_a_depthwise_convolution_s_gradients_are_those_of_torch_by_either_kernel(precision, monkeypatch):
+    results = []
+    for loop in (True, False):
+        monkeypatch.setattr(convolution, "_loop_pays", lambda *_, loop=loop: loop)
+        tensors = [sample(2, 8, 7, 6), sample(8, 1, 3, 3, seed=1), sample(8, seed=2)]
+        kernel = select("cpu").kernel("conv2d", precision)
+        results.append(
+            outcome(kernel, "conv2d", precision, torch.conv2d, tensors, stride=2, padding=1, groups=8)
+        )
+    for by_loop, by_torch in zip(*results, strict=True):
+        assert by_loop.shape == by_torch.shape and by_loop.stride() == by_torch.stride()
+        assert (by_loop - by_torch).norm() <= 6e-3 * by_torch.norm()
+
+
 def test_a_bf16_convolution_saves_its_input_and_its_weight_and_no_windows():
     x, w = sample(2, 16, 4, 4).bfloat16().requires_grad_(), sample(32, 16, 3, 3).bfloat16().requires_grad_()
     saved = []

@@ -14,7 +14,11 @@ from qsync import backend
 from qsync.backend.encoding import Operand, decode, encode
 from qsync.errors import CalibrationError
 from qsync.predictor.sensitivity.directional_probe import RESULT, STOCHASTIC, RoundingEffects, rounded_results
-from qsync.predictor.sensitivity.rounding import rounding_error, stochastic_errors
+from qsync.predictor.sensitivity.rounding import (
+    rounding_error,
+    stochastic_convolution_errors,
+    stochastic_errors,
+)
 from qsync.predictor.sensitivity.variance import indicator
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import Precision
@@ -68,6 +72,41 @@ def test_errors_of_stochastic_gradients_are_those_of_the_kernel(zeros):
         got = torch.autograd.grad(kernel(F.linear, "fp32", *operands), (x, w), g)
         measured += torch.stack([(a - b).square().sum() for a, b in zip(got, exact, strict=True)]) / 4
     dx, dw = stochastic_errors(g, x.detach(), w.detach())
+    assert float(dx.sum()) == pytest.approx(float(measured[0]), rel=0.1)
+    assert float(dw) == pytest.approx(float(measured[1]), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("side", "window", "options"),
+    [
+        (9, 3, {"padding": 1}),
+        (9, 3, {}),
+        (8, 1, {}),
+        (9, 3, {"stride": 2, "padding": 1}),
+        (9, 2, {"stride": 2}),
+    ],
+)
+def test_errors_of_stochastic_convolution_gradients_are_those_of_the_kernel(side, window, options):
+    """Of pixels of unlike size: one scale per image and one per pixel add unlike variances."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 16, side, side, generator=generator).requires_grad_()
+    w = torch.randn(24, 16, window, window, generator=generator).requires_grad_()
+    shape = torch.conv2d(x, w, **options).shape
+    g = (
+        torch.randn(shape, generator=generator)
+        * torch.randn(shape[0], 1, *shape[2:], generator=generator).exp()
+    )
+    kernel = backend.select("cpu").kernel("conv2d", Precision.INT8_ALL)
+    operands = [Operand(t, encode(t.detach(), f"int8_{of}")) for t, of in ((x, "image"), (w, "channel"))]
+    decoded = [decode(operand.encoded).requires_grad_() for operand in operands]
+    exact = torch.autograd.grad(torch.conv2d(*decoded, **options), decoded, g)
+    measured = torch.zeros(2)
+    torch.manual_seed(1)
+    for _ in range(64):
+        got = torch.autograd.grad(kernel(torch.conv2d, "fp32", *operands, **options), (x, w), g)
+        measured += torch.stack([(a - b).square().sum() for a, b in zip(got, exact, strict=True)]) / 64
+    dx, dw = stochastic_convolution_errors(g, x.detach(), w.detach())
+    assert dx.shape == x.shape
     assert float(dx.sum()) == pytest.approx(float(measured[0]), rel=0.1)
     assert float(dw) == pytest.approx(float(measured[1]), rel=0.1)
 
@@ -226,8 +265,10 @@ def test_convolutions_products_and_shared_weights_are_felt():
             return torch.matmul(y, y.mT)
 
     torch.manual_seed(0)
-    sensitivity = qsync.sensitivity(Mixed(), [torch.randn(4, 1, 6, 6)], squared, precisions=["bf16", "int8"])
+    precisions = ["bf16", "int8", "int8_all"]
+    sensitivity = qsync.sensitivity(Mixed(), [torch.randn(4, 1, 6, 6)], squared, precisions=precisions)
     assert set(sensitivity.omega) == {"conv", "linear", "linear#2", "matmul"}
+    assert sensitivity.omega["conv"]["int8_all"] > sensitivity.omega["conv"]["int8"]
     assert all(omega > 0 for modes in sensitivity.omega.values() for omega in modes.values())
 
 

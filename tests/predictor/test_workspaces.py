@@ -59,6 +59,16 @@ def convolutions(channels: int, between: tuple[nn.Module, ...] = ()) -> nn.Modul
     return nn.Sequential(first, *between, second)
 
 
+def folded(channels: int) -> tuple[nn.Module, ...]:
+    """Two convolutions whose INT8 gradients fold: of single pixels, and of windows with a stride."""
+    return nn.Conv2d(channels, channels, 1), nn.Conv2d(channels, channels, 3, stride=2, padding=1)
+
+
+def ending_in_a_norm(*layers: nn.Module) -> nn.Module:
+    """Convolutions whose last gradient lies channels-last, as a norm's does, not as a loss's."""
+    return nn.Sequential(*layers, nn.BatchNorm2d(layers[-1].out_channels))
+
+
 def block() -> nn.Module:
     followers = nn.GELU(), nn.LayerNorm(256), nn.Dropout(0.1)
     return nn.Sequential(nn.Linear(256, 256), *followers, nn.Linear(256, 256))
@@ -77,6 +87,8 @@ MODELS = {
     "attention, mask of heads": (lambda: Attention(4, "heads"), TOKENS),
     "convolution, unfolded": (lambda: convolutions(256), (8, 256, 4, 4)),
     "convolution, unfolded forward": (lambda: convolutions(256), (32, 256, 4, 4)),
+    "convolution, normalized": (lambda: ending_in_a_norm(*convolutions(256)), (8, 256, 4, 4)),
+    "convolution, folded": (lambda: ending_in_a_norm(*folded(64)), (8, 64, 16, 16)),
     "batch norm": (lambda: convolutions(32, (nn.BatchNorm2d(32), nn.ReLU())), IMAGES),
     "block": (block, (1024, 256)),
 }
@@ -104,6 +116,8 @@ CASES = [
     ("convolution, unfolded", FP32, False, EXACT),
     ("convolution, unfolded", INT8, False, EXACT),
     ("convolution, unfolded forward", INT8, False, 0.005),
+    ("convolution, normalized", INT8_ALL, False, EXACT),
+    ("convolution, folded", INT8_ALL, False, EXACT),
     ("batch norm", FP32, False, EXACT),
     ("batch norm", FP32, True, EXACT),
     ("block", INT8, False, EXACT),
@@ -123,7 +137,9 @@ def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less
         make, shape = MODELS[name]
         torch.manual_seed(0)
         x = torch.randn(shape)
-        trained[name] = memory_runs.Trained(make(), (x, x), lambda y, target: (y * target).sum())
+        trained[name] = memory_runs.Trained(
+            make(), (x, x), lambda y, of: (y * of[tuple(map(slice, y.shape))]).sum()
+        )
     step = trained[name]
     able = {op.name: op for op in step.graph.adjustable}
     assignment = {

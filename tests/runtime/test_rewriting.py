@@ -282,7 +282,7 @@ def test_low_precision_resnets_learn_the_same():
     """Batch statistics of a few pixels amplify rounding, so more of them are given here."""
     model, batch = build("resnet", batch_size=32)
     _, expected = step(model, batch)
-    for precision, least_db in (("bf16", 20.0), ("int8", 12.0)):
+    for precision, least_db in (("bf16", 20.0), ("int8", 12.0), ("int8_all", 8.0)):
         qsync.wrap(model, precision)
         assert least_db < decibels(step(model, batch)[1], expected) < 100
 

@@ -47,8 +47,9 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
     programs["to_bf16"] = _to_bf16(loops)
     programs["transpose_to_fp32"] = _transpose(loops, "bfloat16", "float32")
     programs["transpose_int8"] = _transpose(loops, "int8", "int8")
-    programs["unfold_uint8"] = _unfold(loops, "uint8")
-    programs["unfold_bfloat16"] = _unfold(loops, "bfloat16")
+    programs["transpose_float32"] = _transpose(loops, "float32", "float32")
+    for dtype in ("uint8", "int8", "bfloat16"):
+        programs[f"unfold_{dtype}"] = _unfold(loops, dtype)
     programs["fold"] = _fold_on_gpu() if loops is Threads else _fold()
     programs["decode_rows"] = _decode(loops, "int8", 0, by_row=True)
     programs["decode_columns"] = _decode(loops, "int8", 0, by_row=False)
@@ -56,6 +57,7 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
     programs |= fused_columns.programs(loops)
     programs |= activations.programs(loops)
     if loops is Serial:
+        programs["depthwise_weight_gradient"] = _depthwise_weight_gradient()
         programs |= attention.programs()
     return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})
 
@@ -167,7 +169,7 @@ def _unfold(loops: Any, dtype: str) -> Any:
         return T.reinterpret("int8", T.bitwise_xor(value, T.uint8(128))) if dtype == "uint8" else value
 
     def zero() -> Any:
-        return T.int8(0) if dtype == "uint8" else T.reinterpret(dtype, T.uint16(0))
+        return T.reinterpret(dtype, T.uint16(0)) if dtype == "bfloat16" else T.int8(0)
 
     @T.prim_func
     def unfold(
@@ -295,6 +297,47 @@ def _fold_on_gpu() -> Any:
                                     )
 
     return fold
+
+
+def _depthwise_weight_gradient() -> Any:
+    """Add up gradient times image of every tap of a depthwise convolution, on a CPU."""
+
+    @T.prim_func
+    def depthwise_weight_gradient(
+        images: T.handle,
+        gradient: T.handle,
+        stride_h: T.int64,
+        stride_w: T.int64,
+        pad_h: T.int64,
+        pad_w: T.int64,
+        step_h: T.int64,
+        step_w: T.int64,
+        out: T.handle,
+    ):
+        T.func_attr({"tirx.noalias": True})
+        n, h, w, c = T.int64(), T.int64(), T.int64(), T.int64()
+        p, q, kh, kw = T.int64(), T.int64(), T.int64(), T.int64()
+        X = T.match_buffer(images, (n, h, w, c), "bfloat16")
+        G = T.match_buffer(gradient, (n, p, q, c), "bfloat16")
+        Y = T.match_buffer(out, (kh, kw, c), "float32")
+        for u, v, j in T.grid(kh, kw, c):
+            Y[u, v, j] = T.float32(0)
+        for i, y, u in T.grid(n, p, kh):
+            if (y * stride_h + u * step_h - pad_h >= 0) & (y * stride_h + u * step_h - pad_h < h):
+                for x, v in T.grid(q, kw):
+                    if (x * stride_w + v * step_w - pad_w >= 0) & (x * stride_w + v * step_w - pad_w < w):
+                        for j in T.serial(c):
+                            Y[u, v, j] = Y[u, v, j] + T.Cast("float32", G[i, y, x, j]) * T.Cast(
+                                "float32",
+                                X[
+                                    i,
+                                    y * stride_h + u * step_h - pad_h,
+                                    x * stride_w + v * step_w - pad_w,
+                                    j,
+                                ],
+                            )
+
+    return depthwise_weight_gradient
 
 
 def _dequantize(loops: Any, dtype: str, biased: bool) -> Any:
