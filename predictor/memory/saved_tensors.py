@@ -17,7 +17,7 @@ from qsync.records.precision import LARGEST, Precision, type_bytes
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
     "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
-    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+    "interpolate", "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
