@@ -105,8 +105,8 @@ def _install_capturing_hooks(module: torch.nn.Module) -> None:
     A model that asks for them installs them at its first call, under a lock: the trace would end there.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
-    registry = getattr(library, "_CAN_RECORD_REGISTRY", None)
-    for part in module.modules() if registry is not None else ():
+    registry: Any = getattr(library, "_CAN_RECORD_REGISTRY", {})
+    for part in module.modules():
         if registry.get(part):
             library.maybe_install_capturing_hooks(part)
 
