@@ -36,7 +36,7 @@ def attention_short(
     codes and scales, and P. There is no dropout (see `qsync.backend.block_sizes.saves_weights`).
 
     ms forward and backward of 256 heads of 36x32 with a learned mask, torch in BF16 and this: 5.2 and 2.8
-    (one thread of a Zen 5).
+    (one thread of an AMD EPYC).
 
     >>> attention_short((q, k, v), None, None, AttentionOptions(0.0, False, 0.125, False), torch.bfloat16)
     """
