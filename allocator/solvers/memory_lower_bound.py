@@ -46,7 +46,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
             ):
                 found.add(alternative.binary, graph.num_calls * num_bytes)
             saved = saved_by_op(
-                op, known.has_gradient, known.dtype, alternative.form, alternative.mode, device
+                op, known.shape, known.has_gradient, known.dtype, alternative.form, alternative.mode, device
             )
             values = [(op.inputs[j], alternative.taken[j]) for j in saved.inputs]
             values += [(op.name, alternative.output)] if saved.output else []

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
-from qsync.backend.block_sizes import SCORES_PER_BLOCK
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
 from qsync.backend.kernel_timing import least_s
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
+from qsync.backend.kernels.attention_short import attention_short
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.softmax import Scores, softmax, softmax_gradient
 
@@ -40,11 +41,12 @@ def attention_bf16(
 
         S = H + R,   H = bf16(Q K'),   R = bf16(Q K' - H)      a second product: 16 bits of S
         y = bf16(D P) V,   P = softmax(c S + mask) in FP32,   D = keep / (1 - p)
-        dV = bf16(D P)' g,   dS = c P (D g V' - sum(g y)),   dQ = bf16(dS) K,   dK = bf16(dS)' Q
+        dV = bf16(D P)' g,   dS = P (D g V' - sum(g y)),   dQ = c bf16(dS) K,   dK = c bf16(dS)' Q
 
     Arguments as torch's scaled_dot_product_attention; c is `scale`. Saves the same as torch's kernel: q,
     k, v, the result, a mask of bools as numbers, and log sum exp of every row. Dropout draws torch's
-    random numbers and costs a byte per score. Backward computes P again.
+    random numbers and costs a byte per score. Backward computes P again. Few keys (`saves_weights`) run
+    `attention_short`, which saves P.
 
     ms forward and backward of 64 heads of 128x64, torch in FP32, torch in BF16 and this: 11.9, 20.1, 8.0;
     with dropout 19.5, 19.0, 13.9; causal, 12 heads of 1024x64: 95, 73, 58 (one thread of a Zen 5).
@@ -56,6 +58,8 @@ def attention_bf16(
         return y.to(DTYPES[out_type])
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     options = AttentionOptions(dropout_p, is_causal, scale, enable_gqa)
+    if saves_weights(key.shape[-2], dropout_p):
+        return attention_short((query, key, value), None, attn_mask, options, DTYPES[out_type])
     if attn_mask is not None and attn_mask.dtype is torch.bool:
         hidden = torch.zeros(attn_mask.shape, dtype=query.dtype, device=query.device)
         attn_mask = hidden.masked_fill_(~attn_mask, -math.inf)
@@ -150,20 +154,18 @@ class _Bf16Attention(torch.autograd.Function):
         means = (gradient.float() * y).sum(-1).view(heads.count, -1)
         g = gradient.reshape(heads.count, *y.shape[-2:])
         dq, dk, dv = torch.empty_like(q), heads.gradient_total(k), heads.gradient_total(v)
-        d_mask = sums.new_zeros((heads.count, *heads.scores_shape[-2:])) if ctx.needs_input_grad[3] else None
+        d_mask = q.new_empty((heads.count, *heads.scores_shape[-2:])) if ctx.needs_input_grad[3] else None
         for block in heads.blocks():
             some, rows, keys = block
             q_part, g_part = _part(q, some, rows), _part(g, some, rows)
             k_part, v_part = _part(k, some, keys), _part(v, some, keys)
             weights, d_scores = softmax_gradient(
-                heads.scores(block),
-                sums[some, rows],
-                means[some, rows],
-                torch.bmm(g_part, v_part.mT),
-                None if d_mask is None else d_mask[some, rows, keys],
+                heads.scores(block), sums[some, rows], means[some, rows], torch.bmm(g_part, v_part.mT)
             )
-            torch.bmm(d_scores, k_part, out=_part(dq, some, rows))
-            _add_product(_part(dk, some, keys), d_scores.mT, q_part)
+            if d_mask is not None:
+                d_mask[some, rows, keys] = d_scores
+            _add_product(_part(dq, some, rows), d_scores, k_part, ctx.options.scale)
+            _add_product(_part(dk, some, keys), d_scores.mT, q_part, ctx.options.scale)
             _add_product(_part(dv, some, keys), weights.mT, g_part)
         if d_mask is not None:
             d_mask = d_mask.view(heads.scores_shape).sum_to_size(mask.shape).to(mask.dtype)
@@ -237,9 +239,9 @@ def _part(matrices: Tensor, some: slice, rows: slice) -> Tensor:
     return part[0].unsqueeze(0) if len(part) == 1 else part
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to an FP32 total; overwrite a BF16 one with a b."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, factor: float = 1.0) -> None:
+    """Add factor a b to an FP32 total; overwrite a BF16 one with it."""
     if total.dtype is torch.float32:
-        total.add_(torch.bmm(a, b))
+        total.add_(torch.bmm(a, b), alpha=factor)
     else:
-        torch.bmm(a, b, out=total)
+        torch.baddbmm(total, a, b, beta=0, alpha=factor, out=total)

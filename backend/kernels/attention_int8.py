@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
-from qsync.backend.block_sizes import SCORES_PER_BLOCK
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
+from qsync.backend.kernels.attention_short import attention_short
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.matmul import decode_matrices, scaled_products
 
@@ -47,6 +48,10 @@ def attention_int8(
     """
     scale = 1 / math.sqrt(query.value.shape[-1]) if scale is None else scale
     options = AttentionOptions(dropout_p, is_causal, scale, enable_gqa)
+    operands = (query, key, value)
+    if query.value.device.type == "cpu" and saves_weights(key.value.shape[-2], dropout_p):
+        values, encoded = [operand.value for operand in operands], [operand.encoded for operand in operands]
+        return attention_short(values, encoded, attn_mask, options, DTYPES[out_type])
     call = _Call((query.encoded, key.encoded, value.encoded), options, DTYPES[out_type])
     return differentiable(_Int8Attention, query.value, key.value, value.value, attn_mask, call)
 

@@ -57,24 +57,20 @@ def softmax(scores: Scores) -> tuple[Tensor, Tensor]:
     return _dropped(weights, scores), sums.add_(largest.view(torch.float32))
 
 
-def softmax_gradient(
-    scores: Scores, sums: Tensor, means: Tensor, d_weights: Tensor, d_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Compute D P again, and dS = factor P (D dW - means), both in BF16.
+def softmax_gradient(scores: Scores, sums: Tensor, means: Tensor, d_weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute D P again, and dS = P (D dW - means), both in BF16.
 
     `sums` are those of `softmax`. `d_weights` is the gradient of D P in BF16, and is overwritten. means
-    (heads, rows) are the sums of P D dW over rows. `d_mask` receives dS / factor in FP32, if given.
+    (heads, rows) are the sums of P D dW over rows.
     """
-    library = None if d_mask is not None else compiled_for("softmax", scores.high, (torch.bfloat16,))
+    library = compiled_for("softmax", scores.high, (torch.bfloat16,))
     _dropped(d_weights, scores)
     if library is None:
         weights = (_values(scores) - sums.unsqueeze(-1)).exp_()
         # Widened before anything is subtracted: the softmax's gradient is a difference.
         d_scores = d_weights.float().mul_(scores.keep_factor).sub_(means.unsqueeze(-1)).mul_(weights)
-        if d_mask is not None:
-            d_mask.copy_(d_scores)
         weights = weights.mul_(scores.keep_factor).bfloat16()
-        return _dropped(weights, scores), d_scores.mul_(scores.factor).bfloat16()
+        return _dropped(weights, scores), d_scores.bfloat16()
     weights = torch.empty_like(scores.high)
     name = f"softmax_gradient{_variant(scores)}"
     library[name](*_arguments(scores), sums.contiguous(), means.contiguous(), weights, d_weights)

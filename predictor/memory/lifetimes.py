@@ -171,7 +171,12 @@ class Lifetimes:
         key = (i, self.runs[i].form, self.runs[i].mode)
         if key not in self._saved:
             self._saved[key] = saved_by_op(
-                self.layout.ops[i], self.layout.has_gradient, self.layout.dtype, *key[1:], self.device
+                self.layout.ops[i],
+                self.layout.shape,
+                self.layout.has_gradient,
+                self.layout.dtype,
+                *key[1:],
+                self.device,
             )
         return self._saved[key]
 

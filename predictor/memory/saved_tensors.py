@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from qsync.backend.block_sizes import saves_weights
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED
 from qsync.records.graph import Op, OpGraph, num_elements
 from qsync.records.precision import LARGEST, Precision, type_bytes
@@ -16,7 +17,7 @@ from qsync.records.precision import LARGEST, Precision, type_bytes
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
     "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
-    "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+    "interpolate", "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
@@ -42,6 +43,7 @@ class Saved:
 
 def saved_by_op(
     op: Op,
+    shapes: Mapping[str, tuple[int, ...]],
     requires_grad: Mapping[str, bool],
     dtypes: Mapping[str, str],
     form: str = "plain",
@@ -50,9 +52,10 @@ def saved_by_op(
 ) -> Saved:
     """Return what this operator saves for backward: nothing if it has no backward.
 
-    `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are lowering's.
+    `shapes`, `requires_grad` and `dtypes` are those of every value, as traced; `form` and `mode` are
+    lowering's.
 
-    >>> saved_by_op(graph.ops[0], requires_grad, dtypes)
+    >>> saved_by_op(graph.ops[0], shapes, requires_grad, dtypes)
     Saved(inputs=(0, 1), output=False, indices=())
     """
     if not op.requires_grad:
@@ -68,6 +71,8 @@ def saved_by_op(
         return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
     if op.kind == "attention" and writes_scores(op, mode, device):
         return Saved()
+    if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
+        return Saved((0, 1, 2))
     if op.kind == "attention":  # of a mask of bools it saves its own copy in numbers, except in INT8
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
@@ -101,6 +106,8 @@ def made_for_backward(
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
+    elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
+        yield type_bytes("bf16", num_elements(scores_shape(op, shapes)))
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
         yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
     elif op.kind == "attention" and writes_scores(op, mode, device):
@@ -127,6 +134,12 @@ def writes_scores(op: Op, mode: str, device: str) -> bool:
     On a CPU no fused kernel of torch has dropout; qsync's BF16 and INT8 kernels have.
     """
     return op.dropout > 0 and device == "cpu" and mode not in ("int8", "bf16")
+
+
+def saves_weights_of(op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], device: str) -> bool:
+    """Return whether attention is qsync's kernel for few keys, which saves its weights in BF16."""
+    keys = shapes[op.inputs[1]][-2]
+    return device == "cpu" and mode in ("int8", "bf16") and saves_weights(keys, op.dropout)
 
 
 def scores_shape(op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_weights
 from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Op, num_elements
@@ -54,6 +54,8 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
     elements = op.num_elements
     if run.form in _SAVING_LESS:
         return _saving_less_forward(op, run)
+    if op.kind == "attention" and _has_few_keys(op, run, context):
+        return _attention_short_forward(op, context)
     if op.kind == "attention" and run.mode == Precision.INT8:
         return _attention_int8(op, context, backward=False)
     if op.kind == "attention" and run.mode == Precision.BF16 and context.device == "cpu":
@@ -76,6 +78,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _saving_less_backward(op, run)
     if run.mode in _INT8 and op.kind in ("linear", "addmm"):
         return _product_int8(op, run, context)
+    if op.kind == "attention" and _has_few_keys(op, run, context):
+        return _attention_short_backward(op, context)
     if op.kind == "attention" and run.mode == Precision.INT8:
         return _attention_int8(op, context, backward=True)
     if run.mode == Precision.BF16 and op.kind in ("linear", "addmm"):
@@ -294,6 +298,43 @@ def _attention_plain(op: Op, backward: bool) -> int:
     return max(0, 8 * scores - 20 * n) if backward else 4 * n
 
 
+def _has_few_keys(op: Op, run: Run, context: OpContext) -> bool:
+    lowered = run.mode in (Precision.INT8, Precision.BF16) and context.device == "cpu"
+    return lowered and saves_weights(context.shapes[1][-2], op.dropout)
+
+
+def _attention_elements(op: Op, context: OpContext) -> tuple[int, int, int, int]:
+    """Return the elements of attention's q, k and v, one matrix per head, and of its scores."""
+    queries, keys, heads = op.shape[-2], context.shapes[1][-2], num_elements(op.shape[:-2])
+    width = context.shapes[0][-1]
+    return heads * queries * width, heads * keys * width, heads * keys * op.shape[-1], heads * queries * keys
+
+
+def _passed_on(context: OpContext) -> int:
+    """Return the bytes of the gradients of q, k and v, in the types that they are carried in."""
+    found = zip(context.carried[:3], context.shapes[:3], context.has_gradient[:3], strict=True)
+    return sum(type_bytes(carried, num_elements(shape)) for carried, shape, has_dx in found if has_dx)
+
+
+def _attention_short_forward(op: Op, context: OpContext) -> int:
+    """Return the forward workspace of qsync.backend.kernels.attention_short; its weights are saved."""
+    q, k, v, scores = _attention_elements(op, context)
+    y, result = op.num_elements, type_bytes(context.gradient, op.num_elements)
+    weights = _BF16 * scores
+    operands = max(2 * q, q + 2 * k)  # copied once more, one after the other
+    before = _FP32 * max(operands, 2 * q + k + scores) - weights
+    cast = _FP32 * y * (context.gradient == "fp32")
+    return max(before - result, 2 * _FP32 * scores - result, _BF16 * (v + y) - result, _BF16 * y + cast)
+
+
+def _attention_short_backward(op: Op, context: OpContext) -> int:
+    """Return the same in backward."""
+    q, k, v, scores = _attention_elements(op, context)
+    made = _BF16 * (q + k + v)
+    base = made + _BF16 * op.num_elements
+    return base + max(2 * _BF16 * scores, _BF16 * scores + made) - _passed_on(context)
+
+
 def _attention_bf16(op: Op, context: OpContext, backward: bool) -> int:
     """Return the workspace of qsync.backend.kernels.attention_bf16: a matrix per head, scores in pieces.
 
@@ -332,13 +373,7 @@ def _attention_int8(op: Op, context: OpContext, backward: bool) -> int:
             passes * _FP32 * chunk - type_bytes(context.gradient, y), _FP32 * y * (context.gradient == "fp32")
         )
     base += 2 * _BF16 * (q + k + v) + _BF16 * y  # decoded, their gradients, and the result's in 16 bits
-    passed_on = sum(
-        type_bytes(carried, num_elements(shape))
-        for carried, shape, has_dx in zip(
-            context.carried[:3], context.shapes[:3], context.has_gradient[:3], strict=True
-        )
-        if has_dx
-    )
+    passed_on = _passed_on(context)
     left = 14 * chunk  # probabilities, their gradient, that of the scores in FP32 and in 16 bits
     again = chunk * (
         (26 if op.dropout else 22) if heads * queries * keys > chunk else 16 if op.dropout else 14

@@ -33,7 +33,7 @@ FOLLOWING: dict[str, str] = {
         "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
         "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
         "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack",
-        "where", "masked_fill", "pad", "clone", "roll",
+        "where", "masked_fill", "pad", "clone", "roll", "interpolate",
     )},
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (
@@ -64,7 +64,7 @@ NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
-    "clone", "float", "input", "other",
+    "clone", "interpolate", "float", "input", "other",
 )  # fmt: skip
 
 # In-place calls whose name is not simply the functional one with an underscore.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, MethodType
@@ -91,10 +92,23 @@ def compile_forward(
     for code in codes:
         if code is not None and code.co_filename in LAYER_FILES:
             reset_code(code)
+    _install_capturing_hooks(module)
     forward = plain_forward(module)
     if isinstance(forward, MethodType) and trace_rules.check(forward):
         forward = MethodType(_framed, module)
     return torch.compile(forward, backend=backend, **options)
+
+
+def _install_capturing_hooks(module: torch.nn.Module) -> None:
+    """Install the hooks by which transformers' models record hidden states.
+
+    A model that asks for them installs them at its first call, under a lock: the trace would end there.
+    """
+    library: Any = sys.modules.get("transformers.utils.output_capturing")
+    registry: Any = getattr(library, "_CAN_RECORD_REGISTRY", {})
+    for part in module.modules():
+        if registry.get(part):
+            library.maybe_install_capturing_hooks(part)
 
 
 def _framed(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import qsync
-from qsync.backend import reference_kernel, select
+from qsync.backend import block_sizes, reference_kernel, select
 from qsync.backend.kernels import attention_int8
 from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
@@ -38,6 +38,13 @@ SHAPES = {
     "shared keys": [(2, 3, 9, 8), (1, 3, 9, 8), (1, 1, 9, 8)],
 }
 KERNEL = attention_int8.attention_int8
+
+
+@pytest.fixture(autouse=True, params=["many keys", "few keys"])
+def keys(request, monkeypatch):
+    """Run the kernel for many keys, then the one that few keys run."""
+    if request.param == "many keys":
+        monkeypatch.setattr(attention_int8, "saves_weights", lambda *_: False)
 
 
 def qkv(shapes: list[tuple[int, ...]]) -> list[Tensor]:
@@ -134,15 +141,34 @@ def test_what_is_not_finite_comes_out_where_it_belongs(bad, where):
         assert any(not g[1, 2].isfinite().all() for g in gradients)
 
 
-@pytest.mark.parametrize(("case", "more"), [("plain", 0), ("mask", 256), ("dropout", 6 * 256)])
-def test_it_saves_codes_and_scales_and_a_byte_per_dropped_score(case, more):
-    tensors = [t.requires_grad_() for t in qkv([(2, 3, 16, 8)] * 3)]
-    options = {"mask": {"attn_mask": torch.ones(16, 16, dtype=torch.bool)}, "dropout": {"dropout_p": 0.1}}
+@pytest.mark.parametrize(
+    ("length", "case", "more"),
+    [
+        (80, "plain", 0),
+        (80, "mask", 6400),
+        (16, "dropout", 6 * 256),
+    ],
+)
+def test_it_saves_codes_and_scales_and_a_byte_per_dropped_score(length, case, more):
+    saved = saved_bytes(length, case)
+    assert saved == 3 * 6 * (length * 8 + 4 * length) + more
+
+
+@pytest.mark.parametrize("case", ["plain", "mask"])
+def test_few_keys_save_their_weights_and_no_mask(monkeypatch, case):
+    monkeypatch.setattr(attention_int8, "saves_weights", block_sizes.saves_weights)
+    assert saved_bytes(16, case) == 3 * 6 * (16 * 8 + 4 * 16) + 2 * 6 * 256
+
+
+def saved_bytes(length: int, case: str) -> int:
+    tensors = [t.requires_grad_() for t in qkv([(2, 3, length, 8)] * 3)]
+    mask = torch.ones(length, length, dtype=torch.bool)
+    options = {"mask": {"attn_mask": mask}, "dropout": {"dropout_p": 0.1}}
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
         target = F.scaled_dot_product_attention
         call(KERNEL, "attention", "int8", target, tensors, **options.get(case, {}))
-    assert sum(saved) == 3 * 6 * (16 * 8 + 4 * 16) + more
+    return sum(saved)
 
 
 def test_frozen_operands_get_no_gradient():

@@ -228,6 +228,7 @@ FOLLOWING_CALLS = {
     "stack": lambda x: torch.stack([x, x])[1], "where": lambda x: torch.where(x > 0, x, x),
     "masked_fill": lambda x: x.masked_fill(x > 1, 0.0), "pad": lambda x: F.pad(x, (1, 1))[:, 1:-1],
     "clone": lambda x: x.clone(), "roll": lambda x: x.roll(1, 0), "repeat": lambda x: x.repeat(2, 1)[:4],
+    "interpolate": lambda x: F.interpolate(x[None, None], size=(4, 8), mode="bilinear")[0, 0],
     "repeat_interleave": lambda x: x.repeat_interleave(2, 0)[::2],
     "concat": lambda x: torch.concat([x, x])[4:],
     "view": lambda x: x.view(2, 16).reshape(4, 8), "transpose": lambda x: x.transpose(0, 1).permute(1, 0),

@@ -123,6 +123,17 @@ def test_a_graph_that_breaks_in_the_first_call_alone_is_one():
     assert api.trace_step(_ChangesItself(), x, lambda model, batch: model(batch)).num_segments == 1
 
 
+def test_a_model_that_records_hidden_states_is_one_segment_at_its_first_call():
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation
+
+    sizes = {"depths": [1] * 4, "hidden_sizes": [8] * 4, "num_attention_heads": [1] * 4}
+    model = SegformerForSemanticSegmentation(SegformerConfig(**sizes, decoder_hidden_size=8))
+    batch = {"pixel_values": torch.randn(1, 3, 32, 32), "labels": torch.zeros(1, 32, 32, dtype=torch.long)}
+    for _ in range(2):
+        assert qsync.capture(model, batch).num_segments == 1
+    assert len(model(**batch, output_hidden_states=True).hidden_states) == 4  # one hook a layer
+
+
 def test_a_tied_weight_feeds_two_operators_under_one_name():
     graph = qsync.capture(*build("gpt2"))
     ops = ops_of(graph)

@@ -130,7 +130,7 @@ def _softmax(masked: bool) -> Any:
 def _softmax_gradient(masked: bool) -> Any:
     """Compute the weights again, and BF16 of the scores' gradient, in place of the weights'.
 
-    dS = factor P (keep_factor dW - means)
+    dS = P (keep_factor dW - means)
     """
 
     def score(high: Any, low: Any, mask: Any, factor: Any) -> Any:
@@ -165,7 +165,7 @@ def _softmax_gradient(masked: bool) -> Any:
             for j in T.serial(T.min(n, first + i + 1)):
                 E[j] = _exponential(score(H[h, i, j], L[h, i, j], M[h, i, j], factor) - S[h, i])
                 W[h, i, j] = bf16(E[j] * keep_factor)
-                G[h, i, j] = bf16(factor * E[j] * (T.Cast("float32", G[h, i, j]) * keep_factor - A[h, i]))
+                G[h, i, j] = bf16(E[j] * (T.Cast("float32", G[h, i, j]) * keep_factor - A[h, i]))
             for j in T.serial(n - T.min(n, first + i + 1)):
                 W[h, i, T.min(n, first + i + 1) + j] = _hidden(magnitude(S[h, i]) > T.int32(INFINITY_BITS))
                 G[h, i, T.min(n, first + i + 1) + j] = _hidden(
