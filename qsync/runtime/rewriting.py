@@ -26,6 +26,7 @@ from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import Precision, is_encoded
+from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
 from qsync.runtime.weight_cache import WeightCast
 from qsync.tracing.inplace_calls import WAS_IN_PLACE
 from qsync.tracing.operator_table import call_name, names_a_type
@@ -46,7 +47,9 @@ class Observer(Protocol):
     """An observer of a run: it sees each node of the lowered graph with its result and its operands.
 
     An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
-    that is about to run in FP32. The operator gets the value that the method returns.
+    that is about to run in FP32. The operator gets the value that the method returns. Islands are compiled
+    for an observer with a method `seen_together(nodes, results)`, which sees a compiled island's nodes, each
+    with the number of elements that it computes.
     """
 
     def began(self) -> None:
@@ -57,14 +60,19 @@ class Observer(Protocol):
 
 
 def rewrite(
-    segment: Segment, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None = None
+    segment: Segment,
+    lowered: LoweredGraph,
+    kernels: KernelTable,
+    observer: Observer | None = None,
+    compile_islands: bool = False,
 ) -> torch.fx.GraphModule:
     """Build a GraphModule that computes the segment as the lowered graph says.
 
     `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
-    the numbers are the same.
+    the numbers are the same. With `compile_islands` what stands between products is compiled (see `islands`).
     """
-    return _Rewriter(lowered, kernels, observer).module(segment)
+    compile_islands &= observer is None or hasattr(observer, "seen_together")
+    return _Rewriter(lowered, kernels, observer, compile_islands).module(segment)
 
 
 class CastCall(torch.nn.Module):
@@ -162,9 +170,11 @@ def needs_kernel(op: Op, precision: Precision) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
+    def __init__(
+        self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None, compile_islands: bool
+    ) -> None:
         self._graph: OpGraph = lowered.graph
-        self._kernels, self._observer = kernels, observer
+        self._kernels, self._observer, self._compile_islands = kernels, observer, compile_islands
         self._watched = hasattr(observer, "taken")
         self._ops = {op.name: op for op in lowered.graph.ops}
         self._runs: dict[str, Run] = {}
@@ -206,6 +216,7 @@ class _Rewriter:
                 new[node] = graph.node_copy(node, lambda n: new[n])
             else:
                 new[node] = self._emit_run(module, segment, node, self._runs[name], new)
+                new[node].meta.setdefault("example_value", node.meta.get("example_value"))
             value = segment.value_of.get(node)
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
@@ -214,8 +225,11 @@ class _Rewriter:
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
-        _write_over(graph)
-        graph.lint()
+        # A write keeps its place only among calls that keep theirs.
+        if self._compile_islands and not segment.written:
+            form_islands(module, self._observer)
+        _write_over(module.graph)
+        module.graph.lint()
         module.recompile()
         return module
 
@@ -248,8 +262,11 @@ class _Rewriter:
             else CastCall(self._kernels, cast.target)
         )
         node = _call(module, f"cast_{cast.target}", call, (source,), {})
+        note_conversion(node, source, cast.target)
         if self._observer is not None:
+            cast_node = node
             node = _call(module, "report", Report(self._observer, cast), (node, source), {})
+            node.meta = {**cast_node.meta, REPORTS: (cast, cast.num_elements)}
         self._node_of[cast.value, cast.target] = node
 
     def _emit_run(
@@ -294,6 +311,8 @@ class _Rewriter:
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
             call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
             call.meta = dict(node.meta)
+            if self._compile_islands and (kind := pure_kind(op, node)):
+                call.meta[PURE] = kind
             return call
         kernel = self._kernels.kernel(op.kind, Precision(run.mode))
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
@@ -340,7 +359,9 @@ class _Rewriter:
         found = [self._node_of.get(key) for key in zip(op.inputs, run.operands, strict=True)]
         # What crosses the border of a checkpointed graph is a node of the other graph.
         operands = [node for node in found if node is not None and node.graph is module.graph]
-        return _call(module, "report", Report(self._observer, run), (result, *operands), {})
+        report = _call(module, "report", Report(self._observer, run), (result, *operands), {})
+        report.meta = {**result.meta, REPORTS: (run, op.num_elements * (op.kind != "view"))}
+        return report
 
 
 def _write_over(graph: torch.fx.Graph) -> None:
