@@ -16,12 +16,12 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
 import torch.fx
-from torch._functorch import config as aot_config
 from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
@@ -185,22 +185,28 @@ _known: dict[Any, Compiled | None] = {}
 
 def _chosen(key: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled | None:
     """Return the compiled island for such inputs, None where the uncompiled one is as fast."""
-    signature = (
-        key,
-        torch.is_grad_enabled(),
-        *((x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs),
-    )
+    trains = torch.is_grad_enabled()
+    signature = (key, trains, *((x.shape, x.stride(), x.dtype, x.requires_grad, x.device) for x in inputs))
     try:
         return _known[signature]
     except KeyError:
-        with _lock:
-            if signature not in _known:
-                _known[signature] = _choose(digest(str(signature)), plain, inputs)
-            return _known[signature]
+        pass
+    num_threads = torch.get_num_threads()
+
+    def choose() -> Compiled | None:
+        torch.set_num_threads(num_threads)
+        with torch.set_grad_enabled(trains):
+            return _choose(digest(str(signature)), plain, inputs)
+
+    with _lock, ThreadPoolExecutor(1) as apart:  # from hooks on saved tensors (recomputation), and modes
+        if signature not in _known:
+            _known[signature] = apart.submit(choose).result()
+        return _known[signature]
 
 
 def _choose(name: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled | None:
-    known = _choices(torch.get_num_threads()).get(name)
+    choices = _choices(torch.get_num_threads())
+    known = choices.get(name)
     if known == 0 or any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in inputs):
         return None
     samples = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
@@ -213,7 +219,7 @@ def _choose(name: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tenso
         say_once(text, False)
         return None
     if known is None:
-        _choices(torch.get_num_threads()).keep(name, int(wins))
+        choices.keep(name, int(wins))
     return compiled if wins else None
 
 
@@ -223,8 +229,7 @@ def _compile(plain: torch.fx.GraphModule, samples: Sequence[torch.Tensor]) -> Co
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
 
-        # One process compiles; what backward reads is kept, so that a caller may run it again (retain_graph).
-        with config.patch(compile_threads=1), aot_config.patch(donated_buffer=False):
+        with config.patch(compile_threads=1):  # no pool of processes beside the training
             compiled: Compiled = compile_fx(plain, list(samples))  # type: ignore[assignment]
             _step(compiled, samples)()
     return compiled
