@@ -49,6 +49,7 @@ def profile(
     progress: Callable[[str], None] = lambda text: None,
     save_less: bool = False,
     loader: Iterable[Any] | None = None,
+    compile: bool = False,
 ) -> Profile:
     """Measure each operator's time at each precision on this device, in running steps of the real model.
 
@@ -73,6 +74,8 @@ def profile(
         loader: what the training loop takes its batches from (a DataLoader, or a generator that also moves
             batches to the device): one before every step, which is only timed. The profile then knows how
             long a step waits for it (`Profile.loading_s`). Without it data loading is no part of predictions.
+        compile: profile the model as `qsync.wrap(..., compile=True)` runs it. A plan from such profiles runs
+            so too.
 
     Returns:
         The profile: seconds by operator and precision, casts, bytes and what is outside of the graph.
@@ -96,7 +99,7 @@ def profile(
     chosen_class = device_class or detect_class(device)
     chosen = precisions_to_profile(chosen_class, precisions)
     loss, trained = loss_of(model, example_inputs, loss_fn), trained_parameters(model)
-    with running(model) as program:
+    with running(model, compile) as program:
         clock = clock_for(device, chosen_class.emulated_share)
         with naming_operators(program, loss, trained):
             options = ProfilerOptions(make_optimizer, progress, save_less, loader)
@@ -291,6 +294,7 @@ def wrap(
     device_class: str | None = None,
     save_less: bool = False,
     base: str | None = None,
+    compile: bool | None = None,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
@@ -310,12 +314,15 @@ def wrap(
         base: "fp32_fast", "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
             nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
             decides the casts there too.
+        compile: let Inductor compile what stands between the products (norms, activations, residual sums),
+            where that is faster here: each is timed at the first call. Without it as the plan was made, and
+            not without a plan.
 
     Returns:
         The model.
 
     Raises:
-        MismatchError: the plan is of another model or has no such class.
+        MismatchError: the plan is of another model, has no such class, or was made with another `compile`.
         UnsupportedError: the device does not have a precision, or the model is in DataParallel, FSDP or
             TorchScript.
 
@@ -324,7 +331,7 @@ def wrap(
         >>> model = qsync.wrap(model, "bf16", save_less=True)
         >>> model = qsync.wrap(model, base="bf16")
     """
-    return _take_over(model, Wrapping.of(plan, device_class, save_less, base))
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, compile))
 
 
 def wrap_as(model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool) -> torch.nn.Module:
@@ -381,12 +388,12 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
 
 
 @contextmanager
-def running(model: torch.nn.Module) -> Iterator[runtime.Program]:
+def running(model: torch.nn.Module, compile: bool = False) -> Iterator[runtime.Program]:
     """Let a model run through a program, to be measured; afterwards it is as before."""
     before = runtime.programs.get(model)
     with undisturbed(model), running_plain(model):
         try:
-            yield runtime.attach(model, lambda graph: {})
+            yield runtime.attach(model, lambda graph: {}, compile_islands=compile)
         finally:
             runtime.detach(model)
             if before is not None:

@@ -38,7 +38,7 @@ from qsync.records.plan_folder import Basis, save_plan
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.replayer import profiles_under_levers
-from qsync.runtime.wrapping import check_plan_base, swap_plan
+from qsync.runtime.wrapping import check_plan_base, check_plan_compiled, swap_plan
 from qsync.tracing.tracer import autocast_type, without_autocast
 
 logger = logging.getLogger("qsync")
@@ -66,6 +66,7 @@ def hybrid(
     ddp_options: Mapping[str, Any] | None = None,
     log_steps: str | Path | None = None,
     check: bool = False,
+    compile: bool | None = None,
     **options: Any,
 ) -> torch.nn.Module:
     """Lower just enough operators of `model` on just the weak ranks that nobody waits, and wrap it in DDP.
@@ -109,6 +110,8 @@ def hybrid(
         check: compare the first 20 steps of training with the prediction; where a class computes more than
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
+        compile: let Inductor compile what stands between the products, where that is faster on a rank, and
+            profile and plan with that. Without it as the plan was made, and not without a plan.
         **options: options of `qsync.plan` (`target_s`, `slack`, `pins`, `budgets`, `saving_less`, `levers`).
             Where operators may save less, profiling takes twice as many steps.
 
@@ -141,7 +144,7 @@ def hybrid(
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "ddp": ddp, "check": check, **_accelerate_facts(plan, options),
+        "ddp": ddp, "check": check, "compile": compile, **_accelerate_facts(plan, options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
@@ -161,10 +164,13 @@ def hybrid(
                 ddp_options,
                 _may_save_less(options),
                 progress,
+                bool(compile),
             )
             plan, folder = _profile_and_plan(step, rank, profiling, cache_dir, options)
-    elif base is not None:
-        agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
+    else:
+        if base is not None:
+            agree_locally("checking the plan", lambda: check_plan_base(plan, parse_base(base)))
+        agree_locally("checking the plan", lambda: check_plan_compiled(plan, compile))
     own = rank.device_class.name
     is_first = job.is_first_of(own)
     agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
@@ -309,7 +315,8 @@ def _profile_and_plan(
     folder = cache_folder(cache_dir) / cache_key(graph, formed[0], {
         "precisions": profiling.precisions, "optimizer": profiling.make_optimizer,
         "cap": profiling.bucket_cap_bytes,
-        **({"loader": "given"} if profiling.loader is not None else {}), **options,
+        **({"loader": "given"} if profiling.loader is not None else {}),
+        **({"compile": True} if profiling.compile else {}), **options,
     })  # fmt: skip
     plan = cached_plan(folder)
     if plan is None:

@@ -55,7 +55,7 @@ class ProfileOptions:
     loader of this rank's training loop: before every step a batch is fetched from it, timed and not used.
     `ddp_options` are DDP's arguments in steps of the job.
     With `save_less` following operators are also timed in their forms that save less for backward, which
-    takes twice as many steps.
+    takes twice as many steps. With `compile` islands between products run compiled where that is faster.
     """
 
     precisions: Sequence[Precision | str] | None = None
@@ -65,6 +65,7 @@ class ProfileOptions:
     ddp_options: Mapping[str, Any] | None = None
     save_less: bool = False
     progress: job.Progress = job.silent
+    compile: bool = False
 
     @property
     def bucket_cap_bytes(self) -> int | None:
@@ -98,7 +99,7 @@ def form_basis(
         profile = api.profile(
             step.model, step.batch, step.loss_fn, device_class=rank.device_class, seconds=profile_seconds(),
             precisions=options.precisions, make_optimizer=options.make_optimizer, progress=options.progress,
-            save_less=options.save_less, loader=options.loader,
+            save_less=options.save_less, loader=options.loader, compile=options.compile,
         )  # fmt: skip
         profiles = {rank.device_class.name: profile}
     options.progress("sensitivity")
@@ -129,7 +130,7 @@ def _profile_together(
     options: ProfileOptions,
 ) -> tuple[Cluster, dict[str, Profile]]:
     """Return the cluster with its link as fast as in steps of the job, and the profiles of all classes."""
-    with api.running(step.model) as program:
+    with api.running(step.model, options.compile) as program:
         profiler = DdpProfiler(program, step, rank, options)
         profiler.fill(profile_seconds())
         profile = with_toll(profiler.profile(machine(rank.device)), link)

@@ -80,6 +80,7 @@ class Plan:
     together: tuple[tuple[str, ...], ...] = ()  # patterns of operators that were to run alike
     base: Precision = Precision.FP32  # against which it was planned: see qsync.records.base
     batch: tuple[tuple[int, ...], ...] = ()  # the shapes of a rank's batch that it was planned for
+    compiled: bool = False  # it was made from profiles taken with compile=True, and runs so
 
     def __getitem__(self, device_class: str) -> ClassPlan:
         if device_class not in self.classes:
@@ -251,6 +252,8 @@ class Plan:
             body["base"] = str(self.base)
         if self.batch:
             body["batch"] = [list(shape) for shape in self.batch]
+        if self.compiled:
+            body["compiled"] = True
         return {"kind": "plan", "version": VERSION, **body, "classes": classes}
 
     @classmethod
@@ -291,6 +294,7 @@ class Plan:
             _groups(value),
             _base_of(value),
             _shapes_of(value),
+            value.get("compiled", False),
         )  # fmt: skip
         check_fields(plan, "plan")
         return plan

@@ -88,6 +88,8 @@ class Profile:
 
     `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
 
+    `compiled`: it was taken with compile=True, and prices what runs so.
+
     `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
     """
 
@@ -119,6 +121,7 @@ class Profile:
     model: str = ""
     batch: tuple[tuple[int, ...], ...] = ()
     setting: Setting | None = None
+    compiled: bool = False
 
     @property
     def device(self) -> str | None:
@@ -245,6 +248,7 @@ class Profile:
             "loading_s",
             "model",
             "batch",
+            "compiled",
         ):  # as in files from before such a field, whose hash plans bear
             if not body[late]:
                 del body[late]
@@ -286,8 +290,14 @@ class Profile:
 def check_versions(profiles: Mapping[str, Profile]) -> None:
     """Raise MismatchError unless all profiles have one version of torch and this one of qsync.
 
-    Patch releases count as equal.
+    Patch releases count as equal. All are taken with `compile`, or none.
     """
+    ways = {profile.compiled: name for name, profile in profiles.items()}
+    if len(ways) > 1:
+        raise MismatchError(
+            f"the profile of {ways[True]} was taken with compile=True, that of {ways[False]} without; "
+            "measure one of them again"
+        )
     for what in ("torch", "qsync"):
         known: dict[str, str] = {}
         for name, profile in profiles.items():

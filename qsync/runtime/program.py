@@ -77,6 +77,8 @@ class _Placed:
         self.only_times = getattr(observer, "only_times", False)
         if hasattr(observer, "taken"):
             self.taken = self._placed_taken  # an observer without this method is not shown operands
+        if hasattr(observer, "seen_together"):
+            self.seen_together = self._placed_together
 
     def began(self) -> None:
         """Note that a traced graph is about to run."""
@@ -84,12 +86,19 @@ class _Placed:
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """Show a node under its name in the joined graph."""
+        self._observer.seen(self._renamed(node), result, operands)
+
+    def _placed_together(self, nodes: Iterable[tuple[Cast | Run, int]], results: Any) -> None:
+        placed = [(self._renamed(node), size) for node, size in nodes]
+        self._observer.seen_together(placed, results)  # type: ignore[attr-defined]
+
+    def _renamed(self, node: Cast | Run) -> Cast | Run:
         prefix = self._program.prefix
         if prefix and isinstance(node, Run):
-            node = replace(node, op=prefix + node.op)
-        elif prefix and isinstance(node, Cast) and not node.of_parameter:
-            node = replace(node, value=prefix + node.value)
-        self._observer.seen(node, result, operands)
+            return replace(node, op=prefix + node.op)
+        if prefix and isinstance(node, Cast) and not node.of_parameter:
+            return replace(node, value=prefix + node.value)
+        return node
 
     def _placed_taken(self, op: str, index: int, operand: Any) -> Any:
         return self._observer.taken(self._program.prefix + op, index, operand)  # type: ignore[attr-defined]
@@ -107,8 +116,10 @@ class Program:
         report: Callable[[Program, bool], None] | None = None,
         base: Precision | None = None,
         is_part: bool = False,
+        compile_islands: bool = False,
     ) -> None:
         self._model = weakref.ref(model)
+        self.compiles_islands = compile_islands
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report
         self._num_reported = -1  # none yet: a call that traces nothing is reported, too
@@ -141,6 +152,11 @@ class Program:
         return [entry.segment for entry in self._ran]
 
     @property
+    def rewritten(self) -> list[torch.fx.GraphModule]:
+        """Return what the last call ran."""
+        return [entry.run for entry in self._ran]
+
+    @property
     def lowered(self) -> tuple[LoweredGraph, ...]:
         """Return the lowered graph of each segment that the last call ran, in order."""
         return tuple(entry.lowered for entry in self._ran)
@@ -167,6 +183,7 @@ class Program:
         if self._ran and other._check is not None:
             other._check(self.graph)
         self._check, self._report = other._check, other._report
+        self.compiles_islands = other.compiles_islands
         self._num_reported = -1
         self.choose(other._choose, saving_less=other._saving_less)
 
@@ -261,7 +278,7 @@ class Program:
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None
-        return rewrite(segment, lowered, self.kernels, observer)
+        return rewrite(segment, lowered, self.kernels, observer, self.compiles_islands)
 
     def _lower(self, graph: OpGraph) -> LoweredGraph:
         return lower(graph, self._choose(graph), self.kernels.sixteen_bit, self._saving_less(graph))
@@ -342,12 +359,18 @@ def attach(
     choose: Chooser,
     check: Callable[[OpGraph], None] | None = None,
     saving_less: SavingChooser | None = None,
+    compile_islands: bool = False,
 ) -> Program:
     """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
 
     The operators that `saving_less` names save less for backward; without it none does.
     """
-    return take_over(model, partial(Program, choose=choose, check=check, saving_less=saving_less))
+    return take_over(
+        model,
+        partial(
+            Program, choose=choose, check=check, saving_less=saving_less, compile_islands=compile_islands
+        ),
+    )
 
 
 def detach(model: torch.nn.Module) -> None:

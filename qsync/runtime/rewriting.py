@@ -26,6 +26,7 @@ from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import Precision, is_encoded
+from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
 from qsync.runtime.weight_cache import WeightCast
 from qsync.tracing.inplace_calls import WAS_IN_PLACE
 from qsync.tracing.operator_table import call_name, names_a_type
@@ -47,7 +48,9 @@ class Observer(Protocol):
 
     An observer with a method `taken(op, index, operand)` also sees each operand of an adjustable operator
     that is about to run in FP32. The operator gets the value that the method returns. An observer with
-    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is.
+    `only_times` keeps no tensors: it is shown no operands, and what would be written over still is. Islands
+    are compiled for an observer with a method `seen_together(nodes, results)`, which sees a compiled island's
+    nodes, each with the number of elements that it computes.
     """
 
     def began(self) -> None:
@@ -58,14 +61,19 @@ class Observer(Protocol):
 
 
 def rewrite(
-    segment: Segment, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None = None
+    segment: Segment,
+    lowered: LoweredGraph,
+    kernels: KernelTable,
+    observer: Observer | None = None,
+    compile_islands: bool = False,
 ) -> torch.fx.GraphModule:
     """Build a GraphModule that computes the segment as the lowered graph says.
 
     `lowered` is the lowering of the segment's own operators. With an observer each node reports after it ran;
-    the numbers are the same.
+    the numbers are the same. With `compile_islands` what stands between products is compiled (see `islands`).
     """
-    return _Rewriter(lowered, kernels, observer).module(segment)
+    compile_islands &= observer is None or hasattr(observer, "seen_together")
+    return _Rewriter(lowered, kernels, observer, compile_islands).module(segment)
 
 
 class CastCall(torch.nn.Module):
@@ -164,9 +172,11 @@ def needs_kernel(op: Op, precision: Precision) -> bool:
 
 
 class _Rewriter:
-    def __init__(self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None) -> None:
+    def __init__(
+        self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None, compile_islands: bool
+    ) -> None:
         self._graph: OpGraph = lowered.graph
-        self._kernels, self._observer = kernels, observer
+        self._kernels, self._observer, self._compile_islands = kernels, observer, compile_islands
         self._watched = hasattr(observer, "taken")
         self._only_times = getattr(observer, "only_times", False)
         self._ops = {op.name: op for op in lowered.graph.ops}
@@ -209,16 +219,22 @@ class _Rewriter:
                 new[node] = graph.node_copy(node, lambda n: new[n])
             else:
                 new[node] = self._emit_run(module, segment, node, self._runs[name], new)
+                new[node].meta.setdefault("example_value", node.meta.get("example_value"))
             value = segment.value_of.get(node)
             if value is not None:
                 self._node_of[value, self._carried[value]] = new[node]
             if name is not None:
-                new[node] = self._report(module, self._runs[name], new[node], self._operands_of(name))
+                computed = self._ops[name].num_elements * (self._ops[name].kind != "view")
+                operands = self._operands_of(name)
+                new[node] = self._report(module, self._runs[name], new[node], operands, computed)
                 self._node_of[name, self._carried[name]] = new[node]
                 for cast in self._after.get(name, ()):
                     self._emit_cast(module, cast)
-        _write_over(graph)
-        graph.lint()
+        # A write keeps its place only among calls that keep theirs.
+        if self._compile_islands and not segment.written:
+            form_islands(module, self._observer)
+        _write_over(module.graph)
+        module.graph.lint()
         module.recompile()
         return module
 
@@ -251,7 +267,8 @@ class _Rewriter:
             else CastCall(self._kernels, cast.target)
         )
         node = _call(module, f"cast_{cast.target}", call, (source,), {})
-        node = self._report(module, cast, node, [source])
+        note_conversion(node, source, cast.target)
+        node = self._report(module, cast, node, [source], cast.num_elements)
         self._node_of[cast.value, cast.target] = node
 
     def _emit_run(
@@ -296,6 +313,8 @@ class _Rewriter:
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
             call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
             call.meta = dict(node.meta)
+            if self._compile_islands and (kind := pure_kind(op, node)):
+                call.meta[PURE] = kind
             return call
         kernel = self._kernels.kernel(op.kind, Precision(run.mode))
         return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
@@ -346,17 +365,20 @@ class _Rewriter:
         ran: Cast | Run,
         result: torch.fx.Node,
         operands: list[torch.fx.Node],
+        num_elements: int,
     ) -> torch.fx.Node:
         """Show the observer, if there is one, a node that has run; return what stands for its result."""
         if self._observer is None:
             return result
         report = Report(self._observer, ran)
-        if self._only_times:
+        if self._only_times and not self._compile_islands:  # a report is a part of its island
             _call(module, _TIMED, report, (result,), {})  # beside the graph, which runs as if nobody looked
             return result
         # What crosses the border of a checkpointed graph is a node of the other graph.
-        shown = [node for node in operands if node.graph is module.graph]
-        return _call(module, "report", report, (result, *shown), {})
+        shown = [node for node in operands if node.graph is module.graph and not self._only_times]
+        node = _call(module, "report", report, (result, *shown), {})
+        node.meta = {**result.meta, REPORTS: (ran, num_elements)}
+        return node
 
 
 def _write_over(graph: torch.fx.Graph) -> None:

@@ -17,7 +17,7 @@ from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
-from qsync.runtime import coverage
+from qsync.runtime import coverage, islands
 from qsync.runtime.coverage import listed
 from qsync.runtime.program import (
     Chooser,
@@ -48,12 +48,29 @@ class Wrapping:
     base: Precision
     speaks: bool = field(default_factory=is_rank_zero)
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
+    compile: bool = False  # what stands between products: see `islands`
 
     @classmethod
     def of(
-        cls, plan: Plan | str | None, device_class: str | None, save_less: bool, base: str | None = None
+        cls,
+        plan: Plan | str | None,
+        device_class: str | None,
+        save_less: bool,
+        base: str | None = None,
+        compile: bool | None = None,
     ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
+        if compile not in (None, True, False):
+            raise FormatError(f"compile must be True or False, found {shortened(compile)}; give one of these")
+        if isinstance(plan, Plan):
+            check_plan_compiled(plan, compile)
+            compile = plan.compiled
+        return replace(cls._of(plan, device_class, save_less, base), compile=bool(compile))
+
+    @classmethod
+    def _of(
+        cls, plan: Plan | str | None, device_class: str | None, save_less: bool, base: str | None
+    ) -> Wrapping:
         own_base = parse_base(base) if base is not None else None
         if plan is None and own_base is not None:
             return cls(None, None, device_class or "", save_less, own_base)
@@ -109,15 +126,18 @@ class Wrapping:
         report = self._report if self.speaks else None
         if self.plan is None:
             less = saving(["*"] if self.save_less else ())
-            return Program(model, self._choice(model), None, less, report, self.base)
+            choice = self._choice(model)
+            return Program(model, choice, None, less, report, self.base, compile_islands=self.compile)
         planned = self.plan[self.device_class]
         if self.path is not None:
             block = Block(self.path, planned.assignment)
             report = self._report_blocks if self.speaks and block.is_whole else None
-            return Program(model, block.choose, block.check, None, report, self.base, is_part=True)
+            return Program(model, block.choose, block.check, None, report, self.base, True, self.compile)
         less = saving(["*"] if self.save_less else planned.saving_less, self.recomputed)
         choose = following(planned.assignment)
-        return Program(model, choose, self.plan.check_graph, less, report, self.base)
+        return Program(
+            model, choose, self.plan.check_graph, less, report, self.base, compile_islands=self.compile
+        )
 
     def for_shards(self, model: torch.nn.Module) -> Wrapping:
         """Let every block of a sharded model run its part of the plan; return what the rest runs.
@@ -195,6 +215,8 @@ class Wrapping:
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""
             text = coverage.sentence(products, self._asked, where)
+            if program.compiles_islands:
+                text += f"; {islands.sentence(program.rewritten)}"
             if program.skipped:
                 text += f"; of code that torch.compile gives up only layers are lowered: {program.skipped}"
             coverage.say_once(text, is_good)
@@ -217,6 +239,15 @@ def check_plan_base(plan: Plan, base: Precision) -> None:
     if base != plan.base:
         raise MismatchError(
             f"the plan was made above {plan.base}, not {base}; leave base out, or plan again with it"
+        )
+
+
+def check_plan_compiled(plan: Plan, compile: bool | None) -> None:
+    """Raise MismatchError where islands are to be compiled otherwise than the plan's profiles were taken."""
+    if compile is not None and compile != plan.compiled:
+        raise MismatchError(
+            f"the plan was made from profiles with compile={plan.compiled}, and would take another time with "
+            f"compile={compile}; leave compile out, or plan again"
         )
 
 
