@@ -291,6 +291,7 @@ def wrap(
     device_class: str | None = None,
     save_less: bool = False,
     base: str | None = None,
+    strict: bool = False,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
@@ -302,7 +303,8 @@ def wrap(
     Args:
         model: runs where its parameters are. In torch.compile or DistributedDataParallel, what is inside.
         plan: a plan, or one precision by name. An operator that no kernel serves in the one precision runs in
-            the next one up, with a warning.
+            the next one up, with a warning. One that is slower in it than in one up runs there: each shape is
+            timed once on a machine, at the first call, and the line on stderr names what moved.
         device_class: the class of this rank in the plan. Not needed for a plan of one class.
         save_less: let every operator that can save less for backward, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
@@ -310,6 +312,7 @@ def wrap(
         base: "fp32_fast", "tf32", "bf16" or "fp16": run the operators that torch.autocast lowers in it, where
             nothing lower is asked for. Inside a torch.autocast of that type the model may be called; qsync
             decides the casts there too.
+        strict: run operators in the one precision though they are slower there.
 
     Returns:
         The model.
@@ -324,7 +327,7 @@ def wrap(
         >>> model = qsync.wrap(model, "bf16", save_less=True)
         >>> model = qsync.wrap(model, base="bf16")
     """
-    return _take_over(model, Wrapping.of(plan, device_class, save_less, base))
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, strict))
 
 
 def wrap_as(model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool) -> torch.nn.Module:

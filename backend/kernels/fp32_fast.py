@@ -11,8 +11,6 @@ GFLOP/s of 1024x768x3072 by MKL and by oneDNN, one thread of a Zen 4: forward 88
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial, wraps
 from typing import Any
@@ -23,12 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns
-from qsync.backend.kernel_cache import Choices, processor
+from qsync.backend.kernel_cache import Choices, processor, rounded_up
+from qsync.backend.kernel_timing import fastest
 from qsync.backend.kernels.linear import DTYPES
 
-# The numbers of a shape are rounded up to so many bits for the choice: similar lengths are timed once.
-_SHAPE_BITS = 3
-_MAX_ROUNDS, _TIMED_S = 3, 0.05  # of one choice
 _ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -126,7 +122,7 @@ def conv2d_fp32_fast(
     lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
     needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
     options = str((stride, padding, dilation, groups))
-    key = (_rounded_up(input.shape), weight.shape, options, *lies, *needs)
+    key = (rounded_up(input.shape), weight.shape, options, *lies, *needs)
 
     def timed(order: torch.memory_format) -> Callable[[], object]:
         values = [
@@ -213,7 +209,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     >>> multiply(x, weight.t(), bias)
     """
     orders = (a.stride(-1) == 1, b.stride(-1) == 1)
-    key = (_rounded_up(a.shape), _rounded_up(b.shape), *orders, bias is None)
+    key = (rounded_up(a.shape), rounded_up(b.shape), *orders, bias is None)
     runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
     return runs[_choose(key, runs)]()
 
@@ -230,30 +226,9 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return product
 
 
-def _rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return a shape with every number rounded up to its three leading bits."""
-    shifts = (max(n.bit_length() - _SHAPE_BITS, 0) for n in shape)
-    return tuple(-(-n >> shift) << shift for n, shift in zip(shape, shifts, strict=True))
-
-
 def _choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
     """Return the number of the run that takes least time, timed at a machine's first call with this key."""
-    known = (*key, torch.get_num_threads())
-    number = choices().get(known)
-    if number is None:
-        for run in runs:
-            run()
-        began, least = time.perf_counter(), [math.inf] * len(runs)
-        for _ in range(_MAX_ROUNDS):
-            for number, run in enumerate(runs):
-                start = time.perf_counter()
-                run()
-                least[number] = min(least[number], time.perf_counter() - start)
-            if time.perf_counter() - began > _TIMED_S:
-                break
-        number = least.index(min(least))
-        choices().keep(known, number)
-    return number
+    return choices().decided((*key, torch.get_num_threads()), lambda: fastest(runs))
 
 
 @cache

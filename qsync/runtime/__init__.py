@@ -4,6 +4,7 @@
 `wrapping`                  what `wrap` was asked for, remembered for copies of the model
 `sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
 `rewriting`                 the FX pass: one call per node of the lowered graph
+`operator_timing`           which precision is fastest for each operator, where no profile says so
 `weight_cache`              weights are cast once per optimizer step
 `activation_recomputation`  modules compute forward again in backward
 `coverage`                  how much of a model runs as asked, and why the rest does not

@@ -13,7 +13,7 @@ from qsync import backend
 from qsync.backend.device_detection import device_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.progress import is_rank_zero
-from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
+from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
@@ -39,6 +39,7 @@ class Wrapping:
 
     A record without torch objects: it is copied and pickled with the model. With a `base`, operators that
     cannot have the one precision run in the base. `speaks`: it says on stderr how much of a model is lowered.
+    `strict`: an operator runs in the one precision though it is slower there.
     """
 
     precision: Precision | None
@@ -48,10 +49,16 @@ class Wrapping:
     base: Precision
     speaks: bool = field(default_factory=is_rank_zero)
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
+    strict: bool = False
 
     @classmethod
     def of(
-        cls, plan: Plan | str | None, device_class: str | None, save_less: bool, base: str | None = None
+        cls,
+        plan: Plan | str | None,
+        device_class: str | None,
+        save_less: bool,
+        base: str | None = None,
+        strict: bool = False,
     ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
         own_base = parse_base(base) if base is not None else None
@@ -62,7 +69,7 @@ class Wrapping:
             if own_base is not None and precision != own_base and not is_below(precision, own_base):
                 raise FormatError(f"{precision} is not below the base {own_base}; leave one of them out")
             own_base = own_base or (precision if precision in BASES else Precision.FP32)
-            return cls(precision, None, device_class or "", save_less, own_base)
+            return cls(precision, None, device_class or "", save_less, own_base, strict=strict)
         if not isinstance(plan, Plan):
             raise FormatError(
                 f"plan must be a qsync.Plan or the name of a precision, found {shortened(plan)}; load one "
@@ -109,7 +116,8 @@ class Wrapping:
         report = self._report if self.speaks else None
         if self.plan is None:
             less = saving(["*"] if self.save_less else ())
-            return Program(model, self._choice(model), None, less, report, self.base)
+            strict = self.strict or self.precision is None
+            return Program(model, self._choice(model), None, less, report, self.base, strict=strict)
         planned = self.plan[self.device_class]
         if self.path is not None:
             block = Block(self.path, planned.assignment)
@@ -146,7 +154,7 @@ class Wrapping:
         low = uniform(self.precision, kernels)
         return lambda graph: {
             **base(graph),
-            **{op: p for op, p in low(graph).items() if p is not Precision.FP32},
+            **{op: p for op, p in low(graph).items() if p is self.precision or is_lowered(p, Precision.FP32)},
         }
 
     @property
@@ -190,7 +198,7 @@ class Wrapping:
                 f"{shown_shapes(planned)}, and its time and memory are not known",
                 True,
             )
-        products = coverage.products(program.lowered, self._asked, program.unsupported)
+        products = coverage.products(program.lowered, self._asked, program.why_not)
         is_good = coverage.is_mostly_lowered(products)
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 
 import qsync
+from qsync.backend import kernel_timing
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp32_fast import (
@@ -129,7 +130,7 @@ def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch, machin
 
         return run
 
-    monkeypatch.setattr(fp32_fast.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fp32_fast, "_by_torch", kernel("torch", lambda rows: 0.001 * rows))
     monkeypatch.setattr(fp32_fast, "_by_onednn", kernel("onednn", lambda rows: 0.004))
     for rows, expected in ((2, "torch"), (8, "onednn")):
@@ -188,7 +189,7 @@ def test_a_model_in_fast_fp32_trains_as_in_fp32():
     losses, gradients = [], []
     for precision in (None, "fp32_fast"):
         if precision:
-            qsync.wrap(model, precision)
+            qsync.wrap(model, precision, strict=True)
         model.zero_grad()
         loss = F.cross_entropy(model(x), torch.arange(4))
         loss.backward()
