@@ -20,7 +20,7 @@ from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncErro
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.runtime import program
-from qsync.runtime.weight_cache import WeightCast
+from qsync.runtime.weight_cache import WeightCopy
 
 
 def plan_for(model: nn.Module, batch, precision: str = "bf16", classes=("train", "infer")) -> Plan:
@@ -44,7 +44,7 @@ def modes_of(model: nn.Module) -> dict[str, str]:
 def casts(monkeypatch) -> list[str]:
     """The target of every weight that is cast, as it happens."""
     seen: list[str] = []
-    forward = WeightCast.forward
+    call = WeightCopy.__call__
 
     def counted(self, weight):
         cast = self._cast
@@ -55,11 +55,11 @@ def casts(monkeypatch) -> list[str]:
 
         self._cast = counting
         try:
-            return forward(self, weight)
+            return call(self, weight)
         finally:
             self._cast = cast
 
-    monkeypatch.setattr(WeightCast, "forward", counted)
+    monkeypatch.setattr(WeightCopy, "__call__", counted)
     return seen
 
 
