@@ -55,6 +55,7 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
+_MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
 # Given a graph, its operators that save less for backward.
@@ -255,6 +256,13 @@ class Program:
         if self._report is not None and len(self._entries) > self._num_reported:
             self._report(self, self._num_reported < 0)
         self._num_reported = len(self._entries)
+        num_traces = self._num_reported // max(len(self._ran), 1)
+        if num_traces >= _MANY_TRACES:
+            _say_once(
+                f"{type(self._model()).__name__} was traced {_MANY_TRACES} times, anew for shapes not seen "
+                "before; it runs as planned at each, but a trace takes seconds and its memory stays: pad "
+                "batches to a few lengths"
+            )
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
@@ -263,10 +271,6 @@ class Program:
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise TracingError(
-                f"the model was traced too often to go on: {error}; keep its input shapes alike"
-            ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise cannot_trace(self._model(), error) from error
         note_copies()

@@ -28,7 +28,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, ops_that_save_less
 from qsync.replayer import replay
 from qsync.runtime import program as runtime
-from qsync.runtime.rewriting import EpilogueCall, rewrite
+from qsync.runtime.rewriting import KernelCall, rewrite
 from qsync.tracing.tracer import trace
 
 pytestmark = pytest.mark.filterwarnings(  # torch.compile does it when a model has a function of its own
@@ -414,7 +414,11 @@ def test_backward_of_the_users_own_functions_is_used():
 def fused_calls(model: nn.Module) -> list[str]:
     """What products of the model that runs compute in their epilogues."""
     runs = [module for entry in runtime.program_of(model)._entries for module in entry.run.modules()]
-    return [str(call._activation.program) for call in runs if isinstance(call, EpilogueCall)]
+    return [
+        str(call._activation.program)
+        for call in runs
+        if isinstance(call, KernelCall) and call._activation is not None
+    ]
 
 
 def outcome_of(body, precision: str) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
