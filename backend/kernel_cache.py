@@ -13,14 +13,16 @@ import json
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from qsync.errors import BuildError
 from qsync.records.json_files import write_text
 
 _why_unusable: str | None = None
+# The numbers of a shape are rounded up to so many bits for a choice: similar lengths are timed once.
+_SHAPE_BITS = 3
 
 
 def folder() -> Path:
@@ -89,11 +91,7 @@ class Choices:
         self._path = folder() / f"{name}-{_digest(facts)}.jsonl"
         self._found: dict[str, int] = {}
         self._used: dict[Hashable, int] = {}
-        with suppress(OSError):
-            for line in self._path.read_text().splitlines():
-                with suppress(ValueError):  # of a process that was killed meanwhile
-                    key, number = json.loads(line)
-                    self._found.setdefault(key, number)
+        self._read()
 
     def get(self, key: Hashable) -> int | None:
         """Return what was chosen for a key: an object of numbers, texts and tuples."""
@@ -104,6 +102,33 @@ class Choices:
                 self._used[key] = number
         return number
 
+    def decided(self, key: Hashable, decide: Callable[[], int]) -> int:
+        """Return what was chosen for a key, or `decide()`: one process decides for all that ask at once."""
+        number = self.get(key)
+        if number is None:
+            with ExitStack() as held:
+                with suppress(OSError):
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    held.enter_context(_locked(self._path.with_suffix(".lock")))
+                self._read()
+                number = self.get(key)
+                if number is None:
+                    number = decide()
+                    self.keep(key, number)
+        return number
+
+    def _read(self) -> None:
+        with suppress(OSError):
+            for line in self._path.read_text().splitlines():
+                with suppress(ValueError):  # of a process that was killed meanwhile
+                    key, number = json.loads(line)
+                    self._found.setdefault(key, number)
+
+    def alias(self, key: Hashable, number: int) -> int:
+        """Return a number that this process finds by another key from now on, one that is quicker to make."""
+        self._used[key] = number
+        return number
+
     def keep(self, key: Hashable, number: int) -> None:
         """Keep what was chosen for a key."""
         self._used[key] = number
@@ -111,6 +136,12 @@ class Choices:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(json.dumps([str(key), number]) + "\n")
+
+
+def rounded_up(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape with every number rounded up to its three leading bits."""
+    shifts = (max(n.bit_length() - _SHAPE_BITS, 0) for n in shape)
+    return tuple(-(-n >> shift) << shift for n, shift in zip(shape, shifts, strict=True))
 
 
 def why_unusable() -> str | None:

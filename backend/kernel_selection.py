@@ -277,7 +277,7 @@ def _representative(
     The call takes a few milliseconds in FP32. GPUs get larger matrices: 512 squared is done before the
     next call is launched.
     """
-    n, images, channels, side = (48, 8, 32, 8) if small else _SIZES[device.type]
+    n, images, channels, side = (104, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
     calls: dict[str, tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]] = {
         "linear": (torch.nn.functional.linear, [(n, n), (n, n), (n,)], {}),

@@ -23,7 +23,7 @@ def main() -> None:
     plain, x = copy.deepcopy(model), torch.randn(512, 32)
     target = torch.sin(x @ torch.randn(32, 8))
 
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(50):

@@ -295,6 +295,7 @@ def wrap(
     save_less: bool = False,
     base: str | None = None,
     compile: bool | None = None,
+    strict: bool = False,
 ) -> torch.nn.Module:
     """Make the model run as a plan says for a device class, or in one precision wherever that is possible.
 
@@ -306,7 +307,8 @@ def wrap(
     Args:
         model: runs where its parameters are. In torch.compile or DistributedDataParallel, what is inside.
         plan: a plan, or one precision by name. An operator that no kernel serves in the one precision runs in
-            the next one up, with a warning.
+            the next one up, with a warning. One that is slower in it than in one up runs there: each shape is
+            timed once on a machine, at the first call, and the line on stderr names what moved.
         device_class: the class of this rank in the plan. Not needed for a plan of one class.
         save_less: let every operator that can save less for backward, not only those that the plan names
             (`Plan.save_less`). This costs some time and, where eight bits are saved, some gradient error (see
@@ -317,6 +319,7 @@ def wrap(
         compile: let Inductor compile what stands between the products (norms, activations, residual sums),
             where that is faster here: each is timed at the first call. Without it as the plan was made, and
             not without a plan.
+        strict: run operators in the one precision though they are slower there.
 
     Returns:
         The model.
@@ -331,7 +334,7 @@ def wrap(
         >>> model = qsync.wrap(model, "bf16", save_less=True)
         >>> model = qsync.wrap(model, base="bf16")
     """
-    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, compile))
+    return _take_over(model, Wrapping.of(plan, device_class, save_less, base, compile, strict))
 
 
 def wrap_as(model: torch.nn.Module, plan: Plan, device_class: str, speaks: bool) -> torch.nn.Module:

@@ -157,7 +157,7 @@ def _shares(arm: Arm, accumulation: int, passes: int) -> Outcome:
     own = (slice(0, 12), slice(12, 16))[rank]
     model = accelerator.prepare(qsync.hybrid(net(), plan=_plan(passes), device_class=f"class{rank}"))
     if arm.precision == "int8":
-        model = qsync.wrap(model, "int8")
+        model = qsync.wrap(model, "int8", strict=True)
     for part in zip(x[own].chunk(accumulation), y[own].chunk(accumulation), strict=True):
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model, part))

@@ -37,7 +37,7 @@ from qsync.experiments.harness import (
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
-from qsync.experiments.kernels import whole_steps
+from qsync.experiments.kernels import host_overhead, whole_steps
 from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import Peaks, measure_peaks
@@ -62,6 +62,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
         Bar(precision + order, "fp32" + order, 1.8)
         for order in (CONTIGUOUS, "") for precision in ("bf16", "int8")
     ),
+    "host": host_overhead.BARS,
 }  # fmt: skip
 SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
 SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
@@ -76,6 +77,7 @@ TERMS = (
     "bar is judged without it, and again with it",
     "against FP32 an INT8 layer hands on FP32; against torch.autocast, which hands on BF16, it hands on BF16",
     "bert, resnet: forward, loss, backward and AdamW; dropout as configured; a fixed random batch",
+    "host: forward and backward of operators so small that a step is Python's and autograd's",
     "roofline: products at the measured peak of their type, bytes of perfectly fused kernels at the measured "
     "copy rate; of whole steps Amdahl's bound: products at their peak, the rest as in FP32 eager",
 )
@@ -157,6 +159,9 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
     """Yield the cases of a section, each to be made when its turn comes."""
     if section in STEPS:
         yield partial(_step_case, bench, section)
+        return
+    if section == "host":
+        yield partial(host_overhead.host_case, bench)
         return
     shapes: tuple[tuple[int, ...], ...] = () if section.startswith("conv") else kernel_cases.LINEAR_SHAPES
     shapes += () if section.startswith("linear") else kernel_cases.CONV_SHAPES

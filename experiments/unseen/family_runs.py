@@ -103,7 +103,7 @@ def speeds(
 def _coverage(ran: program.Program, mode: str) -> dict[str, Any]:
     """Return the part of the FLOPs in each precision, and why products do not run in the mode."""
     flops: Counter[str] = Counter()
-    found = coverage.products(ran.lowered, Precision(mode), ran.unsupported)
+    found = coverage.products(ran.lowered, Precision(mode), ran.why_not)
     for product in found:
         flops[product.runs] += product.op.flops
     total = max(1, flops.total())
@@ -170,6 +170,7 @@ def memory(name: str, tiny: bool = False) -> dict[str, Any]:
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
         for mode in (FP32, *MODES):
-            chosen = program.uniform(Precision(mode), select(CPU))(trained.graph)
-            found[mode] = trained.measure(Choice(chosen))
+            trained.program.choose(program.uniform(Precision(mode), select(CPU)), strict=False)
+            trained.step()
+            found[mode] = trained.measure(Choice(trained.program.assignment()))
     return found

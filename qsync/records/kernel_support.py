@@ -58,11 +58,13 @@ _UNWRITTEN = {
     ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
     ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
 }
-# The precisions to try in the place of an unsupported one, in order; "16-bit" is the device's 16-bit float.
+# The precisions above one, in order, below FP32; "16-bit" is the device's 16-bit float.
 _ALTERNATIVES: dict[Precision, tuple[str, ...]] = {
-    Precision.INT8_ALL: ("int8", "16-bit"),
-    Precision.INT8: ("16-bit",),
-    Precision.FP8: ("16-bit",),
+    Precision.INT8_ALL: ("int8", "16-bit", "fp32_fast"),
+    Precision.INT8: ("16-bit", "fp32_fast"),
+    Precision.FP8: ("16-bit", "fp32_fast"),
+    Precision.BF16: ("fp32_fast",),
+    Precision.FP16: ("fp32_fast",),
 }
 
 
@@ -136,33 +138,30 @@ def why_not_in_cutlass(groups: int, dilated: bool, filter_shape: tuple[int, ...]
 
 
 def precisions_up(precision: Precision, sixteen_bit: str | None) -> list[Precision]:
-    """Return a precision, and those to run an operator in where it is unsupported, in order.
+    """Return a precision, and those to run an operator in where it is unsupported or slower, in order.
 
     `sixteen_bit` is the 16-bit float that the device carries along edges; without one it multiplies FP16.
 
     >>> precisions_up(Precision.INT8, "bf16")
-    [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, <Precision.FP32: 'fp32'>]
+    [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, ...]
     """
     up = [sixteen_bit or "fp16" if name == "16-bit" else name for name in _ALTERNATIVES.get(precision, ())]
     return [Precision(name) for name in dict.fromkeys((precision, *up, "fp32"))]
 
 
-def first_precision_up(
+def supported_up(
     kind: str, precision: Precision, unsupported: Collection[Precision], sixteen_bit: str | None
-) -> Precision:
-    """Return the precision to run an operator in: this one, or the next one up that its kind has here.
+) -> list[Precision]:
+    """Return the precisions to run an operator in, in order: this one and those up that its kind has here.
 
-    >>> first_precision_up("conv1d", Precision.INT8_ALL, [], "bf16")
-    <Precision.INT8: 'int8'>
+    An operator runs in the first of them, or in the fastest.
+
+    >>> supported_up("conv1d", Precision.INT8_ALL, [Precision.FP32_FAST], "bf16")
+    [<Precision.INT8: 'int8'>, <Precision.BF16: 'bf16'>, <Precision.FP32: 'fp32'>]
     """
-    return next(
-        (
-            candidate
-            for candidate in precisions_up(precision, sixteen_bit)
-            if candidate in PRECISIONS_BY_KIND[kind] and candidate not in unsupported
-        ),
-        Precision.FP32,
-    )
+    up = precisions_up(precision, sixteen_bit)
+    found = [p for p in up if p in PRECISIONS_BY_KIND[kind] and p not in unsupported]
+    return found or [Precision.FP32]
 
 
 def is_fixed_despite_kernels(op: Op) -> bool:

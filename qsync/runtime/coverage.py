@@ -42,7 +42,7 @@ class Product:
 def products(
     lowered: Iterable[LoweredGraph],
     asked: Mapping[str, Precision] | Precision,
-    unsupported: Callable[[OpGraph, Precision], Mapping[str, str]],
+    why_not: Callable[[OpGraph, Precision], Mapping[str, str]],
 ) -> list[Product]:
     """Return the products of the graphs of one call.
 
@@ -64,10 +64,10 @@ def products(
                 because = op.fixed_because
             elif wanted is None:
                 because = "the plan does not name it: it was made for another graph"
-            elif wanted not in PRECISIONS_BY_KIND[op.kind]:
-                because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
             elif runs != wanted:
-                because = unsupported(part.graph, wanted).get(op.name, "")
+                because = why_not(part.graph, wanted).get(op.name, "")
+                if not because and wanted not in PRECISIONS_BY_KIND[op.kind]:
+                    because = f"{op.kind} in {wanted} is {why_unwritten(op.kind, wanted)}"
             found.append(Product(op, low if wanted is None else wanted, runs, because))
     return found
 

@@ -26,11 +26,12 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.base import base_of, base_on, bases_of
 from qsync.records.graph import OpGraph
-from qsync.records.kernel_support import first_precision_up, precisions_up, unsupported_by_shape
+from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
 from qsync.records.levers import is_in_module
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.runtime.coverage import listed
+from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import check_copies, forget_copies, note_copies
@@ -55,6 +56,7 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
+_MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
 # Given a graph, its operators that save less for backward.
@@ -66,6 +68,7 @@ class _Entry:
     segment: Segment
     graph: OpGraph
     lowered: LoweredGraph
+    slower: dict[str, str]  # operators that run in a precision up, each with the reason
     run: torch.fx.GraphModule
 
 
@@ -117,9 +120,11 @@ class Program:
         base: Precision | None = None,
         is_part: bool = False,
         compile_islands: bool = False,
+        strict: bool = True,
     ) -> None:
         self._model = weakref.ref(model)
         self.compiles_islands = compile_islands
+        self._strict = strict  # else an operator runs in the fastest precision from the chosen one up
         self._is_part = is_part  # of a model whose sharded blocks have programs of their own
         self._choose, self._check, self._report = choose, check, report
         self._num_reported = -1  # none yet: a call that traces nothing is reported, too
@@ -161,21 +166,37 @@ class Program:
         """Return the lowered graph of each segment that the last call ran, in order."""
         return tuple(entry.lowered for entry in self._ran)
 
+    def assignment(self) -> dict[str, Precision]:
+        """Return the precision of each adjustable operator of the last call."""
+        adjustable = {op.name for lowered in self.lowered for op in lowered.graph.adjustable}
+        runs = (node for lowered in self.lowered for node in lowered.nodes if isinstance(node, Run))
+        return {run.op: Precision(run.mode) for run in runs if run.op in adjustable}
+
+    def why_not(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
+        """Return operator -> why it does not run in a precision that its kind has."""
+        slower = {op: why for entry in self._ran for op, why in entry.slower.items()}
+        return slower | self.unsupported(graph, precision)
+
     def unsupported(self, graph: OpGraph, precision: Precision) -> dict[str, str]:
         """Return operator -> why the device does not serve it in a precision that its kind has."""
         return unsupported(graph, precision, self.kernels)
 
     def choose(
-        self, choose: Chooser, observer: Observer | None = None, saving_less: SavingChooser | None = None
+        self,
+        choose: Chooser,
+        observer: Observer | None = None,
+        saving_less: SavingChooser | None = None,
+        strict: bool = True,
     ) -> None:
         """Run another assignment from the next call on; an observer sees every node that runs.
 
-        Without `saving_less` every operator saves what torch does.
+        Without `saving_less` every operator saves what torch does. Unless `strict`, an operator runs in the
+        fastest precision from the chosen one up.
         """
-        self._choose, self._observer = choose, observer
+        self._choose, self._observer, self._strict = choose, observer, strict
         self._saving_less = saving_less or saving(())
         for entry in self._entries:
-            entry.lowered = self._lower(entry.graph)
+            entry.lowered, entry.slower = self._lower(entry.segment, entry.graph)
             entry.run = self._rewrite(entry.segment, entry.lowered)
 
     def adopt(self, other: Program) -> None:
@@ -185,15 +206,15 @@ class Program:
         self._check, self._report = other._check, other._report
         self.compiles_islands = other.compiles_islands
         self._num_reported = -1
-        self.choose(other._choose, saving_less=other._saving_less)
+        self.choose(other._choose, saving_less=other._saving_less, strict=other._strict)
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
         model = self.model
         segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
         graph = join([segment], type(model).__name__)
-        lowered = self._lower(graph)
-        entry = _Entry(segment, graph, lowered, self._rewrite(segment, lowered))
+        lowered, slower = self._lower(segment, graph)
+        entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
         self._entries.append(entry)
 
         def run(*args: Any) -> Any:
@@ -254,6 +275,13 @@ class Program:
         if self._report is not None and len(self._entries) > self._num_reported:
             self._report(self, self._num_reported < 0)
         self._num_reported = len(self._entries)
+        num_traces = self._num_reported // max(len(self._ran), 1)
+        if num_traces >= _MANY_TRACES:
+            _say_once(
+                f"{type(self._model()).__name__} was traced {_MANY_TRACES} times, anew for shapes not seen "
+                "before; it runs as planned at each, but a trace takes seconds and its memory stays: pad "
+                "batches to a few lengths"
+            )
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
@@ -262,10 +290,6 @@ class Program:
                 result = compiled(*args, **kwargs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
             raise error.inner_exception from None
-        except torch._dynamo.exc.FailOnRecompileLimitHit as error:
-            raise TracingError(
-                f"the model was traced too often to go on: {error}; keep its input shapes alike"
-            ) from error
         except torch._dynamo.exc.TorchDynamoException as error:
             raise cannot_trace(self._model(), error) from error
         note_copies()
@@ -280,8 +304,21 @@ class Program:
         observer = _Placed(self._observer, self) if self._observer is not None else None
         return rewrite(segment, lowered, self.kernels, observer, self.compiles_islands)
 
-    def _lower(self, graph: OpGraph) -> LoweredGraph:
-        return lower(graph, self._choose(graph), self.kernels.sixteen_bit, self._saving_less(graph))
+    def _lower(self, segment: Segment, graph: OpGraph) -> tuple[LoweredGraph, dict[str, str]]:
+        """Return the lowered graph, and why operators run in a higher precision than was chosen."""
+        chosen, saving_less = dict(self._choose(graph)), self._saving_less(graph)
+        lowered = lower(graph, chosen, self.kernels.sixteen_bit, saving_less)
+        if self._strict:
+            return lowered, {}
+        found = fastest_precisions(segment, lowered, candidates(graph, chosen, self.kernels), self.kernels)
+        slower = {
+            op: f"{chosen[op]} is slower at these shapes (strict=True keeps it)"
+            for op, p in found.items()
+            if p != chosen[op]
+        }
+        if slower:
+            lowered = lower(graph, found, self.kernels.sixteen_bit, saving_less)
+        return lowered, slower
 
 
 programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
@@ -407,21 +444,32 @@ def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Cho
     def choose(graph: OpGraph) -> dict[str, Precision]:
         if kernels is None:
             return {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
-        chosen: dict[str, Precision] = {}
+        wanted = dict.fromkeys((op.name for op in graph.adjustable), precision)
+        chosen = {op: up[0] for op, up in candidates(graph, wanted, kernels).items()}
         moved: dict[tuple[str, Precision, str], list[str]] = {}
-        missing = {p: unsupported(graph, p, kernels) for p in precisions_up(precision, kernels.sixteen_bit)}
+        missing = unsupported(graph, precision, kernels)
         for op in graph.adjustable:
-            chosen[op.name] = first_precision_up(
-                op.kind, precision, [p for p in missing if op.name in missing[p]], kernels.sixteen_bit
-            )
-            if op.name in missing[precision]:
-                reason = missing[precision][op.name]
-                moved.setdefault((op.kind, chosen[op.name], reason), []).append(op.name)
+            if op.name in missing:
+                moved.setdefault((op.kind, chosen[op.name], missing[op.name]), []).append(op.name)
         for (kind, instead, reason), names in moved.items():
             _say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
         return chosen
 
     return choose
+
+
+def candidates(
+    graph: OpGraph, wanted: Mapping[str, Precision], kernels: backend.Kernels
+) -> dict[str, list[Precision]]:
+    """Return the precisions from the wanted one up that this device serves each operator in, in order."""
+    half = kernels.sixteen_bit
+    up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
+    missing = {precision: unsupported(graph, precision, kernels) for precision in up}
+    return {
+        op.name: supported_up(op.kind, wanted[op.name], [p for p in up if op.name in missing[p]], half)
+        for op in graph.adjustable
+        if op.name in wanted
+    }
 
 
 def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:

@@ -19,13 +19,16 @@ import torch
 import torch.fx
 from torch.utils.checkpoint import checkpoint
 
-from qsync.backend.casts.epilogues import activation
+from qsync.backend.casts.epilogues import Activation, activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
+from qsync.backend.kernels.linear import DTYPES
+from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
-from qsync.records.precision import Precision, is_encoded
+from qsync.records.precision import ROUND_INSIDE, Precision, is_encoded
+from qsync.runtime.coverage import say_once
 from qsync.runtime.islands import PURE, REPORTS, form_islands, note_conversion, pure_kind
 from qsync.runtime.weight_cache import WeightCast
 from qsync.tracing.inplace_calls import WAS_IN_PLACE
@@ -35,6 +38,10 @@ from qsync.tracing.segments import Segment
 
 class KernelTable(Protocol):
     """What the pass needs of a backend: see qsync.backend.select."""
+
+    @property
+    def sixteen_bit(self) -> str | None:
+        """The 16-bit float that the device carries along edges."""
 
     def cast(self, tensor: torch.Tensor, target: str) -> Any:
         """Return a tensor in another type."""
@@ -91,34 +98,45 @@ class CastCall(torch.nn.Module):
 
 
 class KernelCall(torch.nn.Module):
-    """One Run node whose precision needs a kernel. Operands to be encoded come as (value, encoded) pairs."""
+    """One Run node whose precision needs a kernel. Operands to be encoded come as (value, encoded) pairs.
 
-    def __init__(self, kernel: Callable[..., torch.Tensor], target: Callable[..., Any], output: str) -> None:
-        super().__init__()
-        self._kernel, self._traced, self._output = kernel, target, output
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the kernel."""
-        return self._kernel(self._traced, self._output, *args, **kwargs)
-
-
-class EpilogueCall(torch.nn.Module):
-    """One Run node that computes a following operator in its epilogue, with that call's own arguments."""
+    With an `activation` the kernel computes it in its epilogue. A call that the kernel does not support runs
+    in the next precision up that torch has, with a warning.
+    """
 
     def __init__(
         self,
-        kernel: Callable[..., torch.Tensor],
-        target: Callable[..., Any],
+        kernels: KernelTable,
+        kind: str,
         run: Run,
-        arguments: dict[str, Any],
+        target: Callable[..., Any],
+        activation: Activation | None = None,
     ) -> None:
         super().__init__()
-        self._kernel, self._traced, self._output = kernel, target, run.output
-        self._activation = activation(run.form, **arguments)
+        self._kernel, self._traced, self._run = kernels.kernel(kind, Precision(run.mode)), target, run
+        self._output, self._activation = run.output, activation
+        self._fused = {} if activation is None else {"activation": activation}
+        low = run.mode not in (Precision.BF16, *ROUND_INSIDE)
+        self._up = (kernels.sixteen_bit if low else None) or "fp32"
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the kernel with the activation."""
-        return self._kernel(self._traced, self._output, *args, activation=self._activation, **kwargs)
+        """Run the kernel."""
+        try:
+            return self._kernel(self._traced, self._output, *args, **self._fused, **kwargs)
+        except UnsupportedError as error:
+            return self._one_up(error, args, kwargs)
+
+    def _one_up(self, error: UnsupportedError, args: Any, kwargs: Any) -> torch.Tensor:
+        say_once(f"{self._run.op} in {self._run.mode}: {error}; such calls run in {self._up}", False)
+        dtype = DTYPES[self._up]
+
+        def plain(value: Any) -> Any:
+            value = value.value if isinstance(value, Operand) else value
+            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        result = self._traced(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
+        result = result if self._activation is None else self._activation(result)
+        return result.to(DTYPES[self._output])
 
 
 class SavingCall(torch.nn.Module):
@@ -236,6 +254,8 @@ class _Rewriter:
         _write_over(module.graph)
         module.graph.lint()
         module.recompile()
+        for name, child in module._modules.items():  # a call of the module itself takes 2 us more
+            module.__dict__[name] = child.forward  # type: ignore[union-attr]
         return module
 
     def _returned(
@@ -302,8 +322,8 @@ class _Rewriter:
         kwargs = torch.fx.map_arg(node.kwargs, operand)
         target = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
         if run.form in EPILOGUES:
-            kernel = self._kernels.kernel(op.kind, Precision(run.mode))
-            both = EpilogueCall(kernel, target, run, self._arguments(segment, node))
+            computed = activation(run.form, **self._arguments(segment, node))
+            both = KernelCall(self._kernels, op.kind, run, target, computed)
             return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
         if run.form != "plain":
             saving_call = SavingCall(op.kind, run.form, target)
@@ -316,8 +336,8 @@ class _Rewriter:
             if self._compile_islands and (kind := pure_kind(op, node)):
                 call.meta[PURE] = kind
             return call
-        kernel = self._kernels.kernel(op.kind, Precision(run.mode))
-        return _call(module, f"{op.kind}_{run.mode}", KernelCall(kernel, target, run.output), args, kwargs)
+        product = KernelCall(self._kernels, op.kind, run, target)
+        return _call(module, f"{op.kind}_{run.mode}", product, args, kwargs)
 
     def _arguments(self, segment: Segment, node: torch.fx.Node) -> dict[str, Any]:
         """Return the arguments, beside the value, of the call that this node computes in its epilogue."""

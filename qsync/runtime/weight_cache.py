@@ -35,6 +35,17 @@ class WeightCast(torch.nn.Module):
 
     def __init__(self, kernels: Caster, target: str) -> None:
         super().__init__()
+        self.copy = WeightCopy(kernels, target)
+
+    def forward(self, weight: torch.Tensor) -> Any:
+        """Return the weight in the target type."""
+        return self.copy(weight)
+
+
+class WeightCopy:
+    """The copy of a weight in another type; no module, on which setting an attribute takes microseconds."""
+
+    def __init__(self, kernels: Caster, target: str) -> None:
         self._cast, self._target, self._encoded = kernels.cast, target, is_encoded(target)
         self._key: tuple[int, int, int] | None = None
         self._copy: Any = None
@@ -47,7 +58,7 @@ class WeightCast(torch.nn.Module):
         """Free the copy: it does not last from one step to the next."""
         self._key = self._copy = self.before = None
 
-    def forward(self, weight: torch.Tensor) -> Any:
+    def __call__(self, weight: torch.Tensor) -> Any:
         """Return the weight in the target type: the copy of this step, or a new one."""
         if not torch.is_grad_enabled():
             return self._cast(weight, self._target)
@@ -119,12 +130,12 @@ def note_copies() -> None:
     _steps.fresh.clear()
 
 
-def _by_type(casts: Iterable[WeightCast]) -> list[list[WeightCast]]:
+def _by_type(casts: Iterable[WeightCopy]) -> list[list[WeightCopy]]:
     """Group casts by the device and type of their weights.
 
     A copy of a weight whose memory is freed is freed too (FSDP does that between calls).
     """
-    found: dict[tuple[torch.device, torch.dtype], list[WeightCast]] = {}
+    found: dict[tuple[torch.device, torch.dtype], list[WeightCopy]] = {}
     for cast in casts:
         if cast.sample is None or not cast.sample.untyped_storage().nbytes():
             cast.forget()
@@ -133,7 +144,7 @@ def _by_type(casts: Iterable[WeightCast]) -> list[list[WeightCast]]:
     return list(found.values())
 
 
-def _samples(casts: list[WeightCast]) -> torch.Tensor:
+def _samples(casts: list[WeightCopy]) -> torch.Tensor:
     return torch.cat([cast.sample for cast in casts if cast.sample is not None])
 
 
@@ -147,8 +158,8 @@ class _Steps:
 
     def __init__(self) -> None:
         self.count = 0
-        self.casts: weakref.WeakSet[WeightCast] = weakref.WeakSet()
-        self.fresh: list[WeightCast] = []  # made in this call
+        self.casts: weakref.WeakSet[WeightCopy] = weakref.WeakSet()
+        self.fresh: list[WeightCopy] = []  # made in this call
         register_optimizer_step_post_hook(self.stepped)
 
     def stepped(self, *_: Any) -> None:

@@ -13,7 +13,7 @@ from qsync import backend
 from qsync.backend.device_detection import device_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.progress import is_rank_zero
-from qsync.records.base import BASES, bases_of, check_base, is_below, parse_base
+from qsync.records.base import BASES, bases_of, check_base, is_below, is_lowered, parse_base
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
@@ -39,6 +39,7 @@ class Wrapping:
 
     A record without torch objects: it is copied and pickled with the model. With a `base`, operators that
     cannot have the one precision run in the base. `speaks`: it says on stderr how much of a model is lowered.
+    `strict`: an operator runs in the one precision though it is slower there.
     """
 
     precision: Precision | None
@@ -49,6 +50,7 @@ class Wrapping:
     speaks: bool = field(default_factory=is_rank_zero)
     path: str | None = None  # of the module, in a model whose blocks are sharded; the model's own is empty
     compile: bool = False  # what stands between products: see `islands`
+    strict: bool = False
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class Wrapping:
         save_less: bool,
         base: str | None = None,
         compile: bool | None = None,
+        strict: bool = False,
     ) -> Wrapping:
         """Read the arguments of `qsync.wrap`."""
         if compile not in (None, True, False):
@@ -65,7 +68,7 @@ class Wrapping:
         if isinstance(plan, Plan):
             check_plan_compiled(plan, compile)
             compile = plan.compiled
-        return replace(cls._of(plan, device_class, save_less, base), compile=bool(compile))
+        return replace(cls._of(plan, device_class, save_less, base), compile=bool(compile), strict=strict)
 
     @classmethod
     def _of(
@@ -126,8 +129,10 @@ class Wrapping:
         report = self._report if self.speaks else None
         if self.plan is None:
             less = saving(["*"] if self.save_less else ())
-            choice = self._choice(model)
-            return Program(model, choice, None, less, report, self.base, compile_islands=self.compile)
+            choice, strict = self._choice(model), self.strict or self.precision is None
+            return Program(
+                model, choice, None, less, report, self.base, compile_islands=self.compile, strict=strict
+            )
         planned = self.plan[self.device_class]
         if self.path is not None:
             block = Block(self.path, planned.assignment)
@@ -166,7 +171,7 @@ class Wrapping:
         low = uniform(self.precision, kernels)
         return lambda graph: {
             **base(graph),
-            **{op: p for op, p in low(graph).items() if p is not Precision.FP32},
+            **{op: p for op, p in low(graph).items() if p is self.precision or is_lowered(p, Precision.FP32)},
         }
 
     @property
@@ -210,7 +215,7 @@ class Wrapping:
                 f"{shown_shapes(planned)}, and its time and memory are not known",
                 True,
             )
-        products = coverage.products(program.lowered, self._asked, program.unsupported)
+        products = coverage.products(program.lowered, self._asked, program.why_not)
         is_good = coverage.is_mostly_lowered(products)
         if not is_good or is_first:
             where = f" on {self.device_class}" if self.device_class else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -221,13 +222,13 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 def dynamo_settings() -> Iterator[None]:
     """Set the tracer up for qsync's graphs, inside.
 
-    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole
-    graph. The recompile limit is lifted and made an error: past it torch silently runs the plain model, in
-    FP32. An RNN is one operator in FP32; torch would not trace the whole frame that calls it. A counter on a
-    module (`self.step += 1`) is no constant of the graph, and a hook added to an inner module later is traced
-    in. nn.MultiheadAttention is traced into its products: torch takes it for one operator, or two layers for
-    one in evaluation. Of a forward that cannot be traced (a loop over experts that asks how many tokens each
-    has) the layers are traced one by one: torch would skip its own modules there.
+    DDP's graph splitting is off: buckets are DDP's business at run time, and the plan is for the whole graph.
+    There is no recompile limit: past it torch silently runs the plain model, in FP32. An RNN is one operator
+    in FP32; torch would not trace the whole frame that calls it. A counter on a module (`self.step += 1`) is
+    no constant of the graph, and a hook added to an inner module later is traced in. nn.MultiheadAttention is
+    traced into its products: torch takes it for one operator, or two layers for one in evaluation. Of a
+    forward that cannot be traced (a loop over experts that asks how many tokens each has) the layers are
+    traced one by one: torch would skip its own modules there.
     """
     traced_files = trace_rules.get_legacy_mod_inlinelist()
     layers = LAYER_FILES - traced_files
@@ -241,9 +242,8 @@ def dynamo_settings() -> Iterator[None]:
         with torch._dynamo.config.patch(
             optimize_ddp=False,
             allow_rnn=True,
-            recompile_limit=256,
-            accumulated_recompile_limit=4096,
-            fail_on_recompile_limit_hit=True,
+            recompile_limit=sys.maxsize,
+            accumulated_recompile_limit=sys.maxsize,
             allow_unspec_int_on_nn_module=True,
             skip_nnmodule_hook_guards=False,
         ):

@@ -430,6 +430,19 @@ def test_pins_that_overlap_must_agree():
     } == {BF16}
 
 
+def test_uniform_plans_move_up_what_the_profile_says_is_slower():
+    strict = uniform(GRAPH, PROFILES, CLUSTER, {"infer": "int8"}, strict=True)
+    assert uniform(GRAPH, PROFILES, CLUSTER, {"infer": "int8"})["infer"] == strict["infer"]
+    ops = dict(PROFILES["infer"].ops)
+    for op in ("layer.0.query", "layer.0.key", "layer.0.value", "layer.1.fc1"):
+        slow = {m: Cost(c.forward_s * 9, c.backward_s) if "int8" in m else c for m, c in ops[op].items()}
+        ops[op] = slow
+    profiles = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops)}
+    plan = uniform(GRAPH, profiles, CLUSTER, {"infer": "int8"})
+    moved = {op for op, p in plan["infer"].assignment.items() if p != strict["infer"].assignment[op]}
+    assert moved == {"layer.0.query", "layer.0.key", "layer.0.value", "layer.1.fc1"}
+
+
 def test_uniform_plans_take_what_exists():
     precisions = (FP32, Precision.INT8_ALL)
     profiles = {name: profile_of(GRAPH, name, precisions) for name in PROFILES}

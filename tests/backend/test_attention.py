@@ -223,7 +223,7 @@ def test_a_bert_trains_in_int8(dropout):
     plain, batch = build("bert", dropout=dropout)
     model, _ = build("bert", dropout=dropout)
     loss, expected = step(plain, batch)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     found, got = step(model, batch)
     runs = [node for part in program_of(model).lowered for node in part.nodes if isinstance(node, Run)]
     assert [run.mode for run in runs if "attention" in run.op.rpartition(".")[2]] == ["int8"] * 2

@@ -128,7 +128,7 @@ def test_what_runs_is_what_was_lowered_and_nothing_is_of_another_type():
 @pytest.mark.parametrize("options", [{}, {"tied": True}, {"padding_idx": 3}, {"scale_grad_by_freq": True}])
 def test_gradients_are_those_of_fp32_but_for_rounding(precision, options):
     expected = gradients(Model(**options))
-    got = gradients(qsync.wrap(Model(**options), precision))
+    got = gradients(qsync.wrap(Model(**options), precision, strict=True))
     assert got.keys() == expected.keys()
     for name in expected:
         assert got[name].dtype is torch.float32
@@ -150,7 +150,7 @@ def test_a_gradient_that_is_sparse_and_a_table_that_is_written_to_stay_in_fp32()
         ops = {op.name: op for op in graph.ops}
         assert ops["tokens.embedding"].role is Role.FIXED and reason in ops["tokens.embedding"].fixed_because
         assert ops["places.embedding"].role is Role.ADJUSTABLE
-        plain, wrapped = Model(**options), qsync.wrap(Model(**options), "bf16")
+        plain, wrapped = Model(**options), qsync.wrap(Model(**options), "bf16", strict=True)
         for model in (plain, wrapped):
             model(PLACES).backward()
         assert torch.equal(plain.tokens.weight, wrapped.tokens.weight)

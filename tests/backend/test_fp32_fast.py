@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 import qsync
+from qsync.backend import kernel_timing
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp32_fast import (
@@ -35,10 +38,17 @@ CALLS = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Let the kernels compute products of any size."""
+    monkeypatch.setattr(fp32_fast, "_MIN_MULTIPLIES", 1)
+
+
 @pytest.fixture(params=[0, 1], ids=["torch's", "the other"])
 def chosen(request, monkeypatch):
     """Let every product run the kernel of this number, whatever it takes."""
-    monkeypatch.setattr(fp32_fast, "choose", lambda key, runs: request.param)
+    chosen = SimpleNamespace(get=lambda key: request.param, decided=lambda key, decide: request.param)
+    monkeypatch.setattr(fp32_fast, "choices", lambda: chosen)
     return request.param
 
 
@@ -129,7 +139,7 @@ def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch, machin
 
         return run
 
-    monkeypatch.setattr(fp32_fast.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fp32_fast, "_by_torch", kernel("torch", lambda rows: 0.001 * rows))
     monkeypatch.setattr(fp32_fast, "_by_onednn", kernel("onednn", lambda rows: 0.004))
     for rows, expected in ((2, "torch"), (8, "onednn")):
@@ -188,7 +198,7 @@ def test_a_model_in_fast_fp32_trains_as_in_fp32():
     losses, gradients = [], []
     for precision in (None, "fp32_fast"):
         if precision:
-            qsync.wrap(model, precision)
+            qsync.wrap(model, precision, strict=True)
         model.zero_grad()
         loss = F.cross_entropy(model(x), torch.arange(4))
         loss.backward()
@@ -199,3 +209,12 @@ def test_a_model_in_fast_fp32_trains_as_in_fp32():
         if name == "0.bias":  # batch norm subtracts it: its gradient is rounding alone
             continue
         assert relative_error(b, a) <= 1e-5 and a.stride() == b.stride()
+
+
+def test_products_too_small_to_gain_are_torchs(monkeypatch, machine):
+    monkeypatch.setattr(fp32_fast, "_MIN_MULTIPLIES", 7 * 65 * 33)
+    monkeypatch.setattr(fp32_fast, "multiply", None)  # an error if it is called
+    x, weight = draw(6, 65), draw(33, 65)
+    assert torch.equal(linear_fp32_fast(F.linear, "fp32", x, weight), F.linear(x, weight))
+    with pytest.raises(TypeError):
+        linear_fp32_fast(F.linear, "fp32", draw(7, 65), weight)

@@ -21,7 +21,7 @@ from qsync.commands import device_report, doctor_tables, main
 from qsync.errors import UnsupportedError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph, Role
-from qsync.records.kernel_support import first_precision_up, unsupported_by_shape
+from qsync.records.kernel_support import supported_up, unsupported_by_shape
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
@@ -30,6 +30,7 @@ from qsync.runtime import program
 from qsync.runtime.program import uniform
 
 FP32, BF16, FP16, INT8 = Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8
+FP32_FAST = Precision.FP32_FAST
 GPU = (FP32, FP16, INT8)  # a T4's
 
 
@@ -115,10 +116,12 @@ def test_the_kernels_refuse_by_the_same_rule():
     [
         ("conv2d", INT8, [INT8], "bf16", BF16),
         ("conv2d", INT8, [INT8], None, FP16),
-        ("conv2d", INT8, [INT8, BF16], "bf16", FP32),
+        ("conv2d", INT8, [INT8, BF16], "bf16", FP32_FAST),
+        ("conv2d", INT8, [INT8, BF16, FP32_FAST], "bf16", FP32),
         ("linear", Precision.INT8_ALL, [Precision.INT8_ALL], "bf16", INT8),
         ("linear", Precision.FP8, [Precision.FP8], "bf16", BF16),
-        ("linear", BF16, [BF16], "bf16", FP32),
+        ("linear", BF16, [BF16], "bf16", FP32_FAST),
+        ("attention", BF16, [BF16], "bf16", FP32),
         ("embedding", INT8, [INT8], None, FP32),
         ("conv2d", Precision.INT8_ALL, [Precision.INT8_ALL], "bf16", INT8),
         ("conv1d", Precision.INT8_ALL, [], "bf16", INT8),
@@ -128,7 +131,12 @@ def test_the_kernels_refuse_by_the_same_rule():
     ],
 )
 def test_the_first_precision_up(kind, precision, unsupported, sixteen_bit, expected):
-    assert first_precision_up(kind, precision, unsupported, sixteen_bit) is expected
+    assert supported_up(kind, precision, unsupported, sixteen_bit)[0] is expected
+
+
+def test_the_precisions_up_end_in_fp32():
+    up = supported_up("linear", Precision.INT8_ALL, [BF16], "bf16")
+    assert up == [Precision.INT8_ALL, INT8, FP32_FAST, FP32]
 
 
 # --- Planning ---
@@ -312,7 +320,7 @@ def test_one_precision_moves_up_where_its_kind_lacks_it(graph):
 def test_a_wrapped_model_runs_in_the_next_precision_up_where_a_kernel_is_missing(monkeypatch):
     program._say_once.cache_clear()
     monkeypatch.setattr(backend, "select", lambda device: Lacking(("conv2d",)))
-    model = qsync.wrap(Convolutions(), "int8")
+    model = qsync.wrap(Convolutions(), "int8", strict=True)
     with pytest.warns(
         UserWarning, match="conv2d in int8: no compiler; plain, depthwise, dilated and 1 more run"
     ):

@@ -204,7 +204,7 @@ def test_a_bert_with_written_out_attention_trains_in_int8():
     plain, batch = build("bert", dropout=0.0, attn_implementation="eager")
     model, _ = build("bert", dropout=0.0, attn_implementation="eager")
     loss, expected = step(plain, batch)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     found, got = step(model, batch)
     assert float(found) == pytest.approx(float(loss), rel=0.02)
     assert decibels(got, expected) > 15

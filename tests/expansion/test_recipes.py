@@ -179,7 +179,7 @@ def test_a_grown_model_grows_on_with_its_own_eps():
 
 def test_a_model_under_a_plan_grows_as_it_is_without():
     model = Gpt(1, 16, 2, 8, 50, tied=True)
-    wrapped = qsync.wrap(model, "bf16")
+    wrapped = qsync.wrap(model, "bf16", strict=True)
     big = qsync.expand(wrapped, qsync.recipe_of(wrapped).to(width=24))
     assert type(big) is type(model) and qsync.verify_expansion(wrapped, big, tokens()).passed
 

@@ -29,7 +29,7 @@ def test_a_family_trains_in_bf16_from_few_graphs(name):
     plain = step(model, batches[0])
     model.zero_grad()
     torch.manual_seed(1)
-    lowered = step(qsync.wrap(model, "bf16"), batches[0])
+    lowered = step(qsync.wrap(model, "bf16", strict=True), batches[0])
     assert lowered == pytest.approx(plain, rel=0.05)
     program = program_of(model)
     assert program.graph.num_segments <= MOST_GRAPHS

@@ -9,7 +9,7 @@ from qsync.errors import QSyncError, UnsupportedError
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.experiment import Experiment
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
-from qsync.experiments.kernels import cases, compare_kernels, whole_steps
+from qsync.experiments.kernels import cases, compare_kernels, host_overhead, whole_steps
 from qsync.experiments.kernels.cases import Bar, Bench, Case
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import (
@@ -53,6 +53,8 @@ def tiny_cases(bench: Bench, section: str):
     elif section == "resnet":
         made = whole_steps.resnet(bench, 2, 16, **RESNET)
         yield lambda: whole_steps.step_case(bench, section, "tiny", made, ("int8",), ())
+    elif section == "host":
+        yield lambda: host_overhead.host_case(bench, blocks=1)
     elif section.startswith("conv"):
         yield lambda: compare_kernels.layer_case(bench, section, CONV)
     else:

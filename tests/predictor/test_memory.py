@@ -550,7 +550,7 @@ def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
         type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
         for cast, rows in casts_of_weights(lowered)
     )
-    wrapped = qsync.wrap(model, str(precision), save_less=less)
+    wrapped = qsync.wrap(model, str(precision), save_less=less, strict=True)
     wrapped(batch)  # compiled here, so that only the step is seen below
     assert sum(peak_memory(lowered).saved_by.values()) + copies == saved_by_torch(wrapped, batch)
 
@@ -586,7 +586,7 @@ def test_an_int8_linear_keeps_a_quarter_of_fp32_and_its_scales(precision):
 
     full = kept(torch.nn.Linear(inner, outer))
     assert full == 4 * rows * inner
-    assert kept(qsync.wrap(torch.nn.Linear(inner, outer), precision)) == full // 4 + 4 * rows
+    assert kept(qsync.wrap(torch.nn.Linear(inner, outer), precision, strict=True)) == full // 4 + 4 * rows
 
 
 def test_after_forward_nothing_is_alive_but_codes_scales_and_the_result():
@@ -599,7 +599,7 @@ def test_after_forward_nothing_is_alive_but_codes_scales_and_the_result():
         torch.nn.Linear(8, 16), torch.nn.Dropout(0.0), torch.nn.Linear(16, 4), torch.nn.Linear(4, 32)
     )
     x = torch.randn(rows, 8)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     model(x)
     codes = sum(rows * inner + 4 * rows for inner in (8, 16, 4))
     weights = sum(inner * outer + 4 * outer for inner, outer in ((8, 16), (16, 4), (4, 32)))
@@ -632,7 +632,7 @@ def test_query_key_and_value_share_one_int8_input():
 
     rows = 128
     x = torch.randn(rows, 64)
-    model = qsync.wrap(Model(), "int8")
+    model = qsync.wrap(Model(), "int8", strict=True)
     model(x)
     assert saved_by_torch(model, x) == 64 * rows + 4 * rows
     seen: list[torch.Tensor] = []
@@ -660,7 +660,7 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
         layer.attention.self.dropout.p = 0.0
     graph = qsync.capture(model, batch)
     lowered = lower(graph, {op.name: precision for op in graph.adjustable})
-    qsync.wrap(model, str(precision))
+    qsync.wrap(model, str(precision), strict=True)
     model(**batch)
     copies = sum(
         type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)

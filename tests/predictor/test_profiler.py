@@ -202,7 +202,7 @@ def test_measuring_leaves_the_model_as_it_was():
 
 
 def test_profiling_a_wrapped_model_leaves_it_wrapped():
-    model = qsync.wrap(Net(), "bf16")
+    model = qsync.wrap(Net(), "bf16", strict=True)
     program = runtime.program_of(model)
     qsync.profile(model, BATCH, loss, precisions=["fp32"], rounds=1)
     assert runtime.program_of(model) is program

@@ -79,7 +79,7 @@ def test_models_in_the_base_are_as_accurate_as_in_autocast(family):
 
 def test_int8_over_a_base_falls_to_the_next_precision_up_and_not_to_the_base():
     torch.manual_seed(0)
-    model, ids = qsync.wrap(Small(), "int8_all", base="bf16"), torch.randint(50, (4, 6))
+    model, ids = qsync.wrap(Small(), "int8_all", base="bf16", strict=True), torch.randint(50, (4, 6))
     model(ids)
     modes = {n.op: n.mode for part in program_of(model).lowered for n in part.nodes if hasattr(n, "op")}
     kinds = {op.name: op.kind for op in program_of(model).graph.adjustable}
@@ -95,7 +95,7 @@ def test_autocast_of_another_type_is_refused_whenever_it_is_switched_on():
     with pytest.raises(UnsupportedError, match=r"torch.autocast is on in fp16.*above bf16.*base='fp16'"):
         in_autocast(model, batch, torch.float16)
     step(model, batch)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     with pytest.raises(UnsupportedError, match=r"torch.autocast is on in bf16.*above fp32.*base='bf16'"):
         in_autocast(model, batch)
 

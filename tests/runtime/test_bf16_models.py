@@ -69,7 +69,7 @@ def test_in_bf16_it_is_the_model_as_loaded(loaded, asked):
 def test_it_is_lowered_from_bf16(loaded, precision, capsys):
     model, ids = loaded
     expected = gradients(copy.deepcopy(model), ids)
-    found = gradients(qsync.wrap(model, precision), ids)
+    found = gradients(qsync.wrap(model, precision, strict=True), ids)
     assert f"in {precision}" in capsys.readouterr().err
     differ = 0.0
     for one, other in zip(found, expected, strict=True):
@@ -161,7 +161,7 @@ def test_parameters_of_both_types_are_lowered_from_their_own():
     assert {op.name: op.dtype for op in graph.adjustable}["head"] == "fp32" and graph.ops[0].dtype == "bf16"
     assert base_of_graph(graph) is Precision.FP32
     assert min(modes["int8"] for modes in qsync.sensitivity(model, [ids], loss_of).omega.values()) > 0
-    found = gradients(qsync.wrap(model, "int8"), ids)
+    found = gradients(qsync.wrap(model, "int8", strict=True), ids)
     for one, other in zip(found, expected, strict=True):
         assert one.dtype is other.dtype
         assert 0 < (one.float() - other.float()).norm() < 0.2 * other.float().norm()

@@ -34,7 +34,7 @@ class Mixed(nn.Module):
 
 
 def test_the_first_call_says_what_is_lowered_and_why_the_rest_is_not(capsys):
-    model = qsync.wrap(Mixed(), "int8")
+    model = qsync.wrap(Mixed(), "int8", strict=True)
     for _ in range(2):
         model(torch.randn(4, 8))
     assert capsys.readouterr().err == (
@@ -46,7 +46,7 @@ def test_the_first_call_says_what_is_lowered_and_why_the_rest_is_not(capsys):
 
 def test_less_than_half_of_what_was_asked_for_is_a_warning():
     with pytest.warns(UserWarning, match=r"qsync: 2 of 3 products in int8; exact runs in fp64"):
-        qsync.wrap(Mixed(large=2), "int8")(torch.randn(4, 8))
+        qsync.wrap(Mixed(large=2), "int8", strict=True)(torch.randn(4, 8))
 
 
 def test_a_plan_is_counted_by_precision_and_names_its_class(capsys):
@@ -91,7 +91,7 @@ def test_fp32_asks_for_nothing(capsys):
 def test_only_rank_zero_says_it(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     model, batch = build("mlp")
-    step(qsync.wrap(model, "int8"), batch)
+    step(qsync.wrap(model, "int8", strict=True), batch)
     assert capsys.readouterr().err == ""
 
 
@@ -110,6 +110,6 @@ def test_many_products_are_named_by_three_and_tables_are_no_products():
 
     reason = "run in fp64 because the model has it in fp64"
     with pytest.warns(UserWarning) as said:
-        qsync.wrap(Doubles(), "int8")(torch.arange(4))
+        qsync.wrap(Doubles(), "int8", strict=True)(torch.arange(4))
     (text,) = {str(warning.message) for warning in said}
     assert text == f"qsync: 1 of 5 products in int8; rest.0, rest.1, rest.2 and 1 more {reason}"

@@ -24,7 +24,7 @@ def modes_of(model: nn.Module) -> set[str]:
 
 
 def test_the_signature_is_the_module_s():
-    model = qsync.wrap(MLP(), "int8")
+    model = qsync.wrap(MLP(), "int8", strict=True)
     assert inspect.signature(model.forward) == inspect.signature(MLP().forward)
 
 
@@ -37,17 +37,17 @@ def test_a_forward_of_the_instance_is_lowered_and_given_back():
 
     model.forward = twice
     expected = model(x)
-    qsync.wrap(model, "bf16")
+    qsync.wrap(model, "bf16", strict=True)
     assert modes_of(model) == set() and not torch.equal(model(x), expected) and modes_of(model) == {"bf16"}
     torch.testing.assert_close(model(x), expected, rtol=0.05, atol=0.05)
     assert plain_forward(model) is twice
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     assert plain_forward(model) is twice
     assert torch.equal(qsync.unwrap(model)(x), expected) and model.forward is twice
 
 
 def test_replicas_for_data_parallel_are_refused_while_wrapped():
-    model = qsync.wrap(MLP(), "int8")
+    model = qsync.wrap(MLP(), "int8", strict=True)
     with pytest.raises(UnsupportedError, match="use DistributedDataParallel"):
         model._replicate_for_data_parallel()
     assert isinstance(plain_copy(model)._replicate_for_data_parallel(), MLP)
@@ -60,7 +60,7 @@ def test_replicas_for_data_parallel_are_refused_while_wrapped():
 def test_running_plain_puts_everything_back_whatever_happens():
     model, batch = build("mlp")
     expected, _ = step(model, batch)
-    qsync.wrap(model, "int8").compile(backend="eager")
+    qsync.wrap(model, "int8", strict=True).compile(backend="eager")
     forward, compiled = model.forward, model._compiled_call_impl
     with pytest.raises(ValueError, match="inside"), running_plain(model):
         assert torch.equal(step(model, batch)[0], expected)
@@ -72,16 +72,16 @@ def test_running_plain_puts_everything_back_whatever_happens():
 def test_a_plain_copy_is_plain_at_every_depth():
     model, batch = build("mlp")
     expected, _ = step(model, batch)
-    qsync.wrap(model.fc1, "int8")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model.fc1, "int8", strict=True)
+    qsync.wrap(model, "int8", strict=True)
     assert torch.equal(step(plain_copy(model), batch)[0], expected)
     assert not torch.equal(step(model, batch)[0], expected)
 
 
 def test_a_submodule_keeps_its_precision_inside_a_wrapped_model():
     model, batch = build("mlp")
-    qsync.wrap(model.fc1, "bf16")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model.fc1, "bf16", strict=True)
+    qsync.wrap(model, "int8", strict=True)
     step(model, batch)
     assert modes_of(model.fc1) == {"bf16"} and modes_of(model) == {"int8"}
     names = {op.name for part in program_of(model).lowered for op in part.graph.adjustable}
@@ -102,7 +102,7 @@ def test_a_copy_of_a_recomputing_model_recomputes_its_own_modules():
 
 def test_a_hook_on_an_inner_module_is_traced_in_when_it_comes_and_out_when_it_goes():
     model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(4, 8)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     before = model(x)
     hook = model[1].register_forward_hook(lambda module, args, output: output + 10)
     torch.testing.assert_close(model(x), before + 10)

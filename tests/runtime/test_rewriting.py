@@ -28,7 +28,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, ops_that_save_less
 from qsync.replayer import replay
 from qsync.runtime import program as runtime
-from qsync.runtime.rewriting import EpilogueCall, rewrite
+from qsync.runtime.rewriting import KernelCall, rewrite
 from qsync.tracing.tracer import trace
 
 pytestmark = pytest.mark.filterwarnings(  # torch.compile does it when a model has a function of its own
@@ -272,7 +272,7 @@ LEAST_DB = {"bf16": 30.0, "fp16": 50.0, "int8": 22.0, "int8_all": 15.0}
 def test_low_precision_is_near_full_precision_and_not_equal(family, precision):
     model, batch = build(family)
     expected_loss, expected = step(model, batch)
-    qsync.wrap(model, precision)
+    qsync.wrap(model, precision, strict=True)
     loss, gradients = step(model, batch)
     assert abs(loss - expected_loss) < 0.02 * expected_loss
     assert LEAST_DB[precision] < decibels(gradients, expected) < 100
@@ -284,7 +284,7 @@ def test_low_precision_resnets_learn_the_same():
     model, batch = build("resnet", batch_size=32)
     _, expected = step(model, batch)
     for precision, least_db in (("bf16", 20.0), ("int8", 12.0), ("int8_all", 8.0)):
-        qsync.wrap(model, precision)
+        qsync.wrap(model, precision, strict=True)
         assert least_db < decibels(step(model, batch)[1], expected) < 100
 
 
@@ -367,7 +367,10 @@ def saved_bytes(model: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 def test_checkpoints_save_memory_and_run_again_in_backward(precision):
     x = torch.randn(64, 8)
-    plain, saving = qsync.wrap(Checkpointed(enabled=False), precision), qsync.wrap(Checkpointed(), precision)
+    plain, saving = (
+        qsync.wrap(Checkpointed(enabled=False), precision, strict=True),
+        qsync.wrap(Checkpointed(), precision, strict=True),
+    )
     assert saved_bytes(saving, x) < 0.5 * saved_bytes(plain, x)
     for one, two in zip(plain.parameters(), saving.parameters(), strict=True):
         assert torch.equal(one.grad, two.grad)
@@ -412,11 +415,15 @@ def test_backward_of_the_users_own_functions_is_used():
 def fused_calls(model: nn.Module) -> list[str]:
     """What products of the model that runs compute in their epilogues."""
     runs = [module for entry in runtime.program_of(model)._entries for module in entry.run.modules()]
-    return [str(call._activation.program) for call in runs if isinstance(call, EpilogueCall)]
+    return [
+        str(call._activation.program)
+        for call in runs
+        if isinstance(call, KernelCall) and call._activation is not None
+    ]
 
 
 def outcome_of(body, precision: str) -> tuple[nn.Module, torch.Tensor, list[torch.Tensor]]:
-    model = qsync.wrap(Applied(body), precision)
+    model = qsync.wrap(Applied(body), precision, strict=True)
     x = X.clone().requires_grad_()
     loss = model(x)
     loss.backward()
@@ -508,7 +515,7 @@ def test_what_is_read_by_no_operator_is_made_all_the_same():
 def test_a_checkpointed_activation_runs_in_the_epilogue_inside():
     model, plain = Checkpointed(), Checkpointed(enabled=False)
     for one in (model, plain):
-        qsync.wrap(one, "int8")
+        qsync.wrap(one, "int8", strict=True)
         one(X).backward()
         assert fused_calls(one) == ["gelu"] * 3
     for one, two in zip(model.parameters(), plain.parameters(), strict=True):
@@ -571,7 +578,7 @@ def test_the_order_of_elements_inside_is_nobody_s_business(precision):
     torch.manual_seed(0)
     model, x = ViewsAfterConvolution(), torch.randn(2, 3, 6, 6)
     expected, expected_maps = model(x)
-    qsync.wrap(model, precision)
+    qsync.wrap(model, precision, strict=True)
     logits, maps = model(x)
     assert maps.is_contiguous() and maps.view(2, -1).shape == (2, 16 * 36)
     assert (logits - expected).norm() < 0.05 * expected.norm()

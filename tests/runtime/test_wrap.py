@@ -20,7 +20,7 @@ from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncErro
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.runtime import program
-from qsync.runtime.weight_cache import WeightCast
+from qsync.runtime.weight_cache import WeightCopy
 
 
 def plan_for(model: nn.Module, batch, precision: str = "bf16", classes=("train", "infer")) -> Plan:
@@ -44,7 +44,7 @@ def modes_of(model: nn.Module) -> dict[str, str]:
 def casts(monkeypatch) -> list[str]:
     """The target of every weight that is cast, as it happens."""
     seen: list[str] = []
-    forward = WeightCast.forward
+    call = WeightCopy.__call__
 
     def counted(self, weight):
         cast = self._cast
@@ -55,11 +55,11 @@ def casts(monkeypatch) -> list[str]:
 
         self._cast = counting
         try:
-            return forward(self, weight)
+            return call(self, weight)
         finally:
             self._cast = cast
 
-    monkeypatch.setattr(WeightCast, "forward", counted)
+    monkeypatch.setattr(WeightCopy, "__call__", counted)
     return seen
 
 
@@ -69,7 +69,7 @@ def casts(monkeypatch) -> list[str]:
 def test_wrapping_is_in_place():
     model, batch = build("bert")
     kind, keys, modules = type(model), list(model.state_dict()), list(dict(model.named_modules()))
-    assert qsync.wrap(model, "int8") is model
+    assert qsync.wrap(model, "int8", strict=True) is model
     step(model, batch)
     assert type(model) is kind and list(model.state_dict()) == keys
     assert list(dict(model.named_modules())) == modules
@@ -89,7 +89,7 @@ def test_wrapping_again_replaces_the_plan():
     model, batch = build("mlp")
     expected = step(model, batch)[0]
     for precision in ("int8", "bf16", "fp32"):
-        qsync.wrap(model, precision)
+        qsync.wrap(model, precision, strict=True)
         loss, _ = step(model, batch)
         assert set(modes_of(model).values()) == {precision}
     assert torch.equal(loss, expected)
@@ -115,7 +115,7 @@ def test_a_plan_made_on_the_meta_device_runs_on_this_one():
 def test_copies_keep_their_precision_and_a_state_dict_is_plain():
     model, batch = build("mlp")
     plain, _ = step(model, batch)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     expected, _ = step(model, batch)
     fresh = MLP()
     fresh.load_state_dict(model.state_dict())
@@ -129,7 +129,7 @@ def test_copies_keep_their_precision_and_a_state_dict_is_plain():
 def test_unwrapping_gives_the_plain_model_back():
     model, batch = build("mlp")
     plain, _ = step(model, batch)
-    assert qsync.unwrap(qsync.wrap(model, "int8")) is model
+    assert qsync.unwrap(qsync.wrap(model, "int8", strict=True)) is model
     assert torch.equal(step(model, batch)[0], plain) and "forward" not in vars(model)
     with pytest.raises(MismatchError, match="not wrapped"):
         qsync.unwrap(model)
@@ -142,7 +142,7 @@ def test_training_in_low_precision_learns_what_full_precision_learns():
     losses = {}
     for precision in ("fp32", "bf16", "int8"):
         model, batch = build("mlp", batch_size=32)
-        qsync.wrap(model, precision)
+        qsync.wrap(model, precision, strict=True)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for number in range(40):
             optimizer.zero_grad()
@@ -164,7 +164,7 @@ def test_batches_may_change_their_size(family):
         _, batch = build(family, batch_size=size)
         assert torch.equal(step(model, batch)[0], step(plain, batch)[0]), size
     low, _ = build(family)
-    qsync.wrap(low, "bf16")
+    qsync.wrap(low, "bf16", strict=True)
     for size in (4, 3, 2, 4):
         _, batch = build(family, batch_size=size)
         loss, gradients = step(low, batch)
@@ -175,7 +175,7 @@ def test_batches_may_change_their_size(family):
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_weights_are_cast_once_per_optimizer_step(casts, precision):
     model, _ = build("mlp")
-    qsync.wrap(model, precision)
+    qsync.wrap(model, precision, strict=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     per_step = []
     for _ in range(3):
@@ -192,7 +192,7 @@ def test_weights_are_cast_once_per_optimizer_step(casts, precision):
 
 def test_micro_batches_add_up_to_what_they_give_alone():
     model, batch = build("mlp")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     halves = [{name: tensor[part] for name, tensor in batch.items()} for part in (slice(0, 4), slice(4, 8))]
     alone = [step(model, half, seed)[1] for seed, half in enumerate(halves)]
     model.zero_grad()
@@ -206,7 +206,7 @@ def test_a_weight_shared_by_two_operators_gets_both_gradients():
     for family in ("gpt2",):
         model, batch = build(family, dropout=0.0)
         _, expected = step(model, batch)
-        qsync.wrap(model, "bf16")
+        qsync.wrap(model, "bf16", strict=True)
         _, gradients = step(model, batch)
         assert gradients.keys() == expected.keys()
         only = {"transformer.wte.weight": expected["transformer.wte.weight"]}
@@ -215,7 +215,7 @@ def test_a_weight_shared_by_two_operators_gets_both_gradients():
     shared(X).backward()
     expected = {name: p.grad.clone() for name, p in shared.named_parameters()}
     shared.zero_grad()
-    qsync.wrap(shared, "bf16")(X).backward()
+    qsync.wrap(shared, "bf16", strict=True)(X).backward()
     assert decibels({name: p.grad for name, p in shared.named_parameters()}, expected) > 30
 
 
@@ -223,7 +223,7 @@ def test_frozen_parameters_get_no_gradient():
     model, batch = build("mlp")
     model.fc1.requires_grad_(False)
     _, expected = step(model, batch)
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     _, gradients = step(model, batch)
     assert gradients.keys() == expected.keys() and "fc1.weight" not in gradients
     model.fc1.requires_grad_(True)
@@ -267,7 +267,7 @@ def by_other_storage(model: MLP) -> None:
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
 def test_changed_weights_are_used(change, mode):
     model, batch = build("mlp")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     model.train(mode == "train")
 
     def loss(model: nn.Module) -> torch.Tensor:
@@ -283,7 +283,7 @@ def test_changed_weights_are_used(change, mode):
     change(model)
     fresh = MLP().train(mode == "train")
     fresh.load_state_dict(model.state_dict())
-    expected = loss(qsync.wrap(fresh, "int8"))
+    expected = loss(qsync.wrap(fresh, "int8", strict=True))
     if mode == "train":
         model.zero_grad()
     assert torch.equal(loss(model), expected) and not torch.equal(expected, before)
@@ -291,7 +291,7 @@ def test_changed_weights_are_used(change, mode):
 
 def test_a_loop_that_steps_by_hand_trains():
     model, batch = build("mlp")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     losses = []
     for _ in range(5):
         loss, gradients = step(model, batch)
@@ -320,7 +320,7 @@ def test_evaluation_and_training_alternate(family):
 
 def test_running_statistics_move_in_training_only():
     model, batch = build("resnet")
-    qsync.wrap(model, "bf16")
+    qsync.wrap(model, "bf16", strict=True)
     step(model, batch)
     norm = model.layer1.bn1
     moved = norm.running_mean.clone()
@@ -332,7 +332,7 @@ def test_running_statistics_move_in_training_only():
 
 def test_outputs_keep_their_types():
     model, batch = build("bert")
-    qsync.wrap(model, "bf16")
+    qsync.wrap(model, "bf16", strict=True)
     output = model(**batch)
     assert output["logits"].dtype is torch.float32 and output["loss"].dtype is torch.float32
 
@@ -346,7 +346,7 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
 
 def test_autocast_would_undo_the_plan():
     model, batch = build("mlp")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedError, match="autocast"):
         model(**batch)
     step(model, batch)
@@ -470,7 +470,7 @@ def test_profile_and_sensitivity_leave_the_model_as_it_was():
 
 def test_measuring_a_wrapped_model_leaves_it_wrapped():
     model, batch = build("mlp")
-    qsync.wrap(model, "int8")
+    qsync.wrap(model, "int8", strict=True)
     loss, _ = step(model, batch)
     qsync.sensitivity(model, [batch], precisions=["bf16"])
     qsync.profile(model, batch, rounds=1, precisions=["fp32"])
@@ -630,7 +630,7 @@ def test_a_plan_says_which_operators_save_less():
 )
 def test_wrap_can_let_every_operator_save_less(family, kinds):
     model, batch = build(family)
-    qsync.wrap(model, "int8", save_less=True)
+    qsync.wrap(model, "int8", save_less=True, strict=True)
     for _ in range(2):
         loss, _ = step(model, batch)
     assert torch.isfinite(loss)

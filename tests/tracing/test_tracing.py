@@ -36,7 +36,7 @@ def captured(body) -> dict[str, Op]:
 
 def assert_bitwise(body, precision: str = "fp32") -> None:
     """Wrapped in one precision, the model computes bitwise what it computes unwrapped (FP32 only)."""
-    plain, wrapped = Applied(body), qsync.wrap(Applied(body), precision)
+    plain, wrapped = Applied(body), qsync.wrap(Applied(body), precision, strict=True)
     losses = []
     for model in (plain, wrapped):
         torch.manual_seed(1)
@@ -387,7 +387,7 @@ def test_setitem_stays_and_pins():
 )
 def test_buffers_that_the_model_writes_are_written(body):
     assert_bitwise(body)
-    model = qsync.wrap(Applied(body), "bf16")
+    model = qsync.wrap(Applied(body), "bf16", strict=True)
     model(X)
     assert model.buffer.any()
 
@@ -420,7 +420,7 @@ def test_a_write_that_keeps_a_narrower_type_stays():
 
     assert_bitwise(body)
     model = Applied(body)
-    assert qsync.wrap(model, "bf16")(X).dtype is torch.float32
+    assert qsync.wrap(model, "bf16", strict=True)(X).dtype is torch.float32
 
 
 def test_out_of_place_rewriting_drops_no_node():
@@ -488,7 +488,9 @@ def test_a_mask_of_the_least_number_keeps_its_addition_in_fp32():
 
     ops = captured(body)
     assert ops["add"].magnitude == pytest.approx(3.4028e38, rel=1e-3)
-    fully_masked = qsync.wrap(Applied(lambda m, x: F.softmax(x + torch.finfo(torch.float32).min, -1)), "bf16")
+    fully_masked = qsync.wrap(
+        Applied(lambda m, x: F.softmax(x + torch.finfo(torch.float32).min, -1)), "bf16", strict=True
+    )
     assert fully_masked(X).isfinite()
 
 
@@ -509,13 +511,13 @@ def test_attention_under_a_mask_from_the_batch_stays_in_fp32():
     least = torch.full((4, 4), torch.finfo(torch.float32).min)
     assert ops_of(qsync.capture(Masked(), (X, least)))["attention"].role is Role.FIXED
     assert ops_of(qsync.capture(Masked(), (X, least == 0)))["attention"].role is Role.ADJUSTABLE
-    assert qsync.wrap(Masked(), "bf16")(X, least).isfinite()
+    assert qsync.wrap(Masked(), "bf16", strict=True)(X, least).isfinite()
 
 
 def test_norms_computed_by_the_model_are_operands():
     ops = captured(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0]))
     assert "fc2" in str(ops["layer_norm"].inputs) or len(ops["layer_norm"].inputs) == 2
-    qsync.wrap(Applied(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0])), "bf16")(X)
+    qsync.wrap(Applied(lambda m, x: F.layer_norm(x, (8,), weight=m.fc2(x)[0])), "bf16", strict=True)(X)
 
 
 # --- Sharing and breaks ---
@@ -579,7 +581,7 @@ def test_a_model_that_cannot_be_traced_is_named_with_the_reason():
 
 
 def test_a_wrapped_model_that_cannot_be_traced_says_so_instead_of_training_in_fp32():
-    model = qsync.wrap(Untraceable(), "bf16")
+    model = qsync.wrap(Untraceable(), "bf16", strict=True)
     for _ in range(2):
         with pytest.raises(TracingError, match="Untraceable"):
             model(X)
@@ -618,13 +620,16 @@ def test_layers_of_a_frame_that_is_skipped_are_lowered_and_the_rest_is_told(caps
     assert {op.kind for op in graph.ops if op.flops} == {"linear"}
     model = BreaksInALoop(has_layer=True)
     expected = model(X.abs())
-    assert not torch.equal(qsync.wrap(model, "bf16")(X.abs()), expected)
+    assert not torch.equal(qsync.wrap(model, "bf16", strict=True)(X.abs()), expected)
     said = capsys.readouterr().err
     assert "of code that torch.compile gives up only layers are lowered: Data-dependent branching" in said
 
 
 def test_a_frame_that_is_skipped_names_what_the_tracer_met_in_it():
-    for call in (lambda: qsync.capture(BreaksInALoop(), X), lambda: qsync.wrap(BreaksInALoop(), "bf16")(X)):
+    for call in (
+        lambda: qsync.capture(BreaksInALoop(), X),
+        lambda: qsync.wrap(BreaksInALoop(), "bf16", strict=True)(X),
+    ):
         torch._dynamo.reset()
         with pytest.raises(TracingError, match=r"Data-dependent branching \(.*test_tracing\.py, line \d+\)"):
             call()
@@ -675,7 +680,7 @@ def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, preci
     model = make()
     expected = model(X)
     assert [op.name for op in qsync.capture(model, X).adjustable] == ["fc"]
-    found = qsync.wrap(model, precision)(X)
+    found = qsync.wrap(model, precision, strict=True)(X)
     found.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     if precision == "fp32":
@@ -739,7 +744,7 @@ def test_capture_does_not_change_how_the_model_runs():
 def test_a_wrapped_model_is_captured_as_it_was():
     model, batch = build("mlp")
     graph = qsync.capture(model, batch)
-    qsync.wrap(model, "bf16")
+    qsync.wrap(model, "bf16", strict=True)
     loss, _ = step(model, batch)
     assert qsync.capture(model, batch) == graph
     assert torch.equal(step(model, batch)[0], loss)

@@ -1,0 +1,58 @@
+"""What a node costs beside its arithmetic: a model of tiny operators, whose step is Python's and autograd's.
+
+Every operator runs in the precision asked for, though all of them are faster in FP32 at this size.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+import qsync
+from qsync.experiments.kernels.cases import Bar, Bench, Case, Run
+
+EAGER, AUTOCAST, MODES = "eager", "autocast", ("fp32", "fp32_fast", "bf16")
+BARS = (
+    Bar("fp32", EAGER, 1.1, at_most=True),
+    Bar("fp32_fast", EAGER, 1.1, at_most=True),
+    Bar("bf16", AUTOCAST, 1.4, at_most=True),
+)
+
+
+class Block(nn.Module):
+    """Four operators."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc, self.norm, self.act = nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum of the input and the activated, normed product."""
+        activated: Tensor = self.act(self.norm(self.fc(x)))
+        return x + activated
+
+
+def host_case(bench: Bench, bars: tuple[Bar, ...] = BARS, blocks: int = 100, width: int = 16) -> Case:
+    """Compare forward and backward in FP32 eager, in torch.autocast and in qsync's precisions."""
+    torch.manual_seed(bench.seed)
+    model = nn.Sequential(*(Block(width) for _ in range(blocks))).to(bench.device)
+    x = torch.randn(2, width, device=bench.device)
+
+    def step(model: nn.Module, autocast: bool = False) -> Run:
+        def run() -> None:
+            model.zero_grad()
+            with torch.autocast(bench.device.type, torch.bfloat16, enabled=autocast):
+                loss = model(x).sum()
+            loss.backward()
+
+        return run
+
+    case = Case("host", f"{4 * blocks} operators of 2 x {width}", EAGER, bars)
+    case.add(EAGER, lambda: step(copy.deepcopy(model)))
+    case.add(AUTOCAST, lambda: step(copy.deepcopy(model), True))
+    for mode in MODES:
+        case.add(mode, partial(lambda mode: step(qsync.wrap(copy.deepcopy(model), mode, strict=True)), mode))
+    return case

@@ -1,0 +1,233 @@
+"""Time single operators of a traced graph, to run each in the fastest precision from the asked one up.
+
+An operator runs alone, forward and backward, as the lowered graph has it: its operands come as its neighbours
+carry them, its casts and the activation in its epilogue count, and its result leaves in the type that its
+readers take. Operators of one shape that read the same values (q, k and v) run side by side, as they share
+their casts. Each shape is timed once on a machine, and the choice is kept on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import astuple, dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.fx
+
+from qsync import __version__
+from qsync.backend import Kernels
+from qsync.backend.kernel_cache import Choices, processor, rounded_up
+from qsync.backend.kernel_timing import fastest
+from qsync.lowering.cast_rules import takes_16bit
+from qsync.lowering.incremental import lower
+from qsync.lowering.lowered_graph import LoweredGraph, Run
+from qsync.lowering.wiring import wiring
+from qsync.progress import shown_on_rank_zero
+from qsync.records.graph import Input, Op, OpGraph, Role
+from qsync.records.precision import Precision
+from qsync.runtime.rewriting import rewrite
+from qsync.tracing.operator_table import traced_shape
+from qsync.tracing.segments import DTYPES, Segment
+
+# A precision is left only for one that takes this part less time: a nearer race is decided by noise.
+_TIE = 0.05
+_ROUNDS, _TIMED_S = 20, 0.05  # of one choice
+_TYPES = {name: dtype for dtype, name in DTYPES.items()}
+_FULL = (Precision.FP32_FAST, Precision.FP32)
+_READER = "the readers of the result"
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A tensor that an operator reads, as its neighbours carry it; `order` lists dimensions by stride."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    type: str
+    kind: str
+    requires_grad: bool
+
+    def made(self, num_rows: int, device: torch.device) -> torch.Tensor:
+        """Return such a tensor; integers are below `num_rows`."""
+        dtype, shape = _TYPES[self.type], [self.shape[k] for k in self.order]
+        if dtype.is_floating_point:
+            value = torch.randn(shape).to(dtype)
+        else:
+            value = torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.randint(num_rows, shape)
+        back = sorted(range(len(shape)), key=self.order.__getitem__)
+        return value.permute(back).to(device).requires_grad_(self.requires_grad)
+
+
+def fastest_precisions(
+    segment: Segment,
+    lowered: LoweredGraph,
+    candidates: Mapping[str, Sequence[Precision]],
+    kernels: Kernels,
+) -> dict[str, Precision]:
+    """Return the fastest precision of each operator among its candidates; a tie goes to the first.
+
+    `lowered` has every operator in its first candidate.
+
+    >>> fastest_precisions(segment, lowered, {"fc1": [Precision.INT8, Precision.BF16]}, kernels)
+    """
+    part = _Part(segment, lowered)
+    groups: dict[tuple[Any, ...], list[str]] = {}
+    for op, precisions in candidates.items():
+        if len(precisions) > 1 and (description := part.description(op)):
+            groups.setdefault((description, tuple(precisions), part.activations(op)), []).append(op)
+    asked = [((*key[:2], len(ops), torch.get_num_threads()), ops) for key, ops in groups.items()]
+    known, found = _choices(kernels.device), {op: precisions[0] for op, precisions in candidates.items()}
+    new = {key for key, _ in asked if known.get(key) is None}
+    title = f"qsync: timing {len(new)} operators by shape"
+    with shown_on_rank_zero(title) if new else nullcontext(str) as progress:
+        for key, ops in asked:
+            progress(ops[0])
+            precisions = candidates[ops[0]]
+            number = known.decided(key, partial(part.fastest, ops, precisions, kernels))
+            found |= dict.fromkeys(ops, precisions[number])
+    return found
+
+
+@cache
+def _choices(device: torch.device) -> Choices:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+    return Choices("precisions", {"device": name, "torch": torch.__version__, "qsync": __version__})
+
+
+class _Part:
+    """A lowered segment, whose operators are taken out to be run alone."""
+
+    def __init__(self, segment: Segment, lowered: LoweredGraph) -> None:
+        graph = lowered.graph
+        self._ops = {op.name: op for op in graph.ops}
+        self._inputs = {value.name: value for value in graph.inputs}
+        self._runs = {node.op: node for node in lowered.nodes if isinstance(node, Run)}
+        wires = wiring(graph)
+        self._computes = {
+            op.name: graph.ops[follower]
+            for op, follower in zip(graph.ops, wires.epilogue, strict=True)
+            if follower is not None
+        }
+        self._taken: dict[str, list[str]] = {}  # the types in which each value is read
+        for run in self._runs.values():
+            for value, taken in zip(self._ops[run.op].inputs, run.operands, strict=True):
+                self._taken.setdefault(value, []).append(taken)
+        self._nodes: dict[str, torch.fx.Node] = {}
+        self._value_of: dict[torch.fx.Node, str] = {}
+        pending = [segment]
+        while pending:
+            one = pending.pop()
+            pending += one.nested.values()
+            self._nodes |= {name: node for node, name in one.op_of.items()}
+            self._value_of |= one.value_of
+
+    def activations(self, op: str) -> tuple[str, ...]:
+        """Return the values that an operator reads and another one made."""
+        return tuple(name for name in self._ops[op].inputs if name not in self._inputs)
+
+    def description(self, op: str) -> tuple[Any, ...]:
+        """Return all that determines the time of an operator, sizes of activations rounded up.
+
+        It is empty for one whose call cannot be made again.
+        """
+        found: list[Any] = [self._ops[op].kind, self._result_16bit(op)]
+        for node in self._calls(op):
+            found.append(str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None)))
+            for source in node.all_input_nodes:
+                if source in self._value_of and source is not self._nodes[op]:
+                    if not isinstance(source.meta.get("example_value"), torch.Tensor):
+                        return ()
+                    value = self._value(source, op)
+                    shape = value.shape if value.kind == "parameter" else rounded_up(value.shape)
+                    found.append(astuple(replace(value, shape=shape)))
+        return tuple(found)
+
+    def fastest(self, ops: Sequence[str], precisions: Sequence[Precision], kernels: Kernels) -> int:
+        """Return the number of the precision in which these operators, side by side, take least time.
+
+        FP32 is tried where a 16-bit float is faster than all below.
+        """
+        gpus = [kernels.device] if kernels.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=gpus), torch.enable_grad():
+            torch.manual_seed(0)
+            runs = [self._alone(ops, precision, kernels) for precision in precisions]
+            low = sum(precision not in _FULL for precision in precisions)
+            first = _fastest(runs[:low]) if low else 0
+            if low and first < low - 1:
+                return first
+            return first + _fastest(runs[first:])
+
+    def _calls(self, op: str) -> list[torch.fx.Node]:
+        """Return the call of an operator, and that of the activation that its epilogue may compute."""
+        follower = self._computes.get(op)
+        return [self._nodes[op]] + ([] if follower is None else [self._nodes[follower.name]])
+
+    def _result_16bit(self, op: str) -> bool:
+        """Return whether all readers of what an operator hands on take 16 bits or fewer of it."""
+        follower = self._computes.get(op)
+        taken = self._taken.get(op if follower is None else follower.name, [])
+        return bool(taken) and all(map(takes_16bit, taken))
+
+    def _value(self, node: torch.fx.Node, op: str) -> _Value:
+        name, example = self._value_of[node], node.meta["example_value"]
+        entry = self._inputs.get(name) or self._ops[name]
+        kind = "parameter" if isinstance(entry, Input) and entry.kind in ("parameter", "alias") else "batch"
+        strides = [size if isinstance(size, int) else int(size.node.hint) for size in example.stride()]
+        order = tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
+        if kind == "batch" and len(order) == 4 and self._runs[op].channels_last:
+            order = (0, 2, 3, 1)
+        carried = self._runs[name].output if name in self._runs else entry.dtype
+        requires_grad = entry.requires_grad and self._ops[op].requires_grad
+        return _Value(traced_shape(example), order, carried, kind, requires_grad)
+
+    def _alone(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
+        """Return a forward and backward pass of these operators and what they compute in their epilogues."""
+        graph, new = torch.fx.Graph(), dict[torch.fx.Node, Any]()
+        op_of: dict[torch.fx.Node, str] = {}
+        value_of: dict[torch.fx.Node, str] = {}
+        values: dict[str, _Value] = {}
+        taken_out: list[Op] = []
+        for op in ops:
+            for node in self._calls(op):
+                for source in node.all_input_nodes:
+                    if source in new:
+                        continue
+                    if source not in self._value_of:  # a size
+                        new[source] = int(source.meta["example_value"].node.hint)
+                        continue
+                    new[source] = graph.placeholder(f"value_{len(values)}")
+                    value_of[new[source]] = name = self._value_of[source]
+                    values[name] = self._value(source, op)
+                new[node] = graph.node_copy(node, new.__getitem__)
+                op_of[new[node]] = value_of[new[node]] = name = self._value_of[node]
+                taken_out.append(self._ops[name])
+        results = [self._calls(op)[-1] for op in ops]
+        narrow = kernels.sixteen_bit is not None and self._result_16bit(ops[0])
+        role, kind = (Role.ADJUSTABLE, "linear") if narrow else (Role.FIXED, "output")
+        read = tuple(self._value_of[node] for node in results)
+        taken_out.append(Op(_READER, kind, role, read, (), "fp32", (0,)))
+        op_of[graph.output(tuple(new[node] for node in results))] = _READER
+        assignment = dict.fromkeys(ops, precision) | ({_READER: Precision.BF16} if narrow else {})
+        inputs = [Input(name, v.kind, v.type, v.shape, v.requires_grad) for name, v in values.items()]
+        lowered = lower(OpGraph("", tuple(inputs), tuple(taken_out)), assignment, kernels.sixteen_bit)
+        segment = Segment(torch.fx.GraphModule({}, graph), op_of=op_of, value_of=value_of)
+        run = rewrite(segment, lowered, kernels)
+        rows = next((value.shape[0] for value in values.values() if value.kind == "parameter"), 1)
+        operands = [value.made(rows, kernels.device) for value in values.values()]
+        leaves = [operand for operand in operands if operand.requires_grad]
+        gradients: list[torch.Tensor] = []
+
+        def step() -> None:
+            found = run(*operands)
+            if leaves:
+                gradients.extend(torch.randn_like(one) for one in found[len(gradients) :])
+                torch.autograd.grad(found, leaves, gradients, allow_unused=True)
+
+        return step
+
+
+def _fastest(runs: Sequence[Callable[[], None]]) -> int:
+    return fastest(runs, _ROUNDS, _TIMED_S, _TIE) if len(runs) > 1 else 0

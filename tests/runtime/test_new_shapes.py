@@ -1,0 +1,165 @@
+"""Calls after the plan was made: shapes without a kernel, many lengths, code that is not traced."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import qsync
+from qsync import Precision, backend
+from qsync.backend.encoding import Operand
+from qsync.backend.kernel_selection import Kernels
+from qsync.errors import UnsupportedError
+from qsync.runtime import coverage, program
+from qsync.runtime.program import program_of
+from qsync.tracing.tracer import dynamo_settings
+
+INT8, CPU = Precision.INT8, backend.select("cpu")
+
+
+class Mixer(nn.Module):
+    """Products of every kind, on sequences of any length."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.qkv, self.out = nn.Embedding(11, 16), nn.Linear(16, 48), nn.Linear(16, 5)
+        self.signal = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, ids):
+        x = self.signal(self.table(ids).mT).mT
+        q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        x = F.scaled_dot_product_attention(q, k, v) + torch.matmul(q, k.mT).softmax(-1) @ v
+        return self.out(F.gelu(x.transpose(1, 2).flatten(2)))
+
+
+def gradients(model, *inputs):
+    """Return the result and the gradients of a step, in one vector each."""
+    model.zero_grad()
+    found = model(*inputs)
+    found.square().sum().backward()
+    given = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    return found.detach().flatten(), torch.cat(given)
+
+
+@pytest.mark.parametrize("precision", ["fp32_fast", "bf16", "int8", "int8_all"])
+def test_a_last_batch_of_any_shape_runs_as_planned(precision):
+    torch.manual_seed(0)
+    model = Mixer()
+    low = qsync.wrap(copy.deepcopy(model), precision, strict=True)
+    for shape in ((4, 8), (3, 8), (0, 8), (1, 1), (3, 7)):
+        ids = torch.randint(11, shape)
+        for found, expected in zip(gradients(low, ids), gradients(model, ids), strict=True):
+            assert (found - expected).norm() <= 0.1 * expected.norm()
+        assert Precision.FP32 not in program_of(low).assignment().values() or precision == "fp32_fast"
+
+
+class OnlyEvenRows(Kernels):
+    """The CPU's kernels, of which those of linear layers in INT8 want an even number of rows."""
+
+    sixteen_bit = "bf16"
+
+    def __init__(self):
+        super().__init__(torch.device("cpu"))
+        self._chosen, self._unsupported = CPU._chosen, CPU._unsupported
+
+    def kernel(self, kind, precision, reference=False):
+        found = super().kernel(kind, precision, reference)
+
+        def picky(target, out_type, *args, **kwargs):
+            if kind == "linear" and isinstance(args[0], Operand) and len(args[0].value) % 2:
+                raise UnsupportedError("an odd number of rows has no kernel")
+            return found(target, out_type, *args, **kwargs)
+
+        return picky
+
+
+def test_a_call_that_a_kernel_does_not_support_runs_one_precision_up_and_says_so(monkeypatch):
+    torch.manual_seed(0)
+    coverage.say_once.cache_clear()
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    bf16 = qsync.wrap(copy.deepcopy(model), "bf16", strict=True)
+    monkeypatch.setattr(backend, "select", lambda device: OnlyEvenRows())
+    low = qsync.wrap(model, "int8", strict=True)
+    gradients(low, torch.randn(4, 8))
+    odd = torch.randn(5, 8)
+    with pytest.warns(
+        UserWarning, match="an odd number of rows has no kernel; such calls run in bf16"
+    ) as said:
+        found = gradients(low, odd)
+    assert len(said) == 2  # one of each layer
+    for got, expected in zip(found, gradients(bf16, odd), strict=True):
+        assert (got - expected).norm() <= 0.01 * expected.norm()
+    gradients(low, torch.randn(7, 8))  # said once: a second warning would be an error here
+
+
+class Positions(nn.Module):
+    """Specialized by its length: torch traces it anew for each."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_length = {length: torch.randn(length, 16) for length in range(1, 70)}
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(x + self.of_length[x.shape[1]]).tanh()
+
+
+def test_sixty_lengths_train_as_planned_and_many_traces_are_said_once():
+    torch.manual_seed(0)
+    program._say_once.cache_clear()
+    model = Positions()
+    low = qsync.wrap(copy.deepcopy(model), "int8", strict=True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for length in range(2, 62):
+            x = torch.randn(2, length, 16)
+            for found, expected in zip(gradients(low, x), gradients(model, x), strict=True):
+                error = ((found - expected).norm() / expected.norm()).item()
+                assert 0 < error < 0.2  # FP32 would be exact
+            assert program_of(low).assignment() == {"fc": INT8}
+    texts = [str(warning.message) for warning in said if "traced" in str(warning.message)]
+    assert len(texts) == 1 and "pad batches to a few lengths" in texts[0]
+    with dynamo_settings():
+        assert torch._dynamo.config.recompile_limit > 10**9  # torch runs the plain model past it
+
+
+class Branching(nn.Module):
+    """A model that asks for the value of a tensor in its middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.weight = nn.Linear(8, 8), nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        x = self.first(x)
+        if x.sum() > 0:
+            x = -x
+        return self.last(F.linear(x, self.weight))
+
+
+class Looping(Branching):
+    """The same in a loop, whose frame torch gives up."""
+
+    def forward(self, x):
+        for layer in (self.first, self.last):
+            if x.sum() > 0:
+                x = -x
+            x = layer(F.linear(x, self.weight))
+        return x
+
+
+def test_what_stands_around_a_branch_is_lowered_and_what_is_not_is_said(capsys):
+    coverage.say_once.cache_clear()
+    x = torch.randn(4, 8)
+    qsync.wrap(Branching(), "int8", strict=True)(x)
+    assert "qsync: 3 of 3 products in int8\n" in capsys.readouterr().err
+    qsync.wrap(Looping(), "int8", strict=True)(x)
+    said = capsys.readouterr().err
+    assert (
+        "2 of 2 products in int8; of code that torch.compile gives up only layers are lowered: Data" in said
+    )

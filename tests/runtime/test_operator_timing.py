@@ -1,0 +1,189 @@
+"""Operators that are slower in the one precision asked for run in a precision up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import qsync
+from qsync import Precision, backend
+from qsync.backend import kernel_timing
+from qsync.backend.encoding import Operand
+from qsync.backend.kernel_cache import Choices
+from qsync.backend.kernel_selection import Kernels
+from qsync.runtime import coverage, operator_timing
+from qsync.runtime.program import program_of
+
+INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
+X = torch.randn(6, 8)
+CPU = backend.select("cpu")
+
+
+SLOW_FP32 = {("fp32_fast", rows): 9.0 for rows in (4, 12)}
+
+
+class Ticking(Kernels):
+    """The CPU's kernels, which take the seconds of a table by the clock of a test."""
+
+    def __init__(self, products, casts=None):
+        super().__init__(torch.device("cpu"))
+        self.products, self.casts, self.now = products, casts or {}, 0.0
+        self._chosen, self._unsupported = CPU._chosen, CPU._unsupported
+
+    def kernel(self, kind, precision, reference=False):
+        found = super().kernel(kind, precision, reference)
+
+        def ticking(target, out_type, *args, **kwargs):
+            weight = args[1].value if isinstance(args[1], Operand) else args[1]
+            self.now += self.products.get((str(precision), len(weight)), 0.0)
+            return found(target, out_type, *args, **kwargs)
+
+        return ticking
+
+    def cast(self, tensor, target_type):
+        what = target_type if len(tensor) == len(X) else f"weight {target_type}"
+        self.now += self.casts.get(what, 0.0) * (tensor.ndim > 1)
+        return super().cast(tensor, target_type)
+
+
+@pytest.fixture
+def on(tmp_path, monkeypatch):
+    """Run on a machine with these kernels, where nothing was chosen yet."""
+
+    def begin(kernels):
+        with monkeypatch.context() as patch:
+            patch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+            choices = Choices("precisions", {})
+        monkeypatch.setattr(operator_timing, "_choices", lambda device: choices)
+        monkeypatch.setattr(kernel_timing, "time", SimpleNamespace(perf_counter=lambda: kernels.now))
+        monkeypatch.setattr(backend, "select", lambda device: kernels)
+        return kernels
+
+    coverage.say_once.cache_clear()
+    return begin
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.small = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.small(self.wide(x).sin())
+
+
+def ran(model, *inputs):
+    model(*(inputs or (X,))).sum().backward()
+    return program_of(model).assignment()
+
+
+def test_what_is_slower_runs_one_precision_up_and_is_said(on, capsys):
+    on(Ticking({("int8", 4): 1.0}))
+    assert ran(qsync.wrap(Two(), "int8")) == {"wide": INT8, "small": BF16}
+    assert (
+        "1 of 2 products in int8; small runs in bf16 because int8 is slower at these shapes (strict=True"
+        in capsys.readouterr().err
+    )
+    assert ran(qsync.wrap(Two(), "int8", strict=True)) == {"wide": INT8, "small": INT8}
+
+
+def test_fp32_is_tried_only_where_the_16_bit_float_is_fastest_below_it(on):
+    on(Ticking({("int8", 4): 1.0}, {"weight bf16": 0.5}))
+    assert ran(qsync.wrap(Two(), "int8")) == {"wide": INT8, "small": Precision.FP32_FAST}
+
+
+@pytest.mark.filterwarnings("ignore:qsync")
+def test_a_near_race_keeps_the_precision_asked_for(on):
+    on(Ticking({("int8", 4): 1.04, ("int8", 12): 1.06, **SLOW_FP32}, {"weight bf16": 1.0}))
+    found = ran(qsync.wrap(Two(), "int8"))
+    assert found["small"] is INT8 and found["wide"] is not INT8
+
+
+def test_a_choice_is_kept_for_later_processes(on, monkeypatch):
+    on(Ticking({("int8", 4): 1.0}))
+    first = ran(qsync.wrap(Two(), "int8"))
+    on(Ticking({("int8", 12): 1.0}))  # a later process of the same machine
+    monkeypatch.setattr(operator_timing, "fastest", None)
+    assert ran(qsync.wrap(Two(), "int8")) == first
+
+
+@pytest.mark.filterwarnings("ignore:qsync")
+def test_operators_that_share_a_cast_share_its_time(on):
+    class Heads(nn.Module):
+        def __init__(self, num):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(8, 4) for _ in range(num))
+
+        def forward(self, x):
+            return sum(head(x).sum() for head in self.heads)
+
+    on(Ticking(SLOW_FP32, {"int8_row": 1.0, "weight bf16": 0.5}))
+    assert set(ran(qsync.wrap(Heads(1), "int8")).values()) != {INT8}
+    assert set(ran(qsync.wrap(Heads(3), "int8")).values()) == {INT8}
+
+
+def test_a_result_that_is_read_in_fp32_is_cast_in_the_race(on):
+    class Added(Two):
+        def forward(self, x):
+            return x + self.small(self.wide(x).sin()).repeat(1, 2)
+
+    for kind, expected in ((Two, BF16), (Added, INT8)):
+        on(Ticking({("int8", 4): 1.0, **SLOW_FP32}, {"fp32": 2.0}))
+        model = qsync.wrap(nn.Sequential(kind(), nn.Linear(8 if kind is Added else 4, 2)), "int8")
+        assert ran(model)["0.small"] is expected
+
+
+class Everything(nn.Module):
+    """One operator of every kind; the last are recomputed in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.conv, self.signal = nn.Embedding(9, 8), nn.Conv2d(1, 4, 3), nn.Conv1d(4, 4, 3)
+        self.weight, self.fc = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+
+    def forward(self, ids, mask):
+        x = self.table(ids)
+        x = torch.addmm(self.weight[0], x.flatten(0, 1), self.weight).view(x.shape)
+        q = x.view(2, 10, 2, 4).transpose(1, 2)
+        x = F.scaled_dot_product_attention(q, q.sin(), q, mask).transpose(1, 2).reshape(2, 10, 8)
+        x = torch.matmul(x, x.cos().transpose(1, 2))
+        x = self.signal(self.conv(x.unsqueeze(1)).flatten(2)[:, :, :10])
+        return checkpoint(lambda y: self.fc(y).relu(), x, use_reentrant=False)
+
+
+def test_every_kind_of_operator_is_timed_alone_without_a_trace(on, monkeypatch):
+    on(Ticking({}))
+    seen = []
+
+    def fastest(runs, *_):
+        for run in runs:
+            run()
+        seen.append(len(runs))
+        return 0
+
+    monkeypatch.setattr(operator_timing, "fastest", fastest)
+    torch.manual_seed(0)
+    model = Everything()
+    ids, mask = torch.randint(9, (2, 10)), torch.ones(10, 10, dtype=torch.bool)
+    state = torch.get_rng_state()
+    low = qsync.wrap(model, "int8")
+    found = low(ids, mask)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    kinds = {op.kind for op in program_of(low).graph.adjustable}
+    assert kinds == {"embedding", "addmm", "attention", "matmul", "conv2d", "conv1d", "linear"}
+    assert len(seen) == len(kinds)
+    torch.manual_seed(0)
+    assert torch.equal(found, qsync.wrap(Everything(), "int8", strict=True)(ids, mask))
+
+
+def test_one_process_decides_for_those_that_ask_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    mine, other = Choices("any", {}), Choices("any", {})
+    assert other.decided("a", lambda: 1) == 1
+    assert mine.decided("a", lambda: 0) == 1 and mine.decided("b", lambda: 0) == 0
