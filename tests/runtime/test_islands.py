@@ -84,8 +84,8 @@ def _never(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_compiled_islands_compute_what_uncompiled_ones_do(precision: str) -> None:
     x = torch.randn(8, 16)
     plain, compiled = model(), model()
-    qsync.wrap(plain, precision)
-    qsync.wrap(compiled, precision, compile=True)
+    qsync.wrap(plain, precision, strict=True)
+    qsync.wrap(compiled, precision, strict=True, compile=True)
     expected, got = grads(plain, x), grads(compiled, x)
     assert len(found(compiled)) == 3 and all(island.is_compiled for island in found(compiled))
     tolerance = 1e-6 if precision == "fp32" else 0.02
@@ -99,7 +99,7 @@ def test_compiled_islands_compute_what_uncompiled_ones_do(precision: str) -> Non
 @pytest.mark.usefixtures("_never")
 def test_islands_are_cut_at_products_and_random_numbers_under_every_assignment() -> None:
     def names(precision: str) -> list[list[str]]:
-        wrapped = qsync.wrap(model(), precision, compile=True)
+        wrapped = qsync.wrap(model(), precision, strict=True, compile=True)
         wrapped(torch.randn(8, 16))
         return [
             [call_name(node) for node in island._plain.graph.nodes if node.op.startswith("call")]
@@ -117,7 +117,10 @@ def test_islands_are_cut_at_products_and_random_numbers_under_every_assignment()
 @pytest.mark.usefixtures("_never")
 def test_slower_islands_run_as_before_bitwise() -> None:
     x = torch.randn(8, 16)
-    plain, wrapped = qsync.wrap(model(), "bf16"), qsync.wrap(model(), "bf16", compile=True)
+    plain, wrapped = (
+        qsync.wrap(model(), "bf16", strict=True),
+        qsync.wrap(model(), "bf16", strict=True, compile=True),
+    )
     assert all(map(torch.equal, grads(plain, x), grads(wrapped, x)))
     assert found(wrapped) and not any(island.is_compiled for island in found(wrapped))
 
@@ -146,7 +149,7 @@ def test_a_graph_that_writes_in_place_has_no_islands() -> None:
             y[:, 0] = y[:, 1].exp()
             return self.fc(y.sigmoid())
 
-    wrapped = qsync.wrap(Writes(), "bf16", compile=True)
+    wrapped = qsync.wrap(Writes(), "bf16", strict=True, compile=True)
     wrapped(torch.randn(4, 16))
     assert not found(wrapped)
 
