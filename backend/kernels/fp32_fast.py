@@ -27,6 +27,7 @@ from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
 _MIN_MULTIPLIES = 2**20
+_TIE = 0.1
 _ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
@@ -121,6 +122,7 @@ def conv2d_fp32_fast(
     if input.ndim != 4 or not (input.numel() and weight.numel()):
         return target(input, weight, bias, stride, padding, dilation, groups)
     lies = [t.is_contiguous(memory_format=order) for t in (input, weight) for order in _ORDERS]
+    orders = _ORDERS if lies[0] or not lies[1] else _ORDERS[::-1]  # the input's own first
     needs = [t is not None and t.requires_grad for t in (input, weight, bias)] + [torch.is_grad_enabled()]
     options = str((stride, padding, dilation, groups))
     key = (rounded_up(input.shape), weight.shape, options, *lies, *needs)
@@ -139,7 +141,7 @@ def conv2d_fp32_fast(
 
         return run
 
-    return convolve(input, weight, bias, _ORDERS[choose(key, [timed(order) for order in _ORDERS])])
+    return convolve(input, weight, bias, orders[choose(key, [timed(order) for order in orders])])
 
 
 class _Product(torch.autograd.Function):
@@ -216,7 +218,7 @@ def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     if number is None:
         runs = [partial(kernel, a, b, bias) for kernel in (_by_torch, _by_onednn)]
         key = (rounded_up(a.shape), rounded_up(b.shape), *rest)
-        number = known.alias(exact, known.decided(key, partial(fastest, runs)))
+        number = known.alias(exact, known.decided(key, partial(fastest, runs, tie=_TIE)))
     return (_by_torch, _by_onednn)[number](a, b, bias)
 
 
@@ -235,9 +237,11 @@ def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int:
     """Return the number of the run that takes least time, timed at a machine's first call with this key.
 
+    The first run is left only for one that takes a tenth less: its neighbours pay for another memory order.
+
     >>> runs[choose(("depthwise", *x.shape), runs)]()
     """
-    return choices().decided((*key, torch.get_num_threads()), partial(fastest, runs))
+    return choices().decided((*key, torch.get_num_threads()), partial(fastest, runs, tie=_TIE))
 
 
 @cache

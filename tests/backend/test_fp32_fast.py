@@ -97,7 +97,8 @@ def test_images_leave_in_the_order_that_was_chosen_and_gradients_return_in_their
         x = draw(2, 5, 9, 8).contiguous(memory_format=order).requires_grad_()
         weight = draw(7, 5, 3, 3).requires_grad_()
         y = conv2d_fp32_fast(torch.conv2d, "fp32", x, weight)
-        assert y.is_contiguous(memory_format=LAST if chosen else torch.contiguous_format)
+        other = {LAST: torch.contiguous_format, torch.contiguous_format: LAST}[order]
+        assert y.is_contiguous(memory_format=other if chosen else order)
         inner = torch.autograd.grad(y, [x, weight], draw(*y.shape))
         assert inner[0].is_contiguous(memory_format=order) and inner[1].is_contiguous()
 
@@ -142,7 +143,7 @@ def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch, machin
     monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(fp32_fast, "_by_torch", kernel("torch", lambda rows: 0.001 * rows))
     monkeypatch.setattr(fp32_fast, "_by_onednn", kernel("onednn", lambda rows: 0.004))
-    for rows, expected in ((2, "torch"), (8, "onednn")):
+    for rows, expected in ((2, "torch"), (5, "onednn"), (8, "onednn")):
         multiply(draw(rows, 3), draw(3, 2))
         assert ran[-1] == expected and set(ran) == {"torch", "onednn"}
         ran.clear()
@@ -153,6 +154,20 @@ def test_each_shape_is_timed_once_and_the_faster_kernel_runs(monkeypatch, machin
         multiply(draw(rows, 3), draw(3, 2))
         assert ran == [expected]
         ran.clear()
+
+
+def test_torchs_kernel_is_left_for_one_that_takes_a_tenth_less(monkeypatch, machine):
+    now = [0.0]
+
+    def taking(seconds):
+        def run():
+            now[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(kernel_timing.time, "perf_counter", lambda: now[0])
+    runs = [taking(1.09), taking(1.0)], [taking(1.11), taking(1.0)]
+    assert [fp32_fast.choose(("a", k), pair) for k, pair in enumerate(runs)] == [0, 1]
 
 
 def test_sequences_of_similar_length_share_a_choice(tmp_path, machine):
