@@ -32,10 +32,12 @@ _ORDERS = (torch.contiguous_format, torch.channels_last)
 
 
 def _on_fp32(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a kernel of a product: its arguments are in FP32, and its result leaves in `out_type`."""
+    """Make a kernel of a product: its arguments come in FP32, and its result leaves in `out_type`."""
 
     @wraps(product)
     def kernel(target: Callable[..., Tensor], out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(arg.float() if isinstance(arg, Tensor) else arg for arg in args)
+        kwargs = {name: arg.float() if isinstance(arg, Tensor) else arg for name, arg in kwargs.items()}
         result = product(target, *args, **kwargs)
         return result if out_type == "fp32" else result.to(DTYPES[out_type])
 
