@@ -107,7 +107,7 @@ def peer_step(bench: Bench, peer: peers.Peer, model: nn.Module, batches: Sequenc
 
 
 def _wrapped_step(model: nn.Module, precision: str, batch: Batch) -> Run:
-    return training_step(qsync.wrap(copy.deepcopy(model), precision), [batch])
+    return training_step(qsync.wrap(copy.deepcopy(model), precision, strict=True), [batch])
 
 
 def training_step(model: nn.Module, batches: Sequence[Batch], call: Callable[..., Any] | None = None) -> Run:

@@ -42,7 +42,7 @@ def judge(case: Case, precision: str = "int8") -> Verdict:
         expected = _flat(case.do(lambda model: model))
         torch._dynamo.reset()
         try:
-            found = _flat(case.do(partial(qsync.wrap, plan=precision)))
+            found = _flat(case.do(partial(qsync.wrap, plan=precision, strict=True)))
         except Exception as error:
             return Verdict(case.group, case.name, REFUSED, sentence_of(error), None)
     difference = float((found - expected).norm() / expected.norm())

@@ -102,12 +102,15 @@ def compile_forward(
 def _install_capturing_hooks(module: torch.nn.Module) -> None:
     """Install the hooks by which transformers' models record hidden states.
 
-    A model that asks for them installs them at its first call, under a lock: the trace would end there.
+    A model that asks for them installs them at its first call, under a lock: the trace would end there. It
+    does not look whether a part of it has them, which would then record twice.
     """
     library: Any = sys.modules.get("transformers.utils.output_capturing")
     registry: Any = getattr(library, "_CAN_RECORD_REGISTRY", {})
     for part in module.modules():
-        if registry.get(part):
+        if registry.get(part) and not any(
+            hasattr(m, "_output_capturing_hooks_installed") for m in part.modules()
+        ):
             library.maybe_install_capturing_hooks(part)
 
 

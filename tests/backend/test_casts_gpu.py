@@ -26,10 +26,14 @@ from qsync.errors import BuildError
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to execute the programs with")
 
 
+# GPUs have faster ones.
+FOR_CPUS = {"depthwise_weight_gradient"}
+
+
 def test_every_program_has_kernels():
     names = {name.name_hint for name in fused.module("cuda").functions}
     for_cpus = {name.name_hint for name in fused.module("cpu").functions}
-    assert names == for_cpus - set(attention.programs())
+    assert names == for_cpus - set(attention.programs()) - FOR_CPUS
     source = build_cuda.generated()[1]
     for name in names:
         assert f"{name}_kernel(" in source
@@ -117,7 +121,7 @@ def test_a_gpu_s_own_nan_stays_nan_in_bf16():
 
 def test_every_cast_that_has_a_compiled_form_is_registered_with_a_trial():
     sources = "".join(Path(module.__file__).read_text() for module in (cast_ops, epilogues))
-    assert set(re.findall(r'compiled_for\(\s*"(\w+)"', sources)) == set(autotune.REGISTERED)
+    assert set(re.findall(r'compiled_for\(\s*"(\w+)"', sources)) - FOR_CPUS == set(autotune.REGISTERED)
     for function, trial in autotune.REGISTERED.values():
         result = function(*trial(torch.device("cpu")))
         assert autotune._difference(result, result) == 0

@@ -58,6 +58,7 @@ def test_predictions_are_judged_by_their_ratio_to_fp32():
     assert report.bars({"vit": {"prediction": failed}})[2]["measured"] == pytest.approx(0.0)
 
 
+@pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
 def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, monkeypatch):
     ran = []
 
@@ -76,7 +77,7 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     content = read_json(tmp_path / "figures.json")
     parts = content["families"]["lstm"]
     assert set(parts["speed"]["variants"]) == {"fp32", "autocast", *family_runs.MODES}
-    assert parts["speed"]["coverage"]["int8"]["flops"] == {"int8": 1.0}
+    assert sum(parts["speed"]["coverage"]["int8"]["flops"].values()) == pytest.approx(1.0)
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {} and (tmp_path / "figures.png").is_file()
     assert len(content["bars"]) == 5 and report.failures(parts) == {}

@@ -132,6 +132,10 @@ def test_a_model_that_records_hidden_states_is_one_segment_at_its_first_call():
     for _ in range(2):
         assert qsync.capture(model, batch).num_segments == 1
     assert len(model(**batch, output_hidden_states=True).hidden_states) == 4  # one hook a layer
+    called = SegformerForSemanticSegmentation(model.config)
+    called(**batch)  # a part of it has hooks
+    assert qsync.capture(called, batch).num_segments == 1
+    assert len(called(**batch, output_hidden_states=True).hidden_states) == 4
 
 
 def test_a_tied_weight_feeds_two_operators_under_one_name():
