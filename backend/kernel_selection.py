@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
-from qsync.backend.kernel_timing import synchronize
+from qsync.backend.kernel_timing import apart, synchronize
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
@@ -159,7 +159,7 @@ class Kernels:
                 gpus = [self.device] if torch.cuda.is_available() and self.device.type == "cuda" else []
                 with torch.random.fork_rng(devices=gpus), torch.enable_grad():
                     torch.manual_seed(0)
-                    self._chosen[key] = self._measure(kind, precision)
+                    self._chosen[key] = apart(partial(self._measure, kind, precision))
             except UnsupportedError as error:
                 self._unsupported[key] = str(error)
                 raise

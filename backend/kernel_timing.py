@@ -5,8 +5,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
+
+
+def apart(run: Callable[[], T]) -> T:
+    """Run a trial in a thread of its own, in the middle of a forward pass.
+
+    The caller's hooks on saved tensors do not see it: recomputation (checkpoints) would count what it saves.
+    """
+    num_threads, trains = torch.get_num_threads(), torch.is_grad_enabled()
+    on_gpu = torch.cuda.is_available()
+    gpu = torch.cuda.device(torch.cuda.current_device()) if on_gpu else nullcontext()
+
+    def alone() -> T:
+        torch.set_num_threads(num_threads)
+        with torch.set_grad_enabled(trains), gpu:
+            return run()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(alone).result()
 
 
 def synchronize() -> None:

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from qsync.backend.autograd import differentiable
 from qsync.backend.casts.cast_ops import sum_columns
 from qsync.backend.kernel_cache import Choices, processor, rounded_up
-from qsync.backend.kernel_timing import fastest
+from qsync.backend.kernel_timing import apart, fastest
 from qsync.backend.kernels.linear import DTYPES
 
 # Of fewer multiply-adds, forward and backward take less time (60 us) than what calls these kernels (70 us).
@@ -243,7 +243,8 @@ def choose(key: tuple[object, ...], runs: Sequence[Callable[[], object]]) -> int
 
     >>> runs[choose(("depthwise", *x.shape), runs)]()
     """
-    return choices().decided((*key, torch.get_num_threads()), partial(fastest, runs, tie=_TIE))
+    known = (*key, torch.get_num_threads())
+    return choices().decided(known, lambda: apart(partial(fastest, runs, tie=_TIE)))
 
 
 @cache

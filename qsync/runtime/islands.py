@@ -16,8 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from torch.fx.passes.tools_common import stable_topological_sort
 from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, insert_subgm
 
 from qsync.backend.kernel_cache import Choices, processor
-from qsync.backend.kernel_timing import synchronize
+from qsync.backend.kernel_timing import apart, synchronize
 from qsync.errors import shortened
 from qsync.records.graph import Op, Role, digest
 from qsync.runtime.coverage import say_once
@@ -191,16 +190,9 @@ def _chosen(key: str, plain: torch.fx.GraphModule, inputs: Sequence[torch.Tensor
         return _known[signature]
     except KeyError:
         pass
-    num_threads = torch.get_num_threads()
-
-    def choose() -> Compiled | None:
-        torch.set_num_threads(num_threads)
-        with torch.set_grad_enabled(trains):
-            return _choose(digest(str(signature)), plain, inputs)
-
-    with _lock, ThreadPoolExecutor(1) as apart:  # from hooks on saved tensors (recomputation), and modes
+    with _lock:
         if signature not in _known:
-            _known[signature] = apart.submit(choose).result()
+            _known[signature] = apart(partial(_choose, digest(str(signature)), plain, inputs))
         return _known[signature]
 
 

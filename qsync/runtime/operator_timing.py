@@ -20,7 +20,7 @@ import torch.fx
 from qsync import __version__
 from qsync.backend import Kernels
 from qsync.backend.kernel_cache import Choices, processor, rounded_up
-from qsync.backend.kernel_timing import fastest
+from qsync.backend.kernel_timing import apart, fastest
 from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
@@ -86,7 +86,8 @@ def fastest_precisions(
         for key, ops in asked:
             progress(ops[0])
             precisions = candidates[ops[0]]
-            number = known.decided(key, partial(part.fastest, ops, precisions, kernels))
+            trial = partial(part.fastest, ops, precisions, kernels)
+            number = known.decided(key, partial(apart, trial))
             found |= dict.fromkeys(ops, precisions[number])
     return found
 

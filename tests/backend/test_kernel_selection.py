@@ -24,6 +24,14 @@ def test_one_kernels_object_per_device_and_process():
     assert select("cpu") is select(torch.device("cpu"))
 
 
+def test_a_trial_in_the_middle_of_a_forward_pass_saves_nothing_there():
+    """Recomputation counts what forward saves, and the second time there is no trial."""
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        Kernels(torch.device("cpu")).kernel("linear", Precision.FP32_FAST)
+    assert saved == []
+
+
 def test_a_cpu_offers_what_it_multiplies():
     kernels = select("cpu")
     assert kernels.precisions() == (
