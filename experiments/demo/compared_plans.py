@@ -57,8 +57,9 @@ def planned_runs(
     }
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
+    kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True, **cap}
     plans = {
-        name: (cluster, uniform(*at, cluster, precisions, sensitivity=basis.sensitivity, base=base, **cap))
+        name: (cluster, uniform(*at, cluster, precisions, **kept))
         for name, (cluster, precisions) in uniforms.items()
     }
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
