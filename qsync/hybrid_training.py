@@ -138,7 +138,7 @@ def hybrid(
         liveness.watch_once(timeout_s)
     ddp_options = ddp_options if ddp_options is not None else {}
     agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
-    agree_locally("checking options", lambda: _check_check(check, plan, options))
+    agree_locally("checking options", lambda: _check_first_steps_option(check, plan, options))
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
@@ -274,7 +274,7 @@ def _adopt(
             monitor.expect(prediction)
 
 
-def _check_check(check: object, plan: Plan | None, options: Mapping[str, Any]) -> None:
+def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping[str, Any]) -> None:
     """Raise FormatError for a `check` that cannot be made."""
     if not isinstance(check, bool):
         raise FormatError(f"check must be True or False, found {shortened(check)}; leave it out for False")

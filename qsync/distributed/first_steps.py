@@ -57,7 +57,10 @@ def check_first_steps(
             return
         measured = _by_class([(name, Phases(**phases)) for name, phases, *_ in everyone], times)
         wrong = {name: compute_error(prediction.phases[name], phases) for name, phases in measured.items()}
-        found = ", ".join(f"{name} computes {error:+.1%} of the predicted" for name, error in wrong.items())
+        found = ", ".join(
+            f"{name} computes {abs(error):.1%} {'longer' if error > 0 else 'shorter'} than predicted"
+            for name, error in wrong.items()
+        )
         if all(abs(error) <= TOLERANCE for error in wrong.values()):
             _say(f"the first {NUM_STEPS} steps are as predicted ({found})")
             return
