@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+_LEAST_ROUNDS = 5
 
 
 def apart(run: Callable[[], T]) -> T:
@@ -39,28 +40,28 @@ def synchronize() -> None:
 
 
 def fastest(
-    runs: Sequence[Callable[[], object]], rounds: int = 3, seconds: float = 0.05, tie: float = 0.0
+    runs: Sequence[Callable[[], object]], rounds: int = 5, seconds: float = 0.05, tie: float = 0.0
 ) -> int:
     """Return the number of the run that takes least time: the least of several, taken in turns.
 
-    Rounds end after `seconds`. A run counts as taking least if it takes at most a part of `tie` more; of such
-    runs the first is returned. Each run is warmed up. One that takes twice the least is not repeated.
+    Rounds end after `seconds`, but not before the fifth: the choice may be kept for good, and one round on a
+    busy machine says nothing. A run counts as taking least if it takes at most a part of `tie` more; of such
+    runs the first is returned. Each run is warmed up. One that twice took twice the least is not repeated.
 
     >>> fastest([lambda: a @ b, lambda: torch.mm(a, b)])
     """
     for run in runs:
         run()
     began, least = time.perf_counter(), [math.inf] * len(runs)
-    for _ in range(rounds):
-        for k, run in enumerate(runs):
-            if least[k] < math.inf and least[k] > 2 * min(least):
-                continue
+    for number in range(max(rounds, _LEAST_ROUNDS)):
+        left = [k for k in range(len(runs)) if number < 2 or least[k] <= 2 * min(least)]
+        for k in left:
             synchronize()
             start = time.perf_counter()
-            run()
+            runs[k]()
             synchronize()
             least[k] = min(least[k], time.perf_counter() - start)
-        if time.perf_counter() - began > seconds:
+        if number + 1 >= _LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
     return next(k for k, own_s in enumerate(least) if own_s <= (1 + tie) * min(least))
 
