@@ -1,9 +1,10 @@
-"""Time single operators of a traced graph, to run each in the fastest precision from the asked one up.
+"""Time operators of a traced graph, to run each in the fastest precision from the asked one up.
 
 An operator runs alone, forward and backward, as the lowered graph has it: its operands come as its neighbours
-carry them, its casts and the activation in its epilogue count, and its result leaves in the type that its
-readers take. Operators of one shape that read the same values (q, k and v) run side by side, as they share
-their casts. Each shape is timed once on a machine, and the choice is kept on disk.
+carry them, its casts count, and so do the operators behind it that run in the type it hands on (activations,
+norms, a residual sum), up to readers that choose their own type. Operators of one shape that read the same
+values (q, k and v) run side by side, as they share their casts. Each shape is timed once on a machine, and
+the choice is kept on disk.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from qsync.backend.kernel_timing import apart, fastest
 from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
-from qsync.lowering.wiring import wiring
 from qsync.progress import shown_on_rank_zero
 from qsync.records.graph import Input, Op, OpGraph, Role
 from qsync.records.precision import Precision
@@ -36,7 +36,6 @@ from qsync.tracing.segments import DTYPES, Segment
 _TIE = 0.05
 _ROUNDS, _TIMED_S = 20, 0.05  # of one choice
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
-_FULL = (Precision.FP32_FAST, Precision.FP32)
 _READER = "the readers of the result"
 
 
@@ -76,9 +75,13 @@ def fastest_precisions(
     part = _Part(segment, lowered)
     groups: dict[tuple[Any, ...], list[str]] = {}
     for op, precisions in candidates.items():
-        if len(precisions) > 1 and (description := part.description(op)):
-            groups.setdefault((description, tuple(precisions), part.activations(op)), []).append(op)
-    asked = [((*key[:2], len(ops), torch.get_num_threads()), ops) for key, ops in groups.items()]
+        if len(precisions) > 1:
+            groups.setdefault((part.alone(op), tuple(precisions), part.activations(op)), []).append(op)
+    asked = [
+        ((description, key[1], len(ops), torch.get_num_threads()), ops)
+        for key, ops in groups.items()
+        if (description := part.description(ops))
+    ]
     known, found = _choices(kernels.device), {op: precisions[0] for op, precisions in candidates.items()}
     new = {key for key, _ in asked if known.get(key) is None}
     title = f"qsync: timing {len(new)} operators by shape"
@@ -106,22 +109,20 @@ class _Part:
         self._ops = {op.name: op for op in graph.ops}
         self._inputs = {value.name: value for value in graph.inputs}
         self._runs = {node.op: node for node in lowered.nodes if isinstance(node, Run)}
-        wires = wiring(graph)
-        self._computes = {
-            op.name: graph.ops[follower]
-            for op, follower in zip(graph.ops, wires.epilogue, strict=True)
-            if follower is not None
-        }
-        self._taken: dict[str, list[str]] = {}  # the types in which each value is read
+        self._taken: dict[
+            str, list[tuple[str, str]]
+        ] = {}  # the readers of each value, and the types they take
         for run in self._runs.values():
             for value, taken in zip(self._ops[run.op].inputs, run.operands, strict=True):
-                self._taken.setdefault(value, []).append(taken)
+                self._taken.setdefault(value, []).append((run.op, taken))
         self._nodes: dict[str, torch.fx.Node] = {}
         self._value_of: dict[torch.fx.Node, str] = {}
+        self._position: dict[torch.fx.Node, int] = {}
         pending = [segment]
         while pending:
             one = pending.pop()
             pending += one.nested.values()
+            self._position |= {node: k for k, node in enumerate(one.module.graph.nodes)}
             self._nodes |= {name: node for node, name in one.op_of.items()}
             self._value_of |= one.value_of
 
@@ -129,84 +130,130 @@ class _Part:
         """Return the values that an operator reads and another one made."""
         return tuple(name for name in self._ops[op].inputs if name not in self._inputs)
 
-    def description(self, op: str) -> tuple[Any, ...]:
-        """Return all that determines the time of an operator, sizes of activations rounded up.
+    def alone(self, op: str) -> tuple[Any, ...]:
+        """Return what determines the time of an operator without those behind it."""
+        return self._described([self._nodes[op]])
 
-        It is empty for one whose call cannot be made again.
+    def description(self, ops: Sequence[str]) -> tuple[Any, ...]:
+        """Return all that determines the time of these operators, sizes of activations rounded up.
+
+        It is empty for a call that cannot be made again.
         """
-        found: list[Any] = [self._ops[op].kind, self._result_16bit(op)]
-        for node in self._calls(op):
-            found.append(str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None)))
+        calls = self._calls(ops)
+        found = self._described(calls)
+        return (self._results_16bit(calls), *found) if found else ()
+
+    def _described(self, calls: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
+        found: list[Any] = []
+        for node in calls:
+            found.append(
+                (self._op(node).kind, str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None)))
+            )
             for source in node.all_input_nodes:
-                if source in self._value_of and source is not self._nodes[op]:
+                if source in self._value_of and source not in calls:
                     if not isinstance(source.meta.get("example_value"), torch.Tensor):
                         return ()
-                    value = self._value(source, op)
+                    value = self._value(source, node)
                     shape = value.shape if value.kind == "parameter" else rounded_up(value.shape)
                     found.append(astuple(replace(value, shape=shape)))
         return tuple(found)
 
     def fastest(self, ops: Sequence[str], precisions: Sequence[Precision], kernels: Kernels) -> int:
-        """Return the number of the precision in which these operators, side by side, take least time.
-
-        FP32 is tried where a 16-bit float is faster than all below.
-        """
+        """Return the number of the precision in which these operators, side by side, take least time."""
+        if len(precisions) < 2:
+            return 0
         gpus = [kernels.device] if kernels.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
             runs = [self._alone(ops, precision, kernels) for precision in precisions]
-            low = sum(precision not in _FULL for precision in precisions)
-            first = _fastest(runs[:low]) if low else 0
-            if low and first < low - 1:
-                return first
-            return first + _fastest(runs[first:])
+            return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
 
-    def _calls(self, op: str) -> list[torch.fx.Node]:
-        """Return the call of an operator, and that of the activation that its epilogue may compute."""
-        follower = self._computes.get(op)
-        return [self._nodes[op]] + ([] if follower is None else [self._nodes[follower.name]])
+    def _calls(self, ops: Sequence[str]) -> list[torch.fx.Node]:
+        """Return the calls of these operators and of those behind them that run in the type handed on.
 
-    def _result_16bit(self, op: str) -> bool:
-        """Return whether all readers of what an operator hands on take 16 bits or fewer of it."""
-        follower = self._computes.get(op)
-        taken = self._taken.get(op if follower is None else follower.name, [])
+        Behind each they go past one sum with another stream, and end before the next: a residual stream
+        passes all layers.
+        """
+        found, streams = {self._nodes[op] for op in ops}, len(ops)
+        seen = set(found)
+        while behind := {user for node in found for user in node.users} - seen:
+            node = min(behind, key=self._position.__getitem__)
+            seen.add(node)
+            if self._follows(node):
+                outside = [
+                    source for source in node.all_input_nodes if self._made(source) and source not in found
+                ]
+                streams -= len(outside)
+                if streams < 0:
+                    break
+                found.add(node)
+        return sorted(found, key=self._position.__getitem__)
+
+    def _follows(self, node: torch.fx.Node) -> bool:
+        """Return whether a node is a following operator of float tensors that can be called again."""
+        if node not in self._value_of or self._op(node).role is not Role.FOLLOWING:
+            return False
+        values = [other.meta.get("example_value") for other in (node, *node.all_input_nodes)]
+        is_known = all(isinstance(value, (torch.Tensor, torch.SymInt)) for value in values)
+        return is_known and isinstance(values[0], torch.Tensor) and values[0].is_floating_point()
+
+    def _made(self, node: torch.fx.Node) -> bool:
+        """Return whether an operator makes this value: it is no input of the graph and no size."""
+        return self._value_of.get(node) in self._ops
+
+    def _op(self, node: torch.fx.Node) -> Op:
+        return self._ops[self._value_of[node]]
+
+    def _results(self, calls: Sequence[torch.fx.Node]) -> list[torch.fx.Node]:
+        return [node for node in calls if not node.users or not set(node.users).issubset(calls)]
+
+    def _results_16bit(self, calls: Sequence[torch.fx.Node]) -> bool:
+        """Return whether all readers of what these calls hand on take 16 bits or fewer of it."""
+        inside = {self._value_of[node] for node in calls}
+        taken = [
+            type_
+            for node in self._results(calls)
+            for reader, type_ in self._taken.get(self._value_of[node], ())
+            if reader not in inside
+        ]
         return bool(taken) and all(map(takes_16bit, taken))
 
-    def _value(self, node: torch.fx.Node, op: str) -> _Value:
+    def _value(self, node: torch.fx.Node, reader: torch.fx.Node) -> _Value:
+        """Return a value as it is carried to a reader."""
         name, example = self._value_of[node], node.meta["example_value"]
         entry = self._inputs.get(name) or self._ops[name]
         kind = "parameter" if isinstance(entry, Input) and entry.kind in ("parameter", "alias") else "batch"
         strides = [size if isinstance(size, int) else int(size.node.hint) for size in example.stride()]
         order = tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
-        if kind == "batch" and len(order) == 4 and self._runs[op].channels_last:
+        if kind == "batch" and len(order) == 4 and self._runs[self._value_of[reader]].channels_last:
             order = (0, 2, 3, 1)
         carried = self._runs[name].output if name in self._runs else entry.dtype
-        requires_grad = entry.requires_grad and self._ops[op].requires_grad
+        requires_grad = entry.requires_grad and self._op(reader).requires_grad
         return _Value(traced_shape(example), order, carried, kind, requires_grad)
 
     def _alone(self, ops: Sequence[str], precision: Precision, kernels: Kernels) -> Callable[[], None]:
-        """Return a forward and backward pass of these operators and what they compute in their epilogues."""
+        """Return a forward and backward pass of these operators and those behind them."""
         graph, new = torch.fx.Graph(), dict[torch.fx.Node, Any]()
         op_of: dict[torch.fx.Node, str] = {}
         value_of: dict[torch.fx.Node, str] = {}
         values: dict[str, _Value] = {}
         taken_out: list[Op] = []
-        for op in ops:
-            for node in self._calls(op):
-                for source in node.all_input_nodes:
-                    if source in new:
-                        continue
-                    if source not in self._value_of:  # a size
-                        new[source] = int(source.meta["example_value"].node.hint)
-                        continue
-                    new[source] = graph.placeholder(f"value_{len(values)}")
-                    value_of[new[source]] = name = self._value_of[source]
-                    values[name] = self._value(source, op)
-                new[node] = graph.node_copy(node, new.__getitem__)
-                op_of[new[node]] = value_of[new[node]] = name = self._value_of[node]
-                taken_out.append(self._ops[name])
-        results = [self._calls(op)[-1] for op in ops]
-        narrow = kernels.sixteen_bit is not None and self._result_16bit(ops[0])
+        calls = self._calls(ops)
+        for node in calls:
+            for source in node.all_input_nodes:
+                if source in new:
+                    continue
+                if source not in self._value_of:  # a size
+                    new[source] = int(source.meta["example_value"].node.hint)
+                    continue
+                new[source] = graph.placeholder(f"value_{len(values)}")
+                value_of[new[source]] = name = self._value_of[source]
+                values[name] = self._value(source, node)
+            new[node] = graph.node_copy(node, new.__getitem__)
+            op_of[new[node]] = value_of[new[node]] = name = self._value_of[node]
+            taken_out.append(self._ops[name])
+        results = self._results(calls)
+        narrow = kernels.sixteen_bit is not None and self._results_16bit(calls)
         role, kind = (Role.ADJUSTABLE, "linear") if narrow else (Role.FIXED, "output")
         read = tuple(self._value_of[node] for node in results)
         taken_out.append(Op(_READER, kind, role, read, (), "fp32", (0,)))
@@ -228,7 +275,3 @@ class _Part:
                 torch.autograd.grad(found, leaves, gradients, allow_unused=True)
 
         return step
-
-
-def _fastest(runs: Sequence[Callable[[], None]]) -> int:
-    return fastest(runs, _ROUNDS, _TIMED_S, _TIE) if len(runs) > 1 else 0

@@ -55,11 +55,20 @@ class Ticking(Kernels):
 def on(tmp_path, monkeypatch):
     """Run on a machine with these kernels, where nothing was chosen yet."""
 
-    def begin(kernels):
+    def begin(kernels, fp32_s=0.0):
+        def fastest(runs, *arguments):
+            def plain():  # no kernel of the table
+                kernels.now += fp32_s
+                fp32()
+
+            *others, fp32 = runs
+            return kernel_timing.fastest([*others, plain], *arguments)
+
         with monkeypatch.context() as patch:
             patch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
             choices = Choices("precisions", {})
         monkeypatch.setattr(operator_timing, "_choices", lambda device: choices)
+        monkeypatch.setattr(operator_timing, "fastest", fastest)
         monkeypatch.setattr(kernel_timing, "time", SimpleNamespace(perf_counter=lambda: kernels.now))
         monkeypatch.setattr(backend, "select", lambda device: kernels)
         return kernels
@@ -92,14 +101,15 @@ def test_what_is_slower_runs_one_precision_up_and_is_said(on, capsys):
     assert ran(qsync.wrap(Two(), "int8", strict=True)) == {"wide": INT8, "small": INT8}
 
 
-def test_fp32_is_tried_only_where_the_16_bit_float_is_fastest_below_it(on):
-    on(Ticking({("int8", 4): 1.0}, {"weight bf16": 0.5}))
+@pytest.mark.parametrize("int8_s", [0.25, 1.0])
+def test_fp32_is_compared_whatever_is_fastest_below_it(on, int8_s):
+    on(Ticking({("int8", 4): int8_s}, {"weight bf16": 0.5}))
     assert ran(qsync.wrap(Two(), "int8")) == {"wide": INT8, "small": Precision.FP32_FAST}
 
 
 @pytest.mark.filterwarnings("ignore:qsync")
 def test_a_near_race_keeps_the_precision_asked_for(on):
-    on(Ticking({("int8", 4): 1.04, ("int8", 12): 1.06, **SLOW_FP32}, {"weight bf16": 1.0}))
+    on(Ticking({("int8", 4): 1.04, ("int8", 12): 1.06, **SLOW_FP32}, {"weight bf16": 1.0}), fp32_s=9.0)
     found = ran(qsync.wrap(Two(), "int8"))
     assert found["small"] is INT8 and found["wide"] is not INT8
 
@@ -122,7 +132,7 @@ def test_operators_that_share_a_cast_share_its_time(on):
         def forward(self, x):
             return sum(head(x).sum() for head in self.heads)
 
-    on(Ticking(SLOW_FP32, {"int8_row": 1.0, "weight bf16": 0.5}))
+    on(Ticking(SLOW_FP32, {"int8_row": 1.0, "weight bf16": 0.5}), fp32_s=9.0)
     assert set(ran(qsync.wrap(Heads(1), "int8")).values()) != {INT8}
     assert set(ran(qsync.wrap(Heads(3), "int8")).values()) == {INT8}
 
@@ -133,9 +143,45 @@ def test_a_result_that_is_read_in_fp32_is_cast_in_the_race(on):
             return x + self.small(self.wide(x).sin()).repeat(1, 2)
 
     for kind, expected in ((Two, BF16), (Added, INT8)):
-        on(Ticking({("int8", 4): 1.0, **SLOW_FP32}, {"fp32": 2.0}))
+        on(Ticking({("int8", 4): 1.0, **SLOW_FP32}, {"fp32": 2.0}), fp32_s=9.0)
         model = qsync.wrap(nn.Sequential(kind(), nn.Linear(8 if kind is Added else 4, 2)), "int8")
         assert ran(model)["0.small"] is expected
+
+
+class Stream(nn.Module):
+    """A convolution with a norm and an activation behind it; two blocks on a residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.batch_norm = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.norm, self.last_norm = nn.LayerNorm(8), nn.GroupNorm(2, 8)
+
+    def forward(self, image):
+        x = F.relu(self.batch_norm(self.conv(image))).mean((2, 3)).sin()  # in FP32
+        x = x + F.dropout(self.first(x))
+        x = x + self.second(self.norm(x))
+        return self.last_norm(x)
+
+
+def test_what_runs_in_the_type_that_an_operator_hands_on_is_timed_with_it(on, monkeypatch):
+    on(Ticking({}))
+    seen = []
+
+    def fastest(runs, *_):
+        with torch.profiler.profile() as trial:
+            runs[-1]()
+        seen.append({event.key for event in trial.key_averages()})
+        return 0
+
+    monkeypatch.setattr(operator_timing, "fastest", fastest)
+    qsync.wrap(Stream(), "int8")(torch.randn(2, 1, 8, 8))
+    norms = {f"aten::native_{kind}_norm" for kind in ("batch", "layer", "group")}
+    conv, first, second = seen  # in order of the model
+    assert conv & norms == {"aten::native_batch_norm"} and {"aten::relu", "aten::mean"} <= conv
+    # The residual stream is read, and its next sum is the next operator's.
+    assert first & norms == {"aten::native_layer_norm"} and {"aten::add", "aten::dropout"} <= first
+    assert second & norms == {"aten::native_group_norm"} and "aten::add" in second
 
 
 class Everything(nn.Module):
