@@ -34,16 +34,17 @@ from qsync.predictor.profiling.step_statistics import (
     node_costs,
     noise,
     robust_deviation,
+    timer_seconds,
 )
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
 
-# Hooks take a few milliseconds a step: before a timed step shorter than this, one without them is taken.
+# The timer takes a few milliseconds a step: beside a timed step shorter than this, one without it is taken.
 LONG_STEP_S = 0.5
 # The first step after a change of assignment takes a few tenths of a millisecond longer than the next. Before
-# a timed step shorter than this, one is taken to warm up and two without hooks are averaged.
+# a timed step shorter than this, one is taken to warm up and two without the timer are averaged.
 SHORT_STEP_S = 0.1
 MAX_ROUNDS = 12
 # Mixtures that are warmed up where steps are long: two show every kind of cast there is.
@@ -110,7 +111,7 @@ class Profiler:
         self._wait_s = 0.0  # of the last step: its wall time less this rank's own work
         self._optimizer_s: list[float] = []
         self._bucket_s_per_byte: list[float] = []
-        self._plain_over_timed: list[float] = []  # seconds of a step without timing hooks, over those with
+        self._plain_s: list[float | None] = []  # by sample: seconds of the same step without the timer
         self._began_s = time.perf_counter()
         self._num_steps = 0
         self._optimizer = options.make_optimizer(self._parameters)
@@ -154,26 +155,27 @@ class Profiler:
     def measure(self, k: int) -> None:
         """Take one more step of the k-th assignment of a round.
 
-        Before a step that is not long, steps without timing hooks are taken: they show how much time the
-        hooks add. Before a short step, one more warms caches that other work left cold. Python collects its
-        garbage between measurements: one collection takes as long as several steps.
+        Beside a step that is not long, steps without the timer are taken: they show how much time it adds.
+        The first step of an assignment takes a per cent more than the next, so every other round takes the
+        timed step first. Before a short step, one more warms caches that other work left cold. Python
+        collects its garbage between measurements: one collection takes as long as several steps.
         """
-        choice = self._round[k]
-        self._progress(f"profile {choice.label}, round {len(self._samples) // self.num_choices + 1}")
+        choice, number = self._round[k], len(self._samples) // self.num_choices
+        self._progress(f"profile {choice.label}, round {number + 1}")
         plain_s = wait_s = None
         with _without_collection():
             if self._typical_s[k] < SHORT_STEP_S:
                 self._plain_step(choice)
+            step = self._timed_step(choice) if number % 2 else None
             if self._typical_s[k] < LONG_STEP_S:
                 num = 2 if self._typical_s[k] < SHORT_STEP_S else 1
                 plain = [(self._plain_step(choice), self._wait_s) for _ in range(num)]
                 plain_s, wait_s = (statistics.fmean(values) for values in zip(*plain, strict=True))
-            step = self._timed_step(choice)
+            step = step or self._timed_step(choice)
         self._samples.append((choice.label, step))
         self._ended_at_s.append(time.perf_counter())
         self._waits.append((k, self._wait_s if wait_s is None else wait_s))
-        if plain_s is not None:
-            self._plain_over_timed.append(plain_s / step.total_s)
+        self._plain_s.append(plain_s)
         self._put_weights_back()
         if k == 0:
             self._bucket_s_per_byte.append(_time_bucket_copy(self._parameters, self._clock))
@@ -225,8 +227,7 @@ class Profiler:
         for label, step in self._samples:
             totals[label].append(step.total_s)
         drift = self.drift_factors() if drift is None else drift
-        plain_over_timed = statistics.median(self._plain_over_timed) if self._plain_over_timed else 1.0
-        ops, casts = node_costs(self._samples, drift, min(plain_over_timed, 1.0))
+        ops, casts = node_costs(self._samples, drift, timer_seconds(steps, self._plain_s))
         return Profile(
             device_class=device_class,
             graph_hash=self.graph.hash,

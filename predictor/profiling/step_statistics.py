@@ -34,23 +34,37 @@ def robust_deviation(values: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(value - middle) for value in values)
 
 
-def median_cost(costs: Sequence[Cost], scale: float = 1.0) -> Cost:
-    """Return the median of forward and backward seconds, and the deviation of their sum, times `scale`."""
-    return Cost(
-        scale * median(cost.forward_s for cost in costs),
-        scale * median(cost.backward_s for cost in costs),
-        scale * robust_deviation([cost.total_s for cost in costs]),
-    )
+def median_cost(costs: Sequence[Cost], timer_s: float = 0.0, scale: float = 1.0) -> Cost:
+    """Return the median of forward and backward seconds, and the deviation of their sum.
+
+    `timer_s` is subtracted from both in proportion; all is multiplied by `scale`.
+    """
+    forward_s, backward_s = median(c.forward_s for c in costs), median(c.backward_s for c in costs)
+    own = scale * max(0.0, 1.0 - timer_s / (forward_s + backward_s)) if timer_s else scale
+    return Cost(own * forward_s, own * backward_s, scale * robust_deviation([c.total_s for c in costs]))
+
+
+def timer_seconds(steps: Sequence[StepTimes], plain_s: Sequence[float | None]) -> float:
+    """Return the seconds that the timer adds to each node: timed steps less the same without, by nodes.
+
+    The difference is much the same for every node, whatever its own time: a common factor would charge the
+    steps of slow precisions, and spare those of fast ones. Zero where no step was taken without the timer.
+    """
+    added = [
+        (step.total_s - without_s) / len(step.nodes)
+        for step, without_s in zip(steps, plain_s, strict=True)
+        if without_s is not None
+    ]
+    return max(0.0, statistics.median(added)) if added else 0.0
 
 
 def node_costs(
-    samples: Samples, drift: Sequence[float], plain_over_timed: float = 1.0
+    samples: Samples, drift: Sequence[float], timer_s: float = 0.0
 ) -> tuple[dict[str, dict[str, Cost]], dict[CastKey, Cost]]:
     """Return the median cost of each (operator, mode) and of each cast, over all steps that contained it.
 
     Noise only adds time, so the medians of the nodes sum to less than the median of a whole step. All costs
-    are scaled up by the ratio of the two, and by `plain_over_timed`: the time of a step without timing hooks
-    over the time of a step with hooks.
+    are scaled up by the ratio of the two. `timer_s` are the seconds that the timer added to each node.
     """
     runs: dict[tuple[str, str], list[Cost]] = defaultdict(list)
     casts: dict[CastKey, list[Cost]] = defaultdict(list)
@@ -61,11 +75,11 @@ def node_costs(
                 casts[node.value, node.taken_as, node.target].append(cost)
             else:
                 runs[node.op, node.timed_as].append(cost)
-    scale = plain_over_timed * _whole_over_parts(samples)
+    scale = _whole_over_parts(samples)
     ops: dict[str, dict[str, Cost]] = defaultdict(dict)
     for (op, mode), costs in runs.items():
-        ops[op][mode] = median_cost(costs, scale)
-    return dict(ops), {key: median_cost(costs, scale) for key, costs in casts.items()}
+        ops[op][mode] = median_cost(costs, timer_s, scale)
+    return dict(ops), {key: median_cost(costs, timer_s, scale) for key, costs in casts.items()}
 
 
 def noise(samples: Samples, drift: Sequence[float]) -> float:

@@ -37,6 +37,12 @@ def test_a_cover_sees_more_than_the_first_draws_do():
     assert mixtures(graph, CHOSEN, 3) == mixtures(graph, CHOSEN, 3)
 
 
+def test_mixtures_of_a_small_graph_differ():
+    graph = mlp(2)  # two of these mixtures show all that there is
+    chosen = mixtures(graph, CHOSEN, 6)
+    assert len({tuple(sorted(one.items())) for one in chosen}) == 6
+
+
 def test_every_precision_given_is_one_that_the_kind_has():
     graph = mlp(4)
     for mixture in mixtures(graph, [Precision.FP32, Precision.FP8, Precision.INT8_ALL], 3):

@@ -15,10 +15,11 @@ from qsync.errors import CalibrationError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import ShareClock, WallClock
-from qsync.predictor.profiling.node_timer import NodeTimer
+from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes
 from qsync.predictor.profiling.profiler import Profiler
+from qsync.predictor.profiling.step_statistics import node_costs, timer_seconds
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Timeline, replay
 from qsync.replayer.costs import cast_cost, run_cost
@@ -140,6 +141,21 @@ def test_a_slow_round_is_drift_and_not_noise():
     assert slow.drift > 0.3 and slow.noise < 0.05 * slow.drift
     spreads = [cost.spread_s / cost.total_s for cost in slow.ops["first"].values()]
     assert max(spreads) < 0.3  # as they came, they differ by a factor of three
+
+
+def test_the_timer_is_taken_out_of_slow_and_fast_steps_alike():
+    """It adds as much to a fast node as to a slow one: the costs are those of steps without it."""
+    added_s, own_s = 1e-4, {"fp32": 4e-3, "bf16": 1e-3}
+
+    def step(mode: str, more_s: float) -> StepTimes:
+        run = Run("fc", mode, (mode,), mode)
+        return StepTimes([(run, Cost(own_s[mode] / 4, 3 * own_s[mode] / 4 + more_s))], 0.0, Cost(0.0))
+
+    samples = [(mode, step(mode, added_s)) for mode in own_s for _ in range(3)]
+    timer_s = timer_seconds([timed for _, timed in samples], [own_s[mode] for mode, _ in samples])
+    ops, _ = node_costs(samples, [1.0] * len(samples), timer_s)
+    assert {mode: cost.total_s for mode, cost in ops["fc"].items()} == pytest.approx(own_s)
+    assert timer_seconds([timed for _, timed in samples], [None] * len(samples)) == 0.0
 
 
 def test_rounds_end_when_a_step_is_known_or_time_is_up():
