@@ -34,7 +34,7 @@ from qsync.experiments.harness.experiment import bars_table
 from qsync.replayer.phases import TOLERANCE
 
 _PAGE = Path("docs/results/diagnosis.md")
-_PIECE_MINUTES = 3.0
+_PIECE_MINUTES = 1.6
 _EXPOSED = "exposed communication"
 
 

@@ -28,7 +28,7 @@ from qsync.runtime.wrapping import plan_of, swap_plan
 if TYPE_CHECKING:
     from qsync.experiments.diagnosis.training import Training
 
-FOREVER_S = 1e6
+LONG_S = 60.0  # not for ever: the job ends even if nobody ends it
 
 
 def nothing(job: Training) -> None:
@@ -179,15 +179,15 @@ def _trim(job: Training) -> None:
 
 
 def _hang_between(job: Training) -> None:
-    job.between = lambda: time.sleep(FOREVER_S)
+    job.between = lambda: time.sleep(LONG_S)
 
 
 def _hang_in_loading(job: Training) -> None:
-    job.rows.before = lambda: time.sleep(FOREVER_S)
+    job.rows.before = lambda: time.sleep(LONG_S)
 
 
 def _hang_in_forward(job: Training) -> None:
-    job.trained.register_forward_pre_hook(lambda *_: time.sleep(FOREVER_S))
+    job.trained.register_forward_pre_hook(lambda *_: time.sleep(LONG_S))
 
 
 def _raise(job: Training) -> None:
