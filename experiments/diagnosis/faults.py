@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import io
 import itertools
+import mmap
 import os
 import pickle
 import signal
@@ -172,10 +172,14 @@ def _other_precision(job: Training) -> None:
     swap_plan(job.trained, plan.pin("blocks.*", Precision.FP32), "infer")
 
 
-def _trim(job: Training) -> None:
-    """Hand freed memory back to the system in every step: what comes next takes page faults."""
-    trim = ctypes.CDLL(None).malloc_trim
-    job.trained.register_forward_pre_hook(lambda *_: trim(0) and None)
+def _page_faults(job: Training) -> None:
+    """Write to memory that is mapped anew in every forward."""
+
+    def touch(*_: object) -> None:
+        with mmap.mmap(-1, 256 << 20) as memory:
+            memory[:: mmap.PAGESIZE] = b"1" * (len(memory) // mmap.PAGESIZE)
+
+    job.trained.register_forward_pre_hook(touch)
 
 
 def _hang_between(job: Training) -> None:
@@ -228,7 +232,7 @@ FAULTS: dict[str, Fault] = {
     "batch": Fault("a batch twice as large on one rank", 1, _larger_batch, _COMPUTE),
     "length": Fault("sequences twice as long on all ranks", None, _longer_rows, _COMPUTE),
     "precision": Fault("blocks in FP32, planned in BF16", 1, _other_precision, _COMPUTE),
-    "trim": Fault("page faults (malloc_trim in every step)", 0, _trim, _COMPUTE),
+    "faults": Fault("page faults (memory mapped anew in every forward)", 0, _page_faults, _COMPUTE),
     "hang": Fault("a rank stuck between steps", 1, _hang_between, sentence="after backward|before forward"),
     "hang-loading": Fault("a rank stuck in its data loader", 1, _hang_in_loading, sentence="in data loading"),
     "hang-forward": Fault("a rank stuck in forward", 0, _hang_in_forward, sentence="in forward"),
