@@ -176,7 +176,7 @@ def _page_faults(job: Training) -> None:
     """Write to memory that is mapped anew in every forward."""
 
     def touch(*_: object) -> None:
-        with mmap.mmap(-1, 256 << 20) as memory:
+        with mmap.mmap(-1, 64 << 20) as memory:
             memory[:: mmap.PAGESIZE] = b"1" * (len(memory) // mmap.PAGESIZE)
 
     job.trained.register_forward_pre_hook(touch)
