@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import qsync
@@ -133,14 +134,8 @@ def main(config: dict[str, Any]) -> None:
     prediction = prediction_of(parallel)
     assert prediction is not None
     step_s = max(phases.period_s for phases in prediction[0].phases.values())
-    job = Training(
-        rank,
-        rows,
-        parallel,
-        torch.optim.AdamW(parallel.parameters(), lr=1e-4),
-        step_s=step_s,
-        first_core=first_core,
-    )
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+    job = Training(rank, rows, parallel, optimizer, step_s=step_s, first_core=first_core)
     fault = FAULTS.get(config["fault"])
     if fault is not None:
         fault.prepare(job)
@@ -151,7 +146,7 @@ def main(config: dict[str, Any]) -> None:
     batches, began_s, comparisons = iter(loader), time.monotonic(), Comparisons(folder, len(CLASSES))
     for step in range(1, num_comparisons * _STEPS_BETWEEN + 2):
         job.step(next(batches))
-        if step > 1 and step % _STEPS_BETWEEN == 1:
+        if rank == 0 and step > 1 and step % _STEPS_BETWEEN == 1:
             comparisons.add(monitors[parallel].drift)
         if step == begin and fault is not None and fault.rank in (None, rank):
             fault.begin(job)
@@ -160,6 +155,7 @@ def main(config: dict[str, Any]) -> None:
             "seconds": time.monotonic() - began_s, "step_s": step_s, "comparisons": comparisons.found,
             "incomparable": monitors[parallel].incomparable,
         })  # fmt: skip
+    dist.barrier()  # rank 0 reads the CPU time of all ranks until here
 
 
 if __name__ == "__main__":
