@@ -14,24 +14,22 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from qsync.experiments.diagnosis.job import Training
 from qsync.experiments.harness.emulation import Throttle
 from qsync.records.precision import Precision
 from qsync.runtime.wrapping import plan_of, swap_plan
 
-if TYPE_CHECKING:
-    from qsync.experiments.diagnosis.training import Training
-
 LONG_S = 60.0  # not for ever: the job ends even if nobody ends it
 
 
-def nothing(job: Training) -> None:
+def prepare_nothing(job: Training) -> None:
     """Prepare nothing."""
 
 
@@ -49,7 +47,7 @@ class Fault:
     phases: tuple[str, ...] = ()
     sentence: str = ""
     num_comparisons: int = 1
-    prepare: Callable[[Training], None] = nothing
+    prepare: Callable[[Training], None] = prepare_nothing
 
     @property
     def expected(self) -> str:
