@@ -77,12 +77,9 @@ def main(
         origin = f"{machine['processor']}, two ranks of one thread, gloo, torch {machine['torch']}; commits "
         origin += f"{', '.join(content['commits_of_pieces'])}.\n"
         disturbed = [one for one in compared if one["others"] >= TOLERANCE]
-        origin += (
-            f"In {len(disturbed)} of {len(compared)} comparisons of the clean job other processes took a "
-        )
-        origin += (
-            f"tenth of a core or more; {sum(bool(one['drift']) for one in disturbed)} of these alarmed.\n"
-        )
+        alarmed = sum(bool(one["drift"]) for one in disturbed)
+        origin += f"In {len(disturbed)} of {len(compared)} comparisons of the clean job other processes took "
+        origin += f"a tenth of a core or more; {alarmed} of these alarmed.\n"
         shown = [*map(as_markdown, [bars_table(bars), *tables]), origin]
         write_between([_PAGE], "results", "\n".join(shown))
 
