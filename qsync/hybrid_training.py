@@ -21,7 +21,13 @@ from qsync.distributed import accelerate_state, ddp_profiling, job, liveness
 from qsync.distributed.agreement import agree_locally, check_same, from_rank_zero
 from qsync.distributed.data_parallel import check_ddp_options, check_not_parallel, in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions
-from qsync.distributed.drift_monitor import Monitor, Prediction, monitors, note_prediction
+from qsync.distributed.drift_monitor import (
+    STEPS_PER_COMPARISON,
+    Monitor,
+    Prediction,
+    monitors,
+    note_prediction,
+)
 from qsync.distributed.first_steps import Measured, check_first_steps, corrected
 from qsync.distributed.framework_ddp import FirstCall
 from qsync.distributed.gradient_weighting import set_share
@@ -244,15 +250,15 @@ def _attend(
         if prediction is not None:
             _timers[called] = Monitor(called, model, prediction, device_class).timer
         else:
-            _timers[called] = PhaseTimer(called, model)
+            _timers[called] = PhaseTimer(called, model, STEPS_PER_COMPARISON)
         liveness.follow(_timers[called].position)
-    elif plan_again is not None:
-        _timers[called] = PhaseTimer(called, model)
+    elif plan_again is not None or log is not None:
+        _timers[called] = PhaseTimer(called, model, STEPS_PER_COMPARISON)
     if plan_again is not None and prediction is not None and folder is not None:
         adopt = partial(_adopt, weakref.ref(called), weakref.ref(model), device_class, folder)
         check_first_steps(_timers[called], prediction, device_class, plan_again, adopt)
     if log is not None:
-        StepLog(log, called, model, device_class)
+        StepLog(log, _timers[called], called, device_class)
 
 
 def _adopt(

@@ -1,7 +1,11 @@
 """A running job against its prediction: where steps take longer, which rank and phase is to blame.
 
-Now and then each rank publishes the medians of its phases in the job's store, and rank 0 compares. No rank
-waits for another, and no collective is added.
+Now and then each rank publishes the medians of its phases in the job's store. Rank 0 compares one step
+later: that step has gradients of all ranks, so all have published theirs by then. No rank waits for another,
+and no collective is added.
+
+Medians do not see a stall in every tenth step. So means are compared as well; a single pause makes them
+longer, too, and one rank and phase must be to blame for them twice in a row.
 
 A prediction is of the profiled step. A step that calls the model several times as often (gradient
 accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
@@ -30,7 +34,7 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import profiles_under_levers, replay
-from qsync.replayer.phases import TOLERANCE, Drift, Phases, expected, find_drift, median
+from qsync.replayer.phases import TOLERANCE, Drift, Phases, expected, find_drift, mean, median
 from qsync.replayer.sequence_costs import SequenceCost, sequence_costs
 from qsync.runtime.wrapping import wrapped_module
 
@@ -128,10 +132,12 @@ class Monitor:
     ) -> None:
         self.drift: Drift | None = None
         self.incomparable = ""
+        self._of_means: Drift | None = None  # the last one
         self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
         self.timer = PhaseTimer(model, trained, num_steps)
         self.timer.when_full = self._publish
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._num_published = 0
         store = distributed_c10d._get_default_store()
         key = f"qsync/drift/{next(_numbers)}"  # ranks wrap models in the same order
         self._store: Any = distributed_c10d.PrefixStore(key, store)
@@ -142,34 +148,44 @@ class Monitor:
         self.timer.stop()
 
     def _publish(self) -> None:
-        own = median(self.timer.steps)
+        own = [of(self.timer.steps).to_json() for of in (median, mean)]
         times, self.incomparable = times_profiled(self.timer, self._prediction, self._class)
-        self.timer.clear()
-        self._store.set(str(self._rank), json.dumps([self._class, own.to_json(), times]))
+        self._num_published += 1
+        self._store.set(str(self._rank), json.dumps([self._num_published, times, self._class, *own]))
         if self._rank == 0:
-            self._compare()
+            self.timer.when_resumed = self._compare
 
     def expect(self, prediction: Prediction) -> None:
         """Compare with another prediction from now on."""
         self._prediction = prediction
 
     def _compare(self) -> None:
+        self.timer.when_resumed = None
         keys = [str(rank) for rank in range(self._world_size)]
-        if not self._store.check(keys):  # some rank has not got so far yet: compare next time
+        texts = self._store.multi_get(keys) if self._store.check(keys) else []
+        entries = [json.loads(text) for text in texts]
+        if {number for number, *_ in entries} != {self._num_published}:
+            self.incomparable, self.drift = "ranks take different numbers of steps", None
             return
-        entries = [json.loads(text) for text in self._store.multi_get(keys)]
-        measured = [(name, Phases(**seconds)) for name, seconds, _ in entries]
-        times = {times for *_, times in entries}
+        times = {times for _, times, *_ in entries}
         if times == {0} or len(times) > 1:
             self.incomparable = self.incomparable or "ranks call the model in different patterns"
             self.drift = None
             return
-        found = find_drift(self._prediction.repeated(*times), measured, self._tolerance)
-        if found is not None and (
-            self.drift is None or (found.rank, found.phase) != (self.drift.rank, self.drift.phase)
-        ):
+        predicted = self._prediction.repeated(*times)
+        medians = [(name, Phases(**seconds)) for *_, name, seconds, _ in entries]
+        means = [(name, Phases(**seconds)) for *_, name, _, seconds in entries]
+        found = find_drift(predicted, medians, self._tolerance)
+        of_means, self._of_means = self._of_means, find_drift(predicted, means, self._tolerance)
+        if found is None and _same_blame(of_means, self._of_means):
+            found = self._of_means
+        if found is not None and not _same_blame(found, self.drift):
             logger.warning("qsync: %s", found)
         self.drift = found
+
+
+def _same_blame(one: Drift | None, other: Drift | None) -> bool:
+    return one is not None and other is not None and (one.rank, one.phase) == (other.rank, other.phase)
 
 
 _numbers = itertools.count()

@@ -132,6 +132,7 @@ class Watch:
         self._interval_s = min(1.0, timeout_s / 10)
         self._names = {other: f"rank {other}" for other in range(world_size)}
         self._met: set[int] = set()
+        self._finished: list[int] = []
         self._round_s = time.monotonic()
         others = [other for other in range(world_size) if other != rank]
         self._pulses = Pulses(others, self._round_s, patience_s=3 * self._interval_s + 1)
@@ -189,7 +190,9 @@ class Watch:
         # A living rank beats once an interval. If a peer said why it left, the watch stops this process now.
         time.sleep(4 * self._interval_s)
         silent = self._pulses.silent(time.monotonic(), 3 * self._interval_s)
-        return self._stopped(silent[0], 3 * self._interval_s) if silent else None
+        if silent:
+            return self._stopped(silent[0], 3 * self._interval_s)
+        return self._left_early(self._finished[0]) if self._finished else None
 
     def _end(self, farewell: str) -> None:
         if self._store is None or self._ended.is_set():
@@ -255,6 +258,7 @@ class Watch:
         for other, beat in beats.items():
             if beat == _FINISHED:
                 self._pulses.forget(other)
+                self._finished.append(other)
             if other == 0 and not beat[:1].isdigit():
                 self._store.set(f"read/{self.rank}", "1")
             if beat.startswith(_FAREWELL):
@@ -307,6 +311,12 @@ class Watch:
         return (
             f"{self._names[other]} stopped responding {silence_s:.1f} s ago, so rank {self.rank} stops; "
             f"look at the output of rank {other}"
+        )
+
+    def _left_early(self, other: int) -> str:
+        return (
+            f"{self._names[other]} finished before rank {self.rank}, so a collective with it fails; "
+            "let all ranks take the same number of steps"
         )
 
     def _failed(self, other: int, reason: str) -> str:

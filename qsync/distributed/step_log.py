@@ -18,9 +18,6 @@ from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.replayer.measured_steps import log_file
 
-# Steps between two writes: a write belongs to no step, so the one after it is not logged.
-STEPS_PER_WRITE = 50
-
 
 def new_log(folder: str | Path | None) -> Path | None:
     """Return an empty file of this rank in the folder, None without one. An error is raised on all ranks."""
@@ -46,22 +43,22 @@ def new_log(folder: str | Path | None) -> Path | None:
 
 
 class StepLog:
-    """A timer of all further steps of a model that writes their phases; `model` and `trained` as for it.
+    """A file of the phases of all further steps that the timer of a model takes.
 
     The last steps are written when the model is gone, or the process ends.
     """
 
-    def __init__(
-        self, path: Path, model: torch.nn.Module, trained: torch.nn.Module, device_class: str
-    ) -> None:
-        self._path, self._class = path, device_class
-        self._timer = PhaseTimer(model, trained, STEPS_PER_WRITE)
-        self._timer.when_full = self.write
-        weakref.finalize(model, self.write)
+    def __init__(self, path: Path, timer: PhaseTimer, model: torch.nn.Module, device_class: str) -> None:
+        self._path, self._timer, self._class = path, timer, device_class
+        timer.log = self.write
+        weakref.finalize(model, self._write_last)
+
+    def _write_last(self) -> None:
+        self._timer.settle()
+        self.write()
 
     def write(self) -> None:
-        """Append the steps since the last write."""
-        self._timer.settle()
+        """Append the steps that the timer holds."""
         kept = zip(self._timer.numbers, self._timer.num_calls, self._timer.steps, strict=True)
         lines = [
             json.dumps({"step": number, "device_class": self._class, "calls": calls, **phases.to_json()})
@@ -70,4 +67,3 @@ class StepLog:
         ]
         with self._path.open("a") as file:
             file.writelines(lines)
-        self._timer.clear()

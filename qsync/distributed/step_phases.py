@@ -33,7 +33,8 @@ class PhaseTimer:
     `model` is what the loop calls (the model, or DDP around it), `trained` the module whose parameters get
     gradients. Evaluation between two steps counts as host. The first step is not counted. Waiting
     for a batch of no DataLoader counts as host, unless the loop fetches the batch in `with timer.fetching()`.
-    `when_full`, if set, is called whenever there are `num_kept` steps.
+    `log` and then `when_full`, if set, are called whenever there are `num_kept` steps, which are forgotten
+    after that. `when_resumed`, if set, is called at the end of every step that is not counted.
 
     `num_calls` holds the calls of the model with gradients in each of these steps, and `numbers` which
     optimizer steps they are. `others` names what else trained in them: another timed model, or an optimizer
@@ -54,7 +55,9 @@ class PhaseTimer:
         self.numbers: deque[int] = deque(maxlen=num_kept)
         self.num_kept = num_kept  # may be set lower for a while
         self.others: set[str] = set()
+        self.log: Callable[[], None] | None = None
         self.when_full: Callable[[], None] | None = None
+        self.when_resumed: Callable[[], None] | None = None
         parameters = [p for p in trained.parameters() if p.requires_grad]
         cuda = bool(parameters) and parameters[0].device.type == "cuda"
         self._name = type(trained).__name__
@@ -214,14 +217,20 @@ class PhaseTimer:
         if self._ended is not None and self._passes:
             taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
             self._marks.append(_Marks(self._ended, *taken))
+        elif self.when_resumed is not None:
+            self.when_resumed()
+            now = self._clock.now()  # the time of that call belongs to no step
         self._num_steps += 1
         self._ended, self._stepping = now, None
         self._reset()
         if len(self._marks) == self.num_kept:
             self.settle()
-            if self.when_full is not None:
-                self.when_full()
-                self.restart()  # the time of that call belongs to no step
+            listeners = [then for then in (self.log, self.when_full) if then is not None]
+            for then in listeners:
+                then()
+            if listeners:
+                self.clear()
+                self.restart()  # the time of those calls belongs to no step
 
     def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether this optimizer, of all in the process, is the one of our parameters."""

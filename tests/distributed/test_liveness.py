@@ -71,6 +71,14 @@ def test_a_dead_rank_is_named_in_time(how, busy):
 
 
 @pytest.mark.dist
+def test_a_rank_that_ends_its_loop_early_is_named():
+    (code, output), _ = run_ranks(REDUCE, "time.sleep(0.5)")
+    assert code not in (0, None)
+    assert "finished before rank 0, so a collective with it fails" in output
+    assert "rank 1 (" in output
+
+
+@pytest.mark.dist
 def test_the_end_of_the_rank_that_serves_the_store_is_noticed():
     dies = "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
     ((code, output),) = run_ranks(dies, SLEEP, awaited=(1,))

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 import torch
-from two_ranks import launch
+from two_ranks import launch, said
 
-from qsync.distributed.step_log import STEPS_PER_WRITE, StepLog, new_log
+from qsync.distributed.step_log import StepLog, new_log
+from qsync.distributed.step_phases import PhaseTimer
 from qsync.replayer.measured_steps import MeasuredSteps, log_file
 
 
@@ -21,16 +22,16 @@ def test_a_process_alone_logs_its_steps_and_starts_its_files_anew(tmp_path):
     path = new_log(tmp_path)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    StepLog(path, model, model, "train")
-    for _ in range(STEPS_PER_WRITE + 5):
+    StepLog(path, PhaseTimer(model, model, 8), model, "train")
+    for _ in range(8 + 5):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     written = MeasuredSteps.load(tmp_path)
     assert (written.classes, written.calls) == (("train",), (1,))
-    assert list(written.steps) == list(range(1, STEPS_PER_WRITE + 1))
+    assert list(written.steps) == list(range(1, 8 + 1))
     del model, optimizer
     gc.collect()  # the end of the process does the same
-    assert list(MeasuredSteps.load(tmp_path).steps)[-1] == STEPS_PER_WRITE + 4
+    assert list(MeasuredSteps.load(tmp_path).steps)[-1] == 8 + 4
     assert new_log(None) is None
 
 
@@ -43,6 +44,7 @@ for number in range(60):
         time.sleep(0.02)
     loss_fn(model, batch(seed=number)).backward()
     optimizer.step()
+say(f"hooks: {max(len(p._post_accumulate_grad_hooks) for p in model.parameters())}")
 attempt("file", log_steps=__file__)
 """
 
@@ -52,6 +54,7 @@ def test_every_rank_logs_its_steps_and_the_slow_one_is_named(tmp_path):
     output = launch(tmp_path, SCRIPT)
     refusals = [line for line in output.splitlines() if "] file: FormatError" in line]
     assert len(refusals) == 2 and all("cannot be written (" in line for line in refusals)
+    assert said(output, "hooks") == ["1", "1"]  # the log and the watch over the job share a timer
     found = MeasuredSteps.load(tmp_path / "cache" / "steps")
     assert len(found.classes) == 2 and len(set(found.calls)) == 1
     # The first step has no beginning, and the one after a write is not logged.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import time
 
@@ -133,7 +134,7 @@ def test_a_step_of_several_passes_is_compared_with_as_many(passes):
                 model(BATCH).sum().backward()
             optimizer.step()
 
-    steps(4)
+    steps(5)
     assert monitor.drift is None and monitor.incomparable == ""
     model.seconds = 0.05
     steps(4)
@@ -161,6 +162,47 @@ def test_nobody_is_blamed_where_a_step_does_what_was_not_profiled():
         optimizer.step()
     assert monitor.drift is None
     assert monitor.incomparable == "a step calls the model 1 times, the profiled one 2 times"
+    monitor.stop()
+
+
+def compared(monitor: Monitor, *computes_s: float) -> None:
+    """Compare steps that compute for so long, as rank 0 does after so many steps."""
+    monitor.timer.steps.extend(Phases(0.0, compute_s, 0.0, 0.0) for compute_s in computes_s)
+    monitor.timer.num_calls.extend(1 for _ in computes_s)
+    monitor._publish()
+    monitor.timer.clear()
+    monitor.timer.when_resumed()
+
+
+@pytest.mark.usefixtures("job")
+def test_only_entries_of_the_same_steps_are_compared():
+    monitor = watched(Slow())
+    monitor._world_size = 2
+
+    def publish(number: int, compute_s: float) -> None:
+        phases = Phases(0.0, compute_s, 0.0, 0.0).to_json()
+        monitor._store.set("1", json.dumps([number, 1, "train", phases, phases]))
+
+    publish(1, 0.01)
+    compared(monitor, 0.01)
+    assert monitor.drift is None and monitor.incomparable == ""
+    compared(monitor, 0.05)  # the other rank's steps are still those before
+    assert monitor.drift is None and monitor.incomparable == "ranks take different numbers of steps"
+    publish(3, 0.08)
+    compared(monitor, 0.05)
+    assert (monitor.drift.rank, monitor.incomparable) == (1, "")
+    monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
+def test_a_stall_in_some_steps_is_blamed_where_it_recurs_and_a_single_pause_is_not():
+    monitor = watched(Slow())
+    stalled = (0.01, 0.01, 0.01, 0.2)
+    for steps in (stalled, (0.01,) * 4, stalled):
+        compared(monitor, *steps)
+        assert monitor.drift is None
+    compared(monitor, *stalled)
+    assert (monitor.drift.rank, monitor.drift.phase) == (0, "compute")
     monitor.stop()
 
 

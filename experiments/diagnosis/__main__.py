@@ -1,0 +1,119 @@
+"""Why slow, on real jobs: faults that are planted and what qsync names, and the alarms of a clean job.
+
+    python -m qsync.experiments.diagnosis --out FOLDER --clean-minutes 30
+
+Every fault is a job of its own and a piece. Clean minutes add up over pieces, so an interrupted run
+continues. `--publish` writes the tables into `docs/results/diagnosis.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from qsync.errors import QSyncError
+from qsync.experiments.diagnosis import runs
+from qsync.experiments.diagnosis.faults import FAULTS
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Out,
+    as_markdown,
+    bar,
+    run_command,
+    table_of,
+    write_between,
+    yes,
+)
+from qsync.experiments.harness.experiment import bars_table
+from qsync.replayer.phases import TOLERANCE
+
+_PAGE = Path("docs/results/diagnosis.md")
+_PIECE_MINUTES = 1.6
+_EXPOSED = "exposed communication"
+
+
+def main(
+    out: Out = Path("diagnosis"),
+    only: Annotated[list[str] | None, typer.Option(help="Only this fault; repeat for several.")] = None,
+    clean_minutes: Annotated[float, typer.Option(min=0.0, help="Of a job without a fault.")] = 0.0,
+    tiny: Annotated[bool, typer.Option("--tiny", help="A model of no size: to try the command.")] = False,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Plant faults in a job of two ranks, and judge what qsync says; an interrupted run continues."""
+    for name in only or ():
+        if name not in FAULTS:
+            raise QSyncError(f"there is no fault {name!r}; choose from {', '.join(FAULTS)}")
+    experiment = Experiment("diagnosis", out, settings={"tiny": tiny}, fresh=fresh)
+    work = out.absolute() / "work"
+    with experiment.progress():
+        planted = {
+            name: experiment.piece(f"fault {name}", partial(runs.judged, work, name, tiny=tiny))
+            for name in FAULTS
+            if name in (only or FAULTS)
+        }
+        clean = _clean(experiment, work, clean_minutes, tiny)
+    minutes = sum(one["seconds"] for one in clean) / 60.0
+    compared = [comparison for one in clean for comparison in one["comparisons"]]
+    alarms, early = runs.alarms(compared), [alarm for one in planted.values() for alarm in one["early"]]
+    bars = [bar("faults named", sum(one["named"] for one in planted.values()), len(planted), at_least=True)]
+    if clean:
+        bars.append(bar(f"false alarms in {minutes:.3g} clean minutes", len(alarms), 0))
+    bars.append(bar("false alarms before a fault began", len(early), 0))
+    tables = [_faults_table(planted), *([_phases_table(clean)] if clean else [])]
+    content = experiment.finish(
+        {"faults": planted, "clean": clean, "clean_minutes": minutes, "comparisons": len(compared),
+         "disturbed": sum(one["others"] >= TOLERANCE for one in compared), "alarms": [*alarms, *early]},
+        bars=bars, tables=tables,
+    )  # fmt: skip
+    if publish:
+        machine = content["machine"]
+        origin = f"{machine['processor']}, two ranks of one thread, gloo, torch {machine['torch']}; commits "
+        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
+        disturbed = [one for one in compared if one["others"] >= TOLERANCE]
+        alarmed = sum(bool(one["drift"]) for one in disturbed)
+        origin += f"In {len(disturbed)} of {len(compared)} comparisons of the clean job other processes took "
+        origin += f"a tenth of a core or more; {alarmed} of these alarmed.\n"
+        shown = [*map(as_markdown, [bars_table(bars), *tables]), origin]
+        write_between([_PAGE], "results", "\n".join(shown))
+
+
+def _clean(experiment: Experiment, work: Path, minutes: float, tiny: bool) -> list[dict[str, Any]]:
+    """Return the pieces of a clean job that make up these minutes; those in the folder count."""
+    found: list[dict[str, Any]] = []
+    while (left := minutes - sum(one["seconds"] for one in found) / 60.0) > 0.0:
+        seconds = 60.0 * min(left, _PIECE_MINUTES)
+        piece = experiment.piece(f"clean {len(found)}", partial(runs.clean, work, seconds, tiny=tiny))
+        found.append(piece)
+    return found
+
+
+def _faults_table(planted: dict[str, Any]) -> Table:
+    rows = [
+        [FAULTS[name].what, FAULTS[name].expected.replace("|", " or "), one["sentence"], yes(one["named"])]
+        for name, one in planted.items()
+    ]
+    return table_of("Faults, and what qsync said", ("planted", "to be named", "said", "named"), rows, left=3)
+
+
+def _phases_table(clean: Sequence[dict[str, Any]]) -> Table:
+    """Return the phases of the clean job by rank, predicted and measured, of the first and last piece."""
+    rows = []
+    for number in sorted({0, len(clean) - 1}):
+        for one in clean[number]["ranks"]:
+            both = [(one["predicted"][name], one["measured"][name]) for name in (_EXPOSED, "wait")]
+            both.append((sum(one["predicted"].values()), sum(one["measured"].values())))
+            shown = [f"{1e3 * predicted:.1f} / {1e3 * measured:.1f}" for predicted, measured in both]
+            rows.append([str(number), f"{one['rank']}, {one['device_class']}", *shown])
+    headings = ("piece", "rank", _EXPOSED, "wait", "step")
+    return table_of("The clean job, ms: predicted (simulated) / measured", headings, rows, left=2)
+
+
+if __name__ == "__main__":
+    run_command(main)

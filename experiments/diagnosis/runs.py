@@ -1,0 +1,132 @@
+"""The job under torchrun, an agent a rank as on two hosts, and what qsync said of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import QSyncError
+from qsync.experiments.diagnosis.faults import FAULTS, Fault
+from qsync.records.json_files import read_json
+from qsync.replayer.phases import TOLERANCE
+
+_NUM_RANKS = 2
+_TIMEOUT_S = 3.0  # after which a rank that is silent or does not move is named
+_LIMIT_S = 120.0
+
+
+def run(folder: Path, fault: str = "", *, seconds: float = 0.0, tiny: bool = False) -> Any:
+    """Run the job once, with a fault or clean; return what rank 0 wrote and what the ranks printed.
+
+    A job whose rank hangs is ended once the sentence is there.
+    """
+    planted = FAULTS.get(fault)
+    work = folder / (fault or "clean")
+    work.mkdir(parents=True, exist_ok=True)
+    for stale in work.iterdir():
+        if stale.is_file():
+            stale.unlink()
+    config = {
+        "folder": str(work), "cache": str(folder / "cache"), "fault": fault, "tiny": tiny,
+        "seconds": seconds, "timeout_s": _TIMEOUT_S if planted and planted.sentence else 60.0,
+        "log": str(work / "steps") if planted is None else None,
+    }  # fmt: skip
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    agents = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "QSYNC_PROFILE_S": "2" if tiny else "20"}
+    for rank in range(_NUM_RANKS):
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(_NUM_RANKS), "--node-rank",
+            str(rank), "--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1",
+            "-m", "qsync.experiments.diagnosis.training", json.dumps(config),
+        ]  # fmt: skip
+        with (work / f"rank-{rank}.txt").open("wb") as output:
+            agents.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+    limit_s = time.monotonic() + _LIMIT_S + seconds
+    try:
+        while any(agent.poll() is None for agent in agents):
+            if time.monotonic() > limit_s:
+                raise QSyncError(f"the job with {fault or 'no fault'} did not end; look into {work}")
+            if planted is not None and planted.sentence and said(planted, _printed(work)):
+                break
+            time.sleep(0.1)
+    finally:
+        _end(agents, work)
+    result = work / "result.json"
+    return {**(read_json(result) if result.is_file() else {}), "printed": _printed(work)}
+
+
+def _end(agents: list[subprocess.Popen[bytes]], work: Path) -> None:
+    """End what still runs: ranks before their agents, which would wait for those that are stopped."""
+    for rank, agent in enumerate(agents):
+        if agent.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int((work / f"pid-{rank}").read_text()), signal.SIGKILL)
+    for agent in agents:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(10.0)
+        agent.kill()
+        agent.wait()
+
+
+def _printed(work: Path) -> list[str]:
+    return [(work / f"rank-{rank}.txt").read_text(errors="replace") for rank in range(_NUM_RANKS)]
+
+
+def said(fault: Fault, printed: list[str]) -> str:
+    """Return the sentence in which a rank other than the faulty one names it; empty if there is none."""
+    pattern = re.compile(rf"^(?=.*rank {fault.rank} \().*(?:{fault.sentence}).*$", re.MULTILINE)
+    found = [
+        match.group()
+        for rank, text in enumerate(printed)
+        if rank != fault.rank and (match := pattern.search(text))
+    ]
+    return found[0] if found else ""
+
+
+def judged(folder: Path, fault: str, *, tiny: bool = False) -> dict[str, Any]:
+    """Run the job with a fault, and return the verdict."""
+    return verdict(FAULTS[fault], run(folder, fault, tiny=tiny))
+
+
+def verdict(fault: Fault, found: dict[str, Any]) -> dict[str, Any]:
+    """Return what qsync said of a planted fault, whether that names it, and alarms before it began."""
+    if fault.sentence:
+        sentence = said(fault, found["printed"])
+        return {"sentence": sentence, "named": bool(sentence), "early": []}
+    *_, last = comparisons = found.get("comparisons") or [{"drift": None}]
+    drift = last["drift"] or {"phase": "", "rank": None, "sentence": found.get("incomparable", "")}
+    named = drift["phase"] in fault.phases and fault.rank in (None, drift["rank"])
+    return {"sentence": drift["sentence"], "named": named, "early": alarms(comparisons[:1])}
+
+
+def alarms(comparisons: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the comparisons that found something though other processes took next to nothing."""
+    return [one for one in comparisons if one["drift"] and one["others"] < TOLERANCE]
+
+
+def clean(folder: Path, seconds: float, *, tiny: bool = False) -> dict[str, Any]:
+    """Run the job without a fault for so long; return its alarms, and what `explain --measured` says."""
+    found = run(folder, seconds=seconds, tiny=tiny)
+    if "comparisons" not in found:
+        raise QSyncError(f"the clean job stopped; look into {folder / 'clean'}")
+    (plan,) = (folder / "cache").glob("*/plan.json")
+    command = [sys.executable, "-m", "qsync", "explain", str(plan), "--measured"]
+    done = subprocess.run(
+        [*command, str(folder / "clean" / "steps"), "--json"], capture_output=True, text=True, check=True
+    )
+    return {
+        "seconds": found["seconds"], "comparisons": found["comparisons"],
+        "ranks": json.loads(done.stdout)["measured"]["ranks"],
+    }  # fmt: skip

@@ -1,0 +1,105 @@
+"""One rank of the job that a fault is planted in: `python -m qsync.experiments.diagnosis.training CONFIG`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import qsync
+from qsync.distributed.drift_monitor import STEPS_PER_COMPARISON, monitors, prediction_of
+from qsync.experiments.diagnosis.faults import FAULTS
+from qsync.experiments.diagnosis.job import Rows, Training, loss
+from qsync.experiments.harness.emulation import pin_to_core
+from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.workloads.gpt import Gpt
+from qsync.records.json_files import write_json
+from qsync.replayer.phases import Drift
+
+CLASSES = ("train", "infer")
+# The first step is not timed, nor the one after those of a comparison.
+_STEPS_BETWEEN = STEPS_PER_COMPARISON + 1
+_EARLY = 5  # the step after which a fault begins that stops the job
+
+
+class Comparisons:
+    """What the monitor found at each comparison, and how many cores other processes took before it."""
+
+    def __init__(self, folder: Path, num_ranks: int) -> None:
+        self.found: list[dict[str, Any]] = []
+        self._pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(num_ranks)]
+        self._before = self._now()
+
+    def add(self, drift: Drift | None) -> None:
+        """Note what was found now."""
+        now = self._now()
+        (busy_s, own_s, at_s), self._before = (b - a for a, b in zip(self._before, now, strict=True)), now
+        drifted = drift and {"rank": drift.rank, "phase": drift.phase, "sentence": str(drift)}
+        self.found.append({"drift": drifted, "others": max(0.0, (busy_s - own_s) / at_s)})
+
+    def _now(self) -> tuple[float, float, float]:
+        """Return the CPU seconds of the machine and of the ranks, and the time."""
+        machine = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+        user, nice, system, _, _, irq, softirq, *_ = _ticks(machine)
+        own = [
+            _ticks(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+            for pid in self._pids
+        ]
+        return user + nice + system + irq + softirq, sum(map(sum, own)), time.monotonic()
+
+
+def _ticks(fields: list[str]) -> list[float]:
+    return [int(field) / os.sysconf("SC_CLK_TCK") for field in fields]
+
+
+def main(config: dict[str, Any]) -> None:
+    """Train with a fault that begins after the first comparison; rank 0 writes what the monitor found."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    keep_freed_memory()
+    rank, folder, tiny = int(os.environ["RANK"]), Path(config["folder"]), config["tiny"]
+    first_core = min(os.sched_getaffinity(0))
+    pin_to_core(rank)
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    model = Gpt(num_layers=1, width=32, num_heads=2) if tiny else Gpt(num_layers=3, width=256, num_heads=4)
+    rows = Rows(2, 16) if tiny else Rows(4, 96)
+    loader = torch.utils.data.DataLoader(rows, batch_size=None)
+    parallel = qsync.hybrid(
+        model, rows[0], loss, device_class=CLASSES[rank], loader=loader, cache_dir=config["cache"],
+        base="fp32" if tiny else "bf16", timeout_s=config["timeout_s"], log_steps=config.get("log"),
+    )  # fmt: skip
+    prediction = prediction_of(parallel)
+    assert prediction is not None
+    step_s = max(phases.period_s for phases in prediction[0].phases.values())
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-4)
+    job = Training(rank, rows, parallel, optimizer, step_s=step_s, first_core=first_core)
+    fault = FAULTS.get(config["fault"])
+    if fault is not None:
+        fault.prepare(job)
+    # Rank 0 compares in the first step after those that were timed; a fault begins after that.
+    begin = _EARLY if fault is not None and fault.sentence else _STEPS_BETWEEN + 1
+    num_clean = max(1, int(config["seconds"] / step_s) // _STEPS_BETWEEN)
+    num_comparisons = 1 + fault.num_comparisons if fault is not None else num_clean
+    batches, began_s, comparisons = iter(loader), time.monotonic(), Comparisons(folder, len(CLASSES))
+    for step in range(1, num_comparisons * _STEPS_BETWEEN + 2):
+        job.step(next(batches))
+        if rank == 0 and step > 1 and step % _STEPS_BETWEEN == 1:
+            comparisons.add(monitors[parallel].drift)
+        if step == begin and fault is not None and fault.rank in (None, rank):
+            fault.begin(job)
+    if rank == 0:
+        write_json(folder / "result.json", {
+            "seconds": time.monotonic() - began_s, "step_s": step_s, "comparisons": comparisons.found,
+            "incomparable": monitors[parallel].incomparable,
+        })  # fmt: skip
+    dist.barrier()  # rank 0 reads the CPU time of all ranks until here
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

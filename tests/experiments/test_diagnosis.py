@@ -1,0 +1,62 @@
+"""Faults in real jobs: those whose verdict does not depend on load are named, and verdicts are fair."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsync.errors import QSyncError
+from qsync.experiments.diagnosis import __main__ as command
+from qsync.experiments.diagnosis import runs
+from qsync.experiments.diagnosis.faults import FAULTS
+from qsync.records.json_files import read_json
+
+
+def comparison(rank: int | None = None, phase: str = "", others: float = 0.0) -> dict:
+    drift = None if rank is None else {"rank": rank, "phase": phase, "sentence": f"{phase} on rank {rank}"}
+    return {"drift": drift, "others": others}
+
+
+def test_the_rank_and_the_phase_must_be_right():
+    fault = FAULTS["loading-1"]
+    for last, named in (
+        (comparison(1, "data loading"), True), (comparison(0, "data loading"), False),
+        (comparison(1, "compute"), False), (comparison(), False),
+    ):  # fmt: skip
+        assert runs.verdict(fault, {"comparisons": [comparison(), last]})["named"] is named
+    assert runs.verdict(FAULTS["link"], {"comparisons": [comparison(), comparison(0, "communication")]})[
+        "named"
+    ]
+    assert not runs.verdict(fault, {})["named"]
+
+
+def test_an_alarm_is_false_unless_other_processes_took_time():
+    early, disturbed = comparison(0, "compute"), comparison(0, "compute", others=0.5)
+    found = runs.verdict(FAULTS["loading-1"], {"comparisons": [early, comparison(1, "data loading")]})
+    assert found["named"] and found["early"] == [early]
+    assert runs.alarms([comparison(), early, disturbed]) == [early]
+
+
+def test_a_sentence_counts_if_another_rank_says_it_of_the_faulty_one():
+    fault, sentence = FAULTS["killed-1"], "rank 1 (host, pid 7) stopped responding 3.0 s ago"
+    assert runs.said(fault, [f"before\n{sentence}\nafter", ""]) == sentence
+    assert runs.said(fault, ["", sentence]) == ""
+    assert runs.said(FAULTS["killed-0"], ["", sentence]) == ""
+
+
+@pytest.mark.dist
+def test_faults_are_planted_named_and_kept(tmp_path):
+    run = {"out": tmp_path, "only": ["loading-1", "hang-loading", "killed-1"], "tiny": True}
+    command.main(**run, clean_minutes=0.01)
+    content = read_json(tmp_path / "figures.json")
+    assert {name: one["named"] for name, one in content["faults"].items()} == dict.fromkeys(run["only"], True)
+    assert content["clean_minutes"] >= 0.01 and content["comparisons"] >= 1
+    assert {rank["device_class"] for rank in content["clean"][0]["ranks"]} == {"train", "infer"}
+    assert (tmp_path / "figures.md").read_text().count("exposed communication") == 1
+    before = (tmp_path / "pieces" / "fault-hang-loading.json").stat().st_mtime_ns
+    command.main(**run)
+    assert (tmp_path / "pieces" / "fault-hang-loading.json").stat().st_mtime_ns == before
+
+
+def test_unknown_faults_are_refused(tmp_path):
+    with pytest.raises(QSyncError, match="there is no fault 'flood'; choose from loading-0"):
+        command.main(out=tmp_path, only=["flood"])
