@@ -8,6 +8,7 @@ operands of that type. The exceptions:
 - Every other precision calls the backend's kernel for it.
 - An operator that saves less calls the backend's operator of that form.
 - An operator that another computes in its epilogue becomes no call.
+- Dropout calls the backend's, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import Activation, activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
+from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
@@ -328,6 +330,8 @@ class _Rewriter:
         if run.form != "plain":
             saving_call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
+        if native and op.kind == "dropout" and node.op == "call_function":
+            return module.graph.call_function(dropout, (node.target, *args), kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
