@@ -331,7 +331,8 @@ class _Rewriter:
             saving_call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
         if native and op.kind == "dropout" and node.op == "call_function":
-            return module.graph.call_function(dropout, (node.target, *args), kwargs)
+            called: Any = node.target
+            return module.graph.call_function(dropout, (called, *args), kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
