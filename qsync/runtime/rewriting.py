@@ -153,6 +153,18 @@ class SavingCall(torch.nn.Module):
         return self._run(self._traced, *args, **kwargs)
 
 
+class DropoutCall(torch.nn.Module):
+    """One Run node of a dropout."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self._traced = target
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the dropout."""
+        return dropout(self._traced, *args, **kwargs)
+
+
 class Report(torch.nn.Module):
     """A call that shows the observer a node that has run."""
 
@@ -330,9 +342,8 @@ class _Rewriter:
         if run.form != "plain":
             saving_call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
-        if native and op.kind == "dropout" and node.op == "call_function":
-            called: Any = node.target
-            return module.graph.call_function(dropout, (called, *args), kwargs)
+        if native and op.kind == "dropout" and callable(node.target):
+            return _call(module, op.kind, DropoutCall(node.target), args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
