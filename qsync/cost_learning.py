@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from qsync import api
 from qsync.backend.device_detection import default_precisions, detect_class, machine
+from qsync.backend.kernels.dropout import dropout
 from qsync.backend.measure_peaks import measured_peaks
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
@@ -41,7 +42,7 @@ _ON_IMAGES = ("conv2d", "batch_norm", "max_pool2d")
 
 _UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": F.relu, "gelu": F.gelu, "silu": F.silu, "tanh": torch.tanh, "sigmoid": torch.sigmoid,
-    "softmax": lambda x: F.softmax(x, -1), "dropout": lambda x: F.dropout(x, 0.1, True),
+    "softmax": lambda x: F.softmax(x, -1), "dropout": lambda x: dropout(F.dropout, x, 0.1),
     "max_pool2d": lambda x: F.max_pool2d(x, 2), "neg": torch.neg,
 }  # fmt: skip
 _BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -16,6 +16,7 @@ from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
 from qsync.backend.kernel_timing import least_s
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.attention_short import attention_short
+from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.softmax import Scores, softmax, softmax_gradient
 
@@ -130,8 +131,7 @@ class _Bf16Attention(torch.autograd.Function):
         heads = _Heads((query, key, value), mask, None, options)
         if options.dropout_p:
             # Drawn as torch draws, in the same number: FP32 and BF16 drop the same weights.
-            noise = torch.empty(heads.scores_shape, dtype=torch.uint8)
-            heads.noise = noise.bernoulli_(1 - options.dropout_p)
+            heads.noise = draw_kept(heads.scores_shape, options.dropout_p, query.device)
         q, _, v = heads.matrices
         y = v.new_empty((heads.count, q.shape[1], v.shape[2]))
         sums = torch.empty((heads.count, q.shape[1]))

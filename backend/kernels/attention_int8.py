@@ -18,6 +18,7 @@ from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.attention_short import attention_short
+from qsync.backend.kernels.dropout import draw_kept
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.matmul import decode_matrices, scaled_products
 
@@ -78,8 +79,7 @@ class _Int8Attention(torch.autograd.Function):
         operands = [tensor for encoded in call.operands for tensor in (encoded.data, encoded.code_scale)]
         heads = _Heads(operands, mask, None, options)
         if options.dropout_p:
-            noise = torch.empty(heads.scores_shape, dtype=torch.uint8, device=query.device)
-            heads.noise = noise.bernoulli_(1 - options.dropout_p)
+            heads.noise = draw_kept(heads.scores_shape, options.dropout_p, query.device)
         ctx.save_for_backward(*operands, mask, heads.noise)
         ctx.options, ctx.values = options, [(t.shape, t.dtype) for t in (query, key, value)]
         values = heads.decoded(2)

@@ -8,6 +8,7 @@ operands of that type. The exceptions:
 - Every other precision calls the backend's kernel for it.
 - An operator that saves less calls the backend's operator of that form.
 - An operator that another computes in its epilogue becomes no call.
+- Dropout calls the backend's, which gives the same numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import Activation, activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
+from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
@@ -151,6 +153,18 @@ class SavingCall(torch.nn.Module):
         return self._run(self._traced, *args, **kwargs)
 
 
+class DropoutCall(torch.nn.Module):
+    """One Run node of a dropout."""
+
+    def __init__(self, target: Callable[..., Any]) -> None:
+        super().__init__()
+        self._traced = target
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the dropout."""
+        return dropout(self._traced, *args, **kwargs)
+
+
 class Report(torch.nn.Module):
     """A call that shows the observer a node that has run."""
 
@@ -212,6 +226,10 @@ class _Rewriter:
                 pending.append(node)
             else:
                 self._after.setdefault(node.value, []).append(node)
+        # A graph in FP32 stays as it was traced.
+        self._lowers = any(
+            self._ops[run.op].role == "adjustable" and run.mode != "fp32" for run in self._runs.values()
+        )
         # Where each value stands in the new graph, as it is carried and as it was cast.
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
 
@@ -328,6 +346,8 @@ class _Rewriter:
         if run.form != "plain":
             saving_call = SavingCall(op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
+        if native and self._lowers and op.kind == "dropout" and callable(node.target):
+            return _call(module, op.kind, DropoutCall(node.target), args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target

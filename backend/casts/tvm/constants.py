@@ -9,3 +9,4 @@ ROWS_PER_PART = 64
 # are normal FP32 numbers.
 SMALLEST_AMAX = 1e-35
 SOFTMAX_UNITS = 2**30  # per 1, of the integers that a softmax adds up
+TWISTER_WORDS = 624  # of the state of torch's generator on CPUs

@@ -18,7 +18,7 @@ from typing import Any
 import tvm
 from tvm.script import tirx as T
 
-from qsync.backend.casts.tvm import activations, attention
+from qsync.backend.casts.tvm import activations, attention, dropout
 from qsync.backend.casts.tvm import columns as fused_columns
 from qsync.backend.casts.tvm.expressions import (
     SMALLEST_AMAX_BITS,
@@ -59,6 +59,7 @@ def module(device_type: str = "cpu") -> tvm.IRModule:
     if loops is Serial:
         programs["depthwise_weight_gradient"] = _depthwise_weight_gradient()
         programs |= attention.programs()
+        programs |= dropout.programs()
     return tvm.IRModule({name: f.with_attr("global_symbol", name) for name, f in programs.items()})
 
 
