@@ -24,6 +24,9 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mm": ("matmul", ("input", "mat2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
     "embedding": ("embedding", ("input", "weight")),
+    # All layers of torch's recurrences are one call; without names every tensor of it is an operand.
+    **{name: ("rnn", ()) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "grouped_mm_fallback": ("grouped_mm", ("input", "weight")),  # of transformers; offsets of groups are kept
 }
 
 # Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
@@ -46,7 +49,7 @@ FOLLOWING: dict[str, str] = {
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = (
     "einsum", "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+    "conv_transpose3d", "grouped_mm", "_grouped_mm",
 )  # fmt: skip
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
@@ -66,6 +69,9 @@ PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other",
 )  # fmt: skip
+
+# The namespaces of registered operators that are known by their names.
+_NAMESPACES = ("aten", "transformers")
 
 # In-place calls whose name is not simply the functional one with an underscore.
 _OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "imatmul": "matmul"}
@@ -182,11 +188,14 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
         return 2 * num_elements(output) * shapes[1][-1]
     if kind in ("conv2d", "conv1d"):
         return 2 * num_elements(output) * num_elements(shapes[1][1:])
-    if kind == "matmul":
+    if kind in ("matmul", "grouped_mm"):
         return 2 * num_elements(output) * shapes[0][-1]
     if kind == "attention":
         query, key, value = shapes[:3]
         return 2 * num_elements(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if kind == "rnn":  # every step of every row multiplies every weight
+        weights = sum(num_elements(shape) for shape in shapes if len(shape) == 2)
+        return 2 * num_elements(shapes[0][:-1]) * weights
     return 0
 
 
@@ -224,6 +233,6 @@ def _is_torch(target: str | Callable[..., Any]) -> bool:
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""
-    if module.startswith("torch._ops."):  # registered operators: torch's own are in the namespace aten
-        return module.split(".")[2] == "aten"
+    if module.startswith("torch._ops."):  # registered operators
+        return module.split(".")[2] in _NAMESPACES
     return module.startswith(("torch", "_operator", "operator")) or module in ("math", "builtins", "")

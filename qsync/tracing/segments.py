@@ -381,7 +381,7 @@ class _Reader:
 
 def operator_name(path: str, kind: str) -> str:
     """Return an operator's module path, and its kind unless it is its module's own product."""
-    own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
+    own = kind in ("linear", "addmm", "conv2d", "conv1d", "rnn", path.rpartition(".")[2])
     return path if own and path else f"{path}.{kind}" if path else kind
 
 

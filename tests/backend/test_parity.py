@@ -29,6 +29,19 @@ def look_up(table, places, **options):
     return F.embedding(places.to(table.device), table, **options)
 
 
+def multiply_groups(rows, weights):
+    """As many rows by each weight."""
+    return torch.cat(
+        [group @ weight for group, weight in zip(rows.chunk(len(weights)), weights, strict=True)]
+    )
+
+
+def recur(sequences, *weights):
+    """One LSTM layer from zero states."""
+    state = sequences.new_zeros(1, len(sequences), weights[1].shape[1])
+    return torch.lstm(sequences, (state, state), weights, len(weights) > 2, 1, 0.0, True, False, True)[0]
+
+
 TARGETS = {
     "linear": F.linear,
     "addmm": torch.addmm,
@@ -37,6 +50,8 @@ TARGETS = {
     "matmul": torch.matmul,
     "attention": F.scaled_dot_product_attention,
     "embedding": look_up,
+    "grouped_mm": multiply_groups,
+    "rnn": recur,
 }
 # Of the operands, as the target takes them, and its options.
 SHAPES = {
@@ -106,6 +121,17 @@ SHAPES = {
         "one row": ([(1, 1, 1, 8), (1, 1, 5, 8), (1, 1, 5, 8)], {}),
         "scaled": ([(2, 2, 5, 8)] * 3, {"scale": 0.5}),
     },
+    "grouped_mm": {
+        "aligned": ([(12, 16), (4, 16, 8)], {}),
+        "primes": ([(21, 13), (3, 13, 7)], {}),
+        "one group": ([(5, 8), (1, 8, 3)], {}),
+    },
+    "rnn": {
+        "aligned": ([(4, 6, 16), (64, 16), (64, 16), (64,), (64,)], {}),
+        "primes": ([(3, 5, 7), (44, 7), (44, 11), (44,), (44,)], {}),
+        "one step": ([(2, 1, 8), (32, 8), (32, 8), (32,), (32,)], {}),
+        "no bias": ([(2, 3, 5), (16, 5), (16, 4)], {}),
+    },
     "embedding": {
         "a batch": ([(11, 16)], {"places": torch.arange(24).view(2, 3, 4) % 11}),
         "primes": ([(13, 37)], {"places": torch.arange(7) * 5 % 13}),
@@ -135,6 +161,8 @@ SCALED = {
     "matmul": (0,),
     "attention": (2,),
     "embedding": (0,),
+    "grouped_mm": (0,),
+    "rnn": (),
 }
 # FP16 ends at 65504 and at 6e-8: operands beyond are 0 and Inf there, gradients are scaled.
 TINY, HUGE = 1e-30, 1e30

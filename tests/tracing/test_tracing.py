@@ -644,16 +644,6 @@ def test_a_batch_that_the_model_cannot_take_says_what_torch_said():
         qsync.capture(nn.Linear(8, 8), torch.randn(4, 9))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc(self.rnn(x[None])[0])
-
-
 class Mapped(nn.Module):
     """One product under torch.vmap, where a tensor has a dimension that it does not show, and one outside."""
 
@@ -677,7 +667,7 @@ class Unbatched(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:qsync. . of . products in int8")
-@pytest.mark.parametrize("make", [Recurrent, Mapped, Unbatched])
+@pytest.mark.parametrize("make", [Mapped, Unbatched])
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_what_kernels_cannot_take_stays_in_fp32_beside_what_they_can(make, precision):
     torch.manual_seed(0)
