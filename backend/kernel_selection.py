@@ -295,6 +295,7 @@ def _representative(
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
+        "einsum": (_contract, [(2, n, n // 2), (2, n // 2, n)], {}),
         "grouped_mm": (_multiply_groups, [(n, n // 2), (4, n // 2, n)], {}),
         "rnn": (_recur, [(8, n // 8, n // 2), (2 * n, n // 2), (2 * n, n // 2), (2 * n,), (2 * n,)], {}),
     }
@@ -305,6 +306,11 @@ def _look_up(table: Tensor) -> Tensor:
     """Look up as many rows as the table has, some of them twice."""
     indices = torch.arange(len(table), device=table.device) // 2
     return torch.nn.functional.embedding(indices, table)
+
+
+def _contract(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices by torch.einsum."""
+    return torch.einsum("bij,bjk->bik", left, right)
 
 
 def _multiply_groups(rows: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1),
+    "grouped_mm": (0, 1), "einsum": (0, 1),
 }  # fmt: skip
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4

@@ -5,7 +5,7 @@ Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "embedding": ("embedding", ("input", "weight")),
     # All layers of torch's recurrences are one call; without names every tensor of it is an operand.
     **{name: ("rnn", ()) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "einsum": ("einsum", ()),
     "grouped_mm_fallback": ("grouped_mm", ("input", "weight")),  # of transformers; offsets of groups are kept
 }
 
@@ -48,7 +49,7 @@ FOLLOWING: dict[str, str] = {
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = (
-    "einsum", "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
     "conv_transpose3d", "grouped_mm", "_grouped_mm",
 )  # fmt: skip
 
@@ -166,6 +167,8 @@ def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
     """Return why a product or an embedding so called runs as it was traced; empty if it need not."""
     if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         return "it scales its operands (alpha, beta)"
+    if kind == "einsum" and len(node.all_input_nodes) < 2:
+        return "it multiplies no two values"
     if kind == "embedding":
         if node.target is not torch.nn.functional.embedding:
             return "it is called as torch.embedding, not as torch.nn.functional.embedding"
@@ -199,6 +202,14 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
     return 0
 
 
+def flops_of_einsum(node: torch.fx.Node, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the forward operations of a call of einsum on operands of these shapes."""
+    terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
+    known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
+             zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
+    return 2 * num_elements(known.values())
+
+
 def flops_of_unwritten(node: torch.fx.Node) -> int:
     """Return the forward operations of a product without a low-precision kernel; 0 for any other call."""
     name = bare_name(node)
@@ -208,11 +219,6 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     result, *shapes = [traced_shape(value) if isinstance(value, torch.Tensor) else () for value in values]
     if len(shapes) < 2 or not result:
         return 0
-    if name == "einsum":
-        terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
-        known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
-                 zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
-        return 2 * num_elements(known.values())
     if name.startswith("conv_transpose"):
         return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
     if name.startswith("conv"):

@@ -29,6 +29,10 @@ def look_up(table, places, **options):
     return F.embedding(places.to(table.device), table, **options)
 
 
+def contract(left, right, equation):
+    return torch.einsum(equation, left, right)
+
+
 def multiply_groups(rows, weights):
     """As many rows by each weight."""
     return torch.cat(
@@ -50,6 +54,7 @@ TARGETS = {
     "matmul": torch.matmul,
     "attention": F.scaled_dot_product_attention,
     "embedding": look_up,
+    "einsum": contract,
     "grouped_mm": multiply_groups,
     "rnn": recur,
 }
@@ -121,6 +126,10 @@ SHAPES = {
         "one row": ([(1, 1, 1, 8), (1, 1, 5, 8), (1, 1, 5, 8)], {}),
         "scaled": ([(2, 2, 5, 8)] * 3, {"scale": 0.5}),
     },
+    "einsum": {
+        "matrices": ([(4, 7, 5), (4, 5, 3)], {"equation": "bij,bjk->bik"}),
+        "other orders": ([(7, 4, 5), (3, 5, 4)], {"equation": "ibj,kjb->bik"}),
+    },
     "grouped_mm": {
         "aligned": ([(12, 16), (4, 16, 8)], {}),
         "primes": ([(21, 13), (3, 13, 7)], {}),
@@ -161,6 +170,7 @@ SCALED = {
     "matmul": (0,),
     "attention": (2,),
     "embedding": (0,),
+    "einsum": (0,),
     "grouped_mm": (0,),
     "rnn": (),
 }

@@ -114,7 +114,7 @@ class Terms:
 
 def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """Return the three terms of the module's equation for one operator at one precision. Pure."""
-    if op.kind in ("matmul", "grouped_mm", "attention"):
+    if op.kind in ("matmul", "einsum", "grouped_mm", "attention"):
         return _activation_terms(op, precision, found)
     if op.kind == "embedding":
         return _lookup_terms(op, precision, found)
