@@ -295,6 +295,9 @@ def _representative(
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
+        "einsum": (_contract, [(2, n, n // 2), (2, n // 2, n)], {}),
+        "grouped_mm": (_multiply_groups, [(n, n // 2), (4, n // 2, n)], {}),
+        "rnn": (_recur, [(8, n // 8, n // 2), (2 * n, n // 2), (2 * n, n // 2), (2 * n,), (2 * n,)], {}),
     }
     return calls[kind]
 
@@ -303,6 +306,23 @@ def _look_up(table: Tensor) -> Tensor:
     """Look up as many rows as the table has, some of them twice."""
     indices = torch.arange(len(table), device=table.device) // 2
     return torch.nn.functional.embedding(indices, table)
+
+
+def _contract(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply matrices by torch.einsum."""
+    return torch.einsum("bij,bjk->bik", left, right)
+
+
+def _multiply_groups(rows: Tensor, weights: Tensor) -> Tensor:
+    """Multiply as many rows by each weight."""
+    groups = rows.chunk(len(weights))
+    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
+
+
+def _recur(sequences: Tensor, *weights: Tensor) -> Tensor:
+    """Run one LSTM layer from zero states over sequences (rows, steps, width)."""
+    state = sequences.new_zeros(1, len(sequences), weights[1].shape[1])
+    return torch.lstm(sequences, (state, state), weights, True, 1, 0.0, True, False, True)[0]
 
 
 def _median_s(run: Callable[[], Any]) -> float:

@@ -265,7 +265,7 @@ FAMILIES: dict[str, Family] = {
             {**_VOCAB, "num_hidden_layers": 4, "hidden_size": 384, "num_heads": 12, "head_dim": 64,
              "state_size": 64, "n_groups": 1, "chunk_size": 64}, _LANGUAGE,
         ),
-        Family(  # the recurrence stays FP32
+        Family(
             "lstm", RECURRENT, "LstmLanguageModel", {**_VOCAB, "width": 512, "num_layers": 2},
             Inputs(8, (64,), labels="text"),
         ),

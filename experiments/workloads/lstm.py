@@ -1,4 +1,4 @@
-"""A language model of LSTM layers (Hochreiter and Schmidhuber 1997): its recurrence stays FP32."""
+"""A language model of LSTM layers (Hochreiter and Schmidhuber 1997)."""
 
 from __future__ import annotations
 

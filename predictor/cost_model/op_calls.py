@@ -30,8 +30,9 @@ Shape = tuple[int, ...]
 # Kinds that return a view of their input: no bytes move.
 _MOVE_NOTHING = ("view", "input", "output")
 _PRECISIONS = frozenset(map(str, Precision))
-# Backward over forward: five products against two, as probabilities are recomputed (Dao et al. 2022).
-_ATTENTION_BACKWARD = 2.5
+# Backward over forward where it is not the number of gradients. Attention: five products against two, as
+# probabilities are recomputed (Dao et al. 2022). A recurrence: the gradients of both factors of each product.
+_BACKWARD = {"attention": 2.5, "rnn": 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def operations(call: Call, mode: str, direction: Direction, float_16bit: str) ->
         return {}
     total = float(call.flops)
     if direction == "backward":
-        total *= _ATTENTION_BACKWARD if call.kind == "attention" else call.num_gradients
+        total *= _BACKWARD.get(call.kind, call.num_gradients)
     if mode == Precision.INT8_ALL:
         return {"int8": total}
     if mode != Precision.INT8:

@@ -24,9 +24,11 @@ SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
+    "grouped_mm": (0, 1), "einsum": (0, 1),
 }  # fmt: skip
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4
+_LSTM_GATES = 4
 # Forms in which an operator and the one in its epilogue save the same as apart: a product its operands, gelu
 # its input, relu its result.
 SAVES_AS_TORCH = ("plain", FUSED, *EPILOGUES)
@@ -77,6 +79,8 @@ def saved_by_op(
         bools = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] == "bool")
         floats = tuple(j for j in everything if dtypes[op.inputs[j]] in LARGEST)
         return Saved(floats, indices=bools) if mode == "int8" else Saved(floats, output=True)
+    if op.kind == "rnn":
+        return Saved(everything, output=True)
     if op.kind in SAVES_OUTPUT:
         return Saved(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
@@ -122,10 +126,35 @@ def made_for_backward(
         yield num_elements(scores_shape(op, shapes)) if op.dropout and device == "cpu" else 0
         masks = [value for value in (*op.inputs[3:], *op.kept) if dtypes[value] == "bool"]
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in masks)
+    elif op.kind == "rnn":
+        yield from _recurrent(op, mode, [shapes[value] for value in op.inputs], device)
     elif op.kind == "cross_entropy":
         yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
+
+
+def _recurrent(op: Op, mode: str, shapes: list[tuple[int, ...]], device: str) -> Iterator[int]:
+    """Yield what the layers of a recurrence make for backward.
+
+    Each but the last hands its result to the next. The workspace of oneDNN's LSTM holds gates, states and the
+    gradients of states of all steps (the bytes were measured with torch 2.13). Elsewhere a step saves its
+    gates, its states, and the factors of its products.
+    """
+    tokens, rows = num_elements(shapes[0][:-1]), shapes[1][1]
+    weights = [shape for shape in shapes if len(shape) == 2]
+    last = None
+    for own, state in zip(weights[::2], weights[1::2], strict=False):
+        hidden = state[1]
+        gates = own[0] // hidden
+        if device == "cpu" and gates == _LSTM_GATES:
+            per_hidden, per_width = (22, 20) if mode == "bf16" else (36, 24)
+            yield (per_hidden * hidden + per_width * max(own[1], hidden)) * (tokens + rows)
+        else:
+            yield type_bytes(mode, (2 * gates + 2) * hidden * tokens)
+        if last is not None:
+            yield type_bytes(mode, last * tokens)
+        last = hidden
 
 
 def writes_scores(op: Op, mode: str, device: str) -> bool:

@@ -36,7 +36,7 @@ from qsync.errors import CalibrationError
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration
-from qsync.predictor.sensitivity.operand_gradients import MAX_OPERANDS, on_gradient, own_view, takes_gradient
+from qsync.predictor.sensitivity.operand_gradients import on_gradient, own_view, takes_gradient
 from qsync.predictor.sensitivity.rounding import (
     rounded_to,
     rounding_error,
@@ -134,7 +134,7 @@ class Probe:
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand, whose gradient is that of this operator alone."""
-        if index >= MAX_OPERANDS or not takes_gradient(operand):
+        if not takes_gradient(operand):
             return operand
         if not torch.is_grad_enabled():  # a call of the model that the loss does not differentiate
             return operand
@@ -144,14 +144,12 @@ class Probe:
         return view
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
-        """Observe a result; recomputation in backward (checkpoints) is not observed."""
-        if (
-            self._visit is not None
-            and isinstance(node, Run)
-            and takes_gradient(result)
-            and result.requires_grad
-        ):
-            self._visit(node.op, RESULT, result)
+        """Observe a result, or each of several; recomputation in backward (checkpoints) is not observed."""
+        if self._visit is None or not isinstance(node, Run):
+            return
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if takes_gradient(one) and one.requires_grad:
+                self._visit(node.op, RESULT, one)
 
     def _record(
         self, op: str, index: int, tensor: torch.Tensor, is_parameter: bool = False, trains: bool = True

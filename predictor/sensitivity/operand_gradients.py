@@ -16,9 +16,6 @@ from qsync.predictor.sensitivity.rounding import rounded_to
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Sensitivity
 
-# The operands after these are masks: attention takes its slow path for a mask that needs a gradient.
-MAX_OPERANDS = 3
-
 
 @dataclass(slots=True)
 class Edge:
@@ -54,7 +51,7 @@ class Edges:
 
     def taken(self, op: str, index: int, operand: Any) -> Any:
         """Return a view of the operand with a gradient of its own."""
-        if index >= MAX_OPERANDS or not takes_gradient(operand):
+        if not takes_gradient(operand):
             return operand
         tensor = own_view(operand)  # also where a checkpoint recomputes: it must save what forward saved
         if not self._open:

@@ -15,7 +15,7 @@ from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precisi
 
 BASES = (Precision.FP32, Precision.FP32_FAST, Precision.TF32, Precision.BF16, Precision.FP16)
 # Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
-_AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention")
+_AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention", "rnn", "einsum")
 # A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
     Precision.FP32_FAST: (Precision.FP32,),

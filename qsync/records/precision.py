@@ -103,6 +103,9 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     ),
     "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
     "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
+    "rnn": (Precision.FP32, Precision.BF16),
+    "einsum": (Precision.FP32, Precision.BF16),
+    "grouped_mm": (Precision.FP32, Precision.BF16),
 }
 
 # Precisions that take FP32 operands, give FP32 results and gradients, and round inside the product.

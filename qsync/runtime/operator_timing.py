@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils._pytree import tree_leaves
 
 from qsync import __version__
 from qsync.backend import Kernels
@@ -36,6 +37,7 @@ from qsync.tracing.segments import DTYPES, Segment
 _TIE = 0.05
 _ROUNDS, _TIMED_S = 20, 0.05  # of one choice
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
+_OFFSETS = "offsets"  # of groups of rows
 _READER = "the readers of the result"
 
 
@@ -50,7 +52,9 @@ class _Value:
     requires_grad: bool
 
     def made(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return such a tensor; integers are below `num_rows`."""
+        """Return such a tensor; integers are below `num_rows`, and offsets split these rows evenly."""
+        if self.kind == _OFFSETS:
+            return (torch.arange(1, self.shape[0] + 1) * num_rows // self.shape[0]).to(device)
         dtype, shape = _TYPES[self.type], [self.shape[k] for k in self.order]
         if dtype.is_floating_point:
             value = torch.randn(shape).to(dtype)
@@ -223,6 +227,8 @@ class _Part:
         name, example = self._value_of[node], node.meta["example_value"]
         entry = self._inputs.get(name) or self._ops[name]
         kind = "parameter" if isinstance(entry, Input) and entry.kind in ("parameter", "alias") else "batch"
+        if self._op(reader).kind == "grouped_mm" and name in self._op(reader).kept:
+            kind = _OFFSETS
         strides = [size if isinstance(size, int) else int(size.node.hint) for size in example.stride()]
         order = tuple(sorted(range(len(strides)), key=lambda k: (-strides[k], k)))
         if kind == "batch" and len(order) == 4 and self._runs[self._value_of[reader]].channels_last:
@@ -264,12 +270,14 @@ class _Part:
         segment = Segment(torch.fx.GraphModule({}, graph), op_of=op_of, value_of=value_of)
         run = rewrite(segment, lowered, kernels)
         rows = next((value.shape[0] for value in values.values() if value.kind == "parameter"), 1)
+        if any(value.kind == _OFFSETS for value in values.values()):
+            rows = next(iter(values.values())).shape[0]  # of the first operand, whose rows are grouped
         operands = [value.made(rows, kernels.device) for value in values.values()]
         leaves = [operand for operand in operands if operand.requires_grad]
         gradients: list[torch.Tensor] = []
 
         def step() -> None:
-            found = run(*operands)
+            found = tree_leaves(run(*operands))  # a recurrence returns its states, too
             if leaves:
                 gradients.extend(torch.randn_like(one) for one in found[len(gradients) :])
                 torch.autograd.grad(found, leaves, gradients, allow_unused=True)

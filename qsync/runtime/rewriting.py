@@ -191,6 +191,7 @@ class Taken(torch.nn.Module):
 
 
 _TIMED = "timed"  # begins the names of reports to an observer that only takes times
+_MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
 _KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
@@ -326,9 +327,10 @@ class _Rewriter:
             taken = self._operand(segment, run.op, source, new)
             value = segment.value_of.get(source)
             if self._watched and run.mode == "fp32" and op.role == "adjustable" and value in op.inputs:
-                return _call(
-                    module, "taken", Taken(self._observer, op.name, op.inputs.index(value)), (taken,), {}
-                )
+                index = op.inputs.index(value)
+                if op.kind == "attention" and index >= _MASK:
+                    return taken
+                return _call(module, "taken", Taken(self._observer, op.name, index), (taken,), {})
             if native or value not in op.inputs:
                 return taken
             encoded = is_encoded(run.operands[op.inputs.index(value)])

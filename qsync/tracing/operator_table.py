@@ -5,7 +5,7 @@ Allow-lists, never deny-lists: a call nobody classified is fixed and runs in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "mm": ("matmul", ("input", "mat2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
     "embedding": ("embedding", ("input", "weight")),
+    # All layers of torch's recurrences are one call; without names every tensor of it is an operand.
+    **{name: ("rnn", ()) for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "einsum": ("einsum", ()),
+    "grouped_mm_fallback": ("grouped_mm", ("input", "weight")),  # of transformers; offsets of groups are kept
 }
 
 # Following kinds by the name of the torch call. What matters beyond the name: "view" shares its input's
@@ -45,8 +49,8 @@ FOLLOWING: dict[str, str] = {
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = (
-    "einsum", "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "grouped_mm", "_grouped_mm", "grouped_mm_fallback",
+    "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "grouped_mm", "_grouped_mm",
 )  # fmt: skip
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
@@ -66,6 +70,9 @@ PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other",
 )  # fmt: skip
+
+# The namespaces of registered operators that are known by their names.
+_NAMESPACES = ("aten", "transformers")
 
 # In-place calls whose name is not simply the functional one with an underscore.
 _OPERATOR_INPLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "truediv", "imatmul": "matmul"}
@@ -160,6 +167,8 @@ def why_traced_as_is(node: torch.fx.Node, kind: str) -> str:
     """Return why a product or an embedding so called runs as it was traced; empty if it need not."""
     if kind == "addmm" and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1):
         return "it scales its operands (alpha, beta)"
+    if kind == "einsum" and len(node.all_input_nodes) < 2:
+        return "it multiplies no two values"
     if kind == "embedding":
         if node.target is not torch.nn.functional.embedding:
             return "it is called as torch.embedding, not as torch.nn.functional.embedding"
@@ -182,12 +191,23 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
         return 2 * num_elements(output) * shapes[1][-1]
     if kind in ("conv2d", "conv1d"):
         return 2 * num_elements(output) * num_elements(shapes[1][1:])
-    if kind == "matmul":
+    if kind in ("matmul", "grouped_mm"):
         return 2 * num_elements(output) * shapes[0][-1]
     if kind == "attention":
         query, key, value = shapes[:3]
         return 2 * num_elements(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if kind == "rnn":  # every step of every row multiplies every weight
+        weights = sum(num_elements(shape) for shape in shapes if len(shape) == 2)
+        return 2 * num_elements(shapes[0][:-1]) * weights
     return 0
+
+
+def flops_of_einsum(node: torch.fx.Node, shapes: Sequence[tuple[int, ...]]) -> int:
+    """Return the forward operations of a call of einsum on operands of these shapes."""
+    terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
+    known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
+             zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
+    return 2 * num_elements(known.values())
 
 
 def flops_of_unwritten(node: torch.fx.Node) -> int:
@@ -199,11 +219,6 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     result, *shapes = [traced_shape(value) if isinstance(value, torch.Tensor) else () for value in values]
     if len(shapes) < 2 or not result:
         return 0
-    if name == "einsum":
-        terms = str(node.args[0]).replace(" ", "").partition("->")[0].split(",")
-        known = {index: size for term, shape in zip(terms, shapes, strict=False) for index, size in
-                 zip(reversed(term), reversed(shape), strict=False)}  # fmt: skip
-        return 2 * num_elements(known.values())
     if name.startswith("conv_transpose"):
         return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
     if name.startswith("conv"):
@@ -224,6 +239,6 @@ def _is_torch(target: str | Callable[..., Any]) -> bool:
     if isinstance(target, str):
         return True
     module = getattr(target, "__module__", None) or ""
-    if module.startswith("torch._ops."):  # registered operators: torch's own are in the namespace aten
-        return module.split(".")[2] == "aten"
+    if module.startswith("torch._ops."):  # registered operators
+        return module.split(".")[2] in _NAMESPACES
     return module.startswith(("torch", "_operator", "operator")) or module in ("math", "builtins", "")

@@ -31,6 +31,7 @@ from qsync.tracing.operator_table import (
     constants,
     dropped,
     flops,
+    flops_of_einsum,
     flops_of_unwritten,
     is_dilated,
     names_a_type,
@@ -310,6 +311,8 @@ class _Reader:
         depth = max((self._depth.get(source, 0) for source in (*read, *kept)), default=0) + product
         count = flops(kind, [self._shape[source] for source in read], shape) if len(read) > 1 else 0
         because = call.because
+        if kind == "einsum" and len(read) > 1:
+            count = flops_of_einsum(node, [self._shape[source] for source in read])
         if kind == "other" and (unwritten := flops_of_unwritten(node)):
             count, because = unwritten, f"qsync has no kernel for {bare_name(node)} in low precision"
         drops = call.drops if kind == "attention" else 0.0
@@ -381,7 +384,7 @@ class _Reader:
 
 def operator_name(path: str, kind: str) -> str:
     """Return an operator's module path, and its kind unless it is its module's own product."""
-    own = kind in ("linear", "addmm", "conv2d", "conv1d", path.rpartition(".")[2])
+    own = kind in ("linear", "addmm", "conv2d", "conv1d", "rnn", path.rpartition(".")[2])
     return path if own and path else f"{path}.{kind}" if path else kind
 
 

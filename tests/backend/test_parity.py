@@ -29,6 +29,23 @@ def look_up(table, places, **options):
     return F.embedding(places.to(table.device), table, **options)
 
 
+def contract(left, right, equation):
+    return torch.einsum(equation, left, right)
+
+
+def multiply_groups(rows, weights):
+    """As many rows by each weight."""
+    return torch.cat(
+        [group @ weight for group, weight in zip(rows.chunk(len(weights)), weights, strict=True)]
+    )
+
+
+def recur(sequences, *weights):
+    """One LSTM layer from zero states."""
+    state = sequences.new_zeros(1, len(sequences), weights[1].shape[1])
+    return torch.lstm(sequences, (state, state), weights, len(weights) > 2, 1, 0.0, True, False, True)[0]
+
+
 TARGETS = {
     "linear": F.linear,
     "addmm": torch.addmm,
@@ -37,6 +54,9 @@ TARGETS = {
     "matmul": torch.matmul,
     "attention": F.scaled_dot_product_attention,
     "embedding": look_up,
+    "einsum": contract,
+    "grouped_mm": multiply_groups,
+    "rnn": recur,
 }
 # Of the operands, as the target takes them, and its options.
 SHAPES = {
@@ -106,6 +126,21 @@ SHAPES = {
         "one row": ([(1, 1, 1, 8), (1, 1, 5, 8), (1, 1, 5, 8)], {}),
         "scaled": ([(2, 2, 5, 8)] * 3, {"scale": 0.5}),
     },
+    "einsum": {
+        "matrices": ([(4, 7, 5), (4, 5, 3)], {"equation": "bij,bjk->bik"}),
+        "other orders": ([(7, 4, 5), (3, 5, 4)], {"equation": "ibj,kjb->bik"}),
+    },
+    "grouped_mm": {
+        "aligned": ([(12, 16), (4, 16, 8)], {}),
+        "primes": ([(21, 13), (3, 13, 7)], {}),
+        "one group": ([(5, 8), (1, 8, 3)], {}),
+    },
+    "rnn": {
+        "aligned": ([(4, 6, 16), (64, 16), (64, 16), (64,), (64,)], {}),
+        "primes": ([(3, 5, 7), (44, 7), (44, 11), (44,), (44,)], {}),
+        "one step": ([(2, 1, 8), (32, 8), (32, 8), (32,), (32,)], {}),
+        "no bias": ([(2, 3, 5), (16, 5), (16, 4)], {}),
+    },
     "embedding": {
         "a batch": ([(11, 16)], {"places": torch.arange(24).view(2, 3, 4) % 11}),
         "primes": ([(13, 37)], {"places": torch.arange(7) * 5 % 13}),
@@ -135,6 +170,9 @@ SCALED = {
     "matmul": (0,),
     "attention": (2,),
     "embedding": (0,),
+    "einsum": (0,),
+    "grouped_mm": (0,),
+    "rnn": (),
 }
 # FP16 ends at 65504 and at 6e-8: operands beyond are 0 and Inf there, gradients are scaled.
 TINY, HUGE = 1e-30, 1e30
@@ -152,6 +190,8 @@ LEAST_DB = {
 }  # fmt: skip
 # Probabilities are rounded as well. INT8's reference keeps them in FP32, the kernel in BF16.
 ATTENTION_DB = {"tf32": (50, 45), "bf16": (45, 40), "fp16": (60, 55), "int8": (42, 40)}
+# So are the states and gates of every step.
+RNN_DB = {**LEAST_DB, "bf16": (40, 38)}
 # An FP32 result of INT8 is rounded by each of three multiplications and one addition; a BF16 one once more.
 INT8_BOUND = {"fp32": 2**-22, "bf16": 2**-8}
 
@@ -265,7 +305,7 @@ def bounds(device, kind, precision, out_type):
     if precision is Precision.FP32:
         least = (math.inf, math.inf)
     else:
-        least = (ATTENTION_DB if kind == "attention" else LEAST_DB)[precision]
+        least = {"attention": ATTENTION_DB, "rnn": RNN_DB}.get(kind, LEAST_DB)[precision]
     least = least if out_type == "fp32" else (min(least[0], 42), min(least[1], 42))
     return [db - 10 * (device == "cuda") for db in least]
 

@@ -10,6 +10,23 @@ from qsync.backend import Operand, decode, encode, reference_kernel
 from qsync.backend.reference_kernels import round_mantissa
 from qsync.records.precision import MANTISSA_BITS, PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
 
+
+def contract(left, right):
+    return torch.einsum("bij,bjk->bik", left, right)
+
+
+def multiply_groups(rows, weights):
+    return torch.cat(
+        [group @ weight for group, weight in zip(rows.chunk(len(weights)), weights, strict=True)]
+    )
+
+
+def recur(x, *weights):
+    """One LSTM layer."""
+    state = x.new_zeros(1, len(x), weights[1].shape[1])
+    return torch.lstm(x, (state, state), weights, True, 1, 0.0, True, False, True)[0]
+
+
 CALLS = {
     "linear": (F.linear, [(5, 7), (3, 7), (3,)], {}),
     "addmm": (torch.addmm, [(3,), (5, 7), (7, 3)], {}),
@@ -18,6 +35,9 @@ CALLS = {
     "matmul": (torch.matmul, [(2, 5, 7), (2, 7, 3)], {}),
     "attention": (F.scaled_dot_product_attention, [(1, 2, 5, 4)] * 3, {}),
     "embedding": (lambda table: F.embedding(torch.arange(12).view(3, 4) % 5, table), [(7, 9)], {}),
+    "einsum": (contract, [(2, 5, 7), (2, 7, 3)], {}),
+    "grouped_mm": (multiply_groups, [(6, 7), (3, 7, 4)], {}),
+    "rnn": (recur, [(2, 5, 3), (16, 3), (16, 4), (16,), (16,)], {}),
 }
 # Relative error, root mean square, of result and gradients against FP32 for operands of normal distribution.
 LARGEST_ERROR = {

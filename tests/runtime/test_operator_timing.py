@@ -191,9 +191,10 @@ class Everything(nn.Module):
         super().__init__()
         self.table, self.conv, self.signal = nn.Embedding(9, 8), nn.Conv2d(1, 4, 3), nn.Conv1d(4, 4, 3)
         self.weight, self.fc = nn.Parameter(torch.randn(8, 8)), nn.Linear(8, 8)
+        self.lstm = nn.LSTM(8, 8)
 
     def forward(self, ids, mask):
-        x = self.table(ids)
+        x, _ = self.lstm(self.table(ids))
         x = torch.addmm(self.weight[0], x.flatten(0, 1), self.weight).view(x.shape)
         q = x.view(2, 10, 2, 4).transpose(1, 2)
         x = F.scaled_dot_product_attention(q, q.sin(), q, mask).transpose(1, 2).reshape(2, 10, 8)
@@ -222,7 +223,7 @@ def test_every_kind_of_operator_is_timed_alone_without_a_trace(on, monkeypatch):
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     kinds = {op.kind for op in program_of(low).graph.adjustable}
-    assert kinds == {"embedding", "addmm", "attention", "matmul", "conv2d", "conv1d", "linear"}
+    assert kinds == {"embedding", "addmm", "attention", "matmul", "conv2d", "conv1d", "linear", "rnn"}
     assert len(seen) == len(kinds)
     torch.manual_seed(0)
     assert torch.equal(found, qsync.wrap(Everything(), "int8", strict=True)(ids, mask))

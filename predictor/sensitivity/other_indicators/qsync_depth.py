@@ -114,11 +114,11 @@ class Terms:
 
 def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """Return the three terms of the module's equation for one operator at one precision. Pure."""
-    if op.kind in ("matmul", "attention"):
+    if op.kind in ("matmul", "einsum", "grouped_mm", "attention"):
         return _activation_terms(op, precision, found)
     if op.kind == "embedding":
         return _lookup_terms(op, precision, found)
-    x, w = (1, 2) if op.kind == "addmm" else (0, 1)
+    x, w = factors(op, found.shapes)
     v_x = found.rounding[x][operand_type(op.kind, x, precision)]
     v_w = found.rounding[w][operand_type(op.kind, w, precision)]
     v_g = found.gradient_rounding[gradient_type(precision)]
@@ -163,8 +163,18 @@ def gradient_type(precision: Precision) -> str:
     return str(precision)
 
 
+def factors(op: Op, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int]:
+    """Return the positions of a product's input and weight; of a recurrence, those of its first layer."""
+    if op.kind == "rnn":
+        return 0, next(j for j, shape in enumerate(shapes) if len(shape) == 2)
+    return (1, 2) if op.kind == "addmm" else (0, 1)
+
+
 def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
     """Return M, K, N of a product with a weight: rows (or positions), contracted size, output channels."""
+    if op.kind == "rnn":
+        n, k = found.shapes[factors(op, found.shapes)[1]]
+        return num_elements(found.shapes[0][:-1]), k, n
     if op.kind == "linear":
         n, k = found.shapes[1]
         return num_elements(op.shape) // max(n, 1), k, n
@@ -229,6 +239,8 @@ class Gatherer:
 
     def seen(self, node: Cast | Run, result: Any, operands: tuple[Any, ...]) -> None:
         """Hold an operator's operands and result until `describe` gets the graph."""
+        if isinstance(result, tuple):  # of a recurrence: the states are part of the sequence
+            result = result[0]
         if isinstance(node, Run) and node.mode in ("fp32",) and isinstance(result, torch.Tensor):
             self._pending.append((node.op, result, operands))
 
@@ -248,7 +260,8 @@ class Gatherer:
 
     def _take(self, op: Op, result: torch.Tensor, operands: tuple[Any, ...]) -> _DeviceStatistics:
         usable = [p for p in self._precisions if p in PRECISIONS_BY_KIND[op.kind]]
-        weight = operands[2 if op.kind == "addmm" else 1] if len(operands) > 1 else None
+        shapes = [tuple(tensor.shape) for tensor in operands]
+        weight = operands[factors(op, shapes)[1]] if len(operands) > 1 else None
         trains = isinstance(weight, torch.nn.Parameter) and weight.requires_grad
         rounded = (result,) if op.kind in ROUNDS_WHAT_IT_READS else operands
         rounding = [

@@ -1,0 +1,97 @@
+"""Products of experts: groups of rows, each times a weight of its own, as transformers calls them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import qsync
+from qsync import Precision
+from qsync.runtime import operator_timing
+from qsync.runtime.program import program_of
+from tests.support.kernel_calls import agreement_db
+
+pytest.importorskip("transformers.integrations.moe")
+X = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+OFFSETS = torch.tensor([5, 5, 9, 12], dtype=torch.int32)  # the second expert gets no row
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.fc = nn.Parameter(torch.randn(4, 16, 8)), nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        grouped = torch.ops.transformers.grouped_mm_fallback
+        return self.fc(grouped(x, self.weight.transpose(-2, -1), offs=offsets).relu())
+
+
+def step(model, offsets=OFFSETS):
+    x = X.clone().requires_grad_()
+    y = model(x, offsets)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+def test_groups_run_in_fp32_as_torch_runs_them_and_in_bf16():
+    expected = step(Experts())
+    assert all(map(torch.equal, step(qsync.wrap(Experts(), "fp32")), expected))
+    low = qsync.wrap(Experts(), "bf16", strict=True)
+    found = step(low)
+    assert all(agreement_db(a, b) > 30 for a, b in zip(found, expected, strict=True))
+    assert program_of(low).assignment() == {"grouped_mm": Precision.BF16, "fc": Precision.BF16}
+    assert not found[2][1].any()  # the gradient of the expert without rows
+    # Other groups of the same rows: the offsets are read at every call.
+    other = torch.tensor([0, 12, 12, 12], dtype=torch.int32)
+    for parameter in low.parameters():
+        parameter.grad = None
+    assert all(agreement_db(a, b) > 30 for a, b in zip(step(low, other), step(Experts(), other), strict=True))
+
+
+def test_the_rows_of_all_groups_are_counted_once():
+    (op,) = (op for op in qsync.capture(Experts(), (X, OFFSETS)).ops if op.kind == "grouped_mm")
+    assert op.flops == 2 * 12 * 8 * 16
+    assert [name.partition(":")[0] for name in op.kept] == ["input"]
+
+
+def test_groups_that_are_timed_alone_have_rows(monkeypatch):
+    seen = []
+
+    def fastest(runs, *_):
+        for run in runs:
+            run()
+        return 0
+
+    def taken(value, num_rows, device):
+        seen.append((value.kind, made(value, num_rows, device)))
+        return seen[-1][1]
+
+    made = operator_timing._Value.made
+    monkeypatch.setattr(operator_timing._Value, "made", taken)
+    monkeypatch.setattr(operator_timing, "fastest", fastest)
+    monkeypatch.setattr(operator_timing, "_choices", lambda _: Undecided())
+    step(qsync.wrap(copy.deepcopy(Experts()), "bf16"))
+    assert {tuple(value.tolist()) for kind, value in seen if kind == "offsets"} == {(3, 6, 9, 12)}
+
+
+class Undecided:
+    def get(self, _):
+        return None
+
+    def decided(self, _, trial):
+        return trial()
+
+
+def test_the_sensitivity_of_groups_is_near_what_is_measured():
+    def of(indicator):
+        loss_fn = lambda model, batch: model(*batch).square().mean()  # noqa: E731
+        batches = [(X, OFFSETS)]
+        found = qsync.sensitivity(Experts(), batches, loss_fn, indicator=indicator, precisions=["bf16"])
+        return found.omega["grouped_mm"]["bf16"]
+
+    assert 0.2 < of("variance") / of("empirical") < 5
+    assert of("depth") > 0
