@@ -34,12 +34,14 @@ from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, 
 _PAGE = Path("docs/results/unseen.md")
 _PICTURE = Path("docs/figures/unseen.png")
 _PARTS, _PEAK_ROUNDS, _SEED = ("speed", "prediction", "memory"), 5, 0
+_RANKS = "ranks"  # two at once: on request, because it takes two cores
+_PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
 
 
 def main(
     out: Out = Path("unseen"),
     only: Annotated[list[str] | None, typer.Option(help="Only this family; repeat for several.")] = None,
-    part: Annotated[list[str] | None, typer.Option(help=f"{', '.join(_PARTS)}; all if left out.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help=_PARTS_HELP)] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every step that is timed.")] = 9,
     plans: Annotated[int, typer.Option(min=1, help="Random plans that are predicted, a family.")] = 8,
     peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
@@ -53,8 +55,8 @@ def main(
         if family_named(name).held_out and not held_out:
             raise QSyncError(f"{name} is held out; add --held-out, and do not develop by what you see")
     for name in part or ():
-        if name not in _PARTS:
-            raise QSyncError(f"there is no part {name!r}; choose from {', '.join(_PARTS)}")
+        if name not in (*_PARTS, _RANKS):
+            raise QSyncError(f"there is no part {name!r}; choose from {', '.join((*_PARTS, _RANKS))}")
     parts = [*(part or _PARTS), *(["peers"] if peers else [])]
     experiment = Experiment("unseen", out, settings={"tiny": tiny}, fresh=fresh, seed=_SEED)
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
@@ -90,6 +92,9 @@ def _measured(
     for part in parts:
         if part == "memory":
             found[part] = experiment.piece(f"memory {name}", _fresh(family_runs.memory, name, tiny))
+        elif part == _RANKS:
+            run = partial(family_runs.ranks, name, plans, _SEED, tiny)
+            found[part] = experiment.piece(f"{part} {name}", run, plans=plans)
         elif part == "prediction":
             found[part] = _prediction(experiment, name, rounds, plans)
         else:

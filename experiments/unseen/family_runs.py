@@ -21,12 +21,14 @@ import qsync
 from qsync import Cluster, OpGraph, Precision, Profile, api
 from qsync.backend import select
 from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.distributed import liveness
 from qsync.distributed.validation import random_plans
 from qsync.errors import shortened
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.emulated_profiles import GLOO, HERE
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, ratios
+from qsync.experiments.harness.ranks import Place, run_on_ranks
 from qsync.experiments.kernels.cases import Bench, Case
 from qsync.experiments.kernels.roofline import SQUARE, Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import least_times, peer_step, training_step
@@ -38,6 +40,7 @@ from qsync.runtime import coverage, program
 CPU = torch.device("cpu")
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
 _PROFILE_S = 30.0  # of steps, for a profile
+_PATIENCE_S = 60.0  # with a rank that says nothing
 Assignment = Mapping[str, str]
 
 
@@ -147,6 +150,28 @@ def planned(name: str, assignment: Assignment, rounds: int, tiny: bool = False) 
     return {
         **{of: samples.median_s for of, samples in found.items()},
         "ratio": median(ratios(found["plan"], found["fp32"])),
+    }
+
+
+@_or_failure
+def ranks(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
+    """Run random plans on two ranks; return by how much replay misses each, and what lies in its interval."""
+    config = {"name": name, "num_plans": num_plans, "seed": seed, "tiny": tiny, "weak_share": 1.0}
+    found: dict[str, Any] = run_on_ranks(_validated, config, command="validate")
+    return found
+
+
+def _validated(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """Compare plans on one rank with their replay, as `qsync.validate` does."""
+    model, batches = _begin(config["name"], config["tiny"])
+    batch = {name: value.to(place.device) for name, value in batches[0].items()}
+    with liveness.start(_PATIENCE_S):
+        validation, _ = qsync.validate(
+            model.to(place.device), batch, num_plans=config["num_plans"], seed=config["seed"]
+        )
+    return {
+        "errors": [one.error for one in validation.comparisons],
+        "inside": [one.inside for one in validation.comparisons],
     }
 
 

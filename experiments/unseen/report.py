@@ -37,9 +37,12 @@ def bars(found: Found) -> list[Bar]:
                 low, speed, high = times_as_fast(variants, mode)
                 spread = {"quartiles": [low, high]}
                 made.append(bar(f"{name}: {mode}, x autocast", speed, limit, at_least=True, **spread))
-    errors = [abs(error) for parts in found.values() for error in _errors(parts)]
-    for which, limit in PREDICTION_BARS.items() if errors else ():
-        made.append(bar(f"|predicted / measured - 1| of plans, {which}", _sizes(errors)[which], limit))
+    alone = [error for parts in found.values() for error in _errors(parts)]
+    together = [error for parts in found.values() for error in parts.get("ranks", {}).get("errors", ())]
+    for where, errors in (("", alone), (" on two ranks", together)):
+        for which, limit in PREDICTION_BARS.items() if errors else ():
+            name = f"|predicted / measured - 1| of plans{where}, {which}"
+            made.append(bar(name, _sizes(errors)[which], limit))
     made.append(bar("families with a failure", sum(bool(failures(parts)) for parts in found.values()), 0))
     return made
 
@@ -57,7 +60,11 @@ def failures(parts: Mapping[str, Any]) -> dict[str, str]:
     runs = parts.get("prediction", {})
     failed = {
         part: found["failed"]
-        for part, found in (("profile", runs), ("memory", parts.get("memory", {})))
+        for part, found in (
+            ("profile", runs),
+            ("memory", parts.get("memory", {})),
+            ("ranks", parts.get("ranks", {})),
+        )
         if "failed" in found
     }
     failed |= {
@@ -95,6 +102,10 @@ def tables(found: Found, suffix: str = "") -> list[Table]:
         if errors := _errors(parts):
             sizes = [f"{size:.1%}" for size in _sizes(errors).values()]
             rows[_PREDICTION].append([name, str(len(errors)), *sizes, f"{errors[0]:+.1%}"])
+        if errors := parts.get("ranks", {}).get("errors", []):
+            inside = [one for one in parts["ranks"]["inside"] if one is not None]
+            sizes = [f"{size:.1%}" for size in _sizes(errors).values()]
+            rows[_ON_RANKS].append([name, str(len(errors)), *sizes, f"{sum(inside)} of {len(inside)}"])
         if "fp32" in parts.get("memory", {}):
             rows[_MEMORY].append([name, *map(_memory_cell, parts["memory"].values())])
         rows[_FAILURES] += [[name, what, why] for what, why in failures(parts).items()]
@@ -109,6 +120,7 @@ _SPEEDS = "Whole steps, times as fast as FP32 eager (roofline) and as autocast (
 _PEERS = "Other peers, times as fast as FP32 eager (measured)"
 _COVERAGE = "FLOPs of products that each mode runs in which precision"
 _PREDICTION = "|predicted / measured - 1| of a plan's step over FP32's (predictions are simulated)"
+_ON_RANKS = "|predicted / measured - 1| of a plan's step on two ranks (predictions are simulated)"
 _MEMORY = "Memory peak of a step, MiB measured, and predicted / measured - 1 (predictions are simulated)"
 _FAILURES = "What failed"
 _HEADINGS: dict[str, tuple[str, ...]] = {
@@ -116,6 +128,7 @@ _HEADINGS: dict[str, tuple[str, ...]] = {
     _PEERS: ("", "", "not run"),
     _COVERAGE: ("", "segments", *MODES),
     _PREDICTION: ("", "plans", *PREDICTION_BARS, "FP32's own"),
+    _ON_RANKS: ("", "plans", *PREDICTION_BARS, "in the interval"),
     _MEMORY: ("", FP32, *MODES),
     _FAILURES: ("", "", ""),
 }

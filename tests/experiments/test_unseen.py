@@ -58,6 +58,24 @@ def test_predictions_are_judged_by_their_ratio_to_fp32():
     assert report.bars({"vit": {"prediction": failed}})[2]["measured"] == pytest.approx(0.0)
 
 
+def test_two_ranks_are_judged_apart():
+    found = {"vit": {"ranks": {"errors": [0.01, -0.06], "inside": [True, None]}}}
+    assert holds(report.bars(found)) == {
+        "|predicted / measured - 1| of plans on two ranks, median": False,
+        "|predicted / measured - 1| of plans on two ranks, 95th percentile": False,
+        "|predicted / measured - 1| of plans on two ranks, worst": True, "families with a failure": True,
+    }  # fmt: skip
+    (table,) = report.tables(found)
+    assert list(table.columns[-1].cells) == ["1 of 1"]
+    assert report.failures({"ranks": {"failed": "why"}}) == {"ranks": "why"}
+
+
+@pytest.mark.dist
+def test_a_family_runs_on_two_ranks():
+    found = family_runs.ranks("lstm", 2, 0, tiny=True)
+    assert len(found["errors"]) == len(found["inside"]) == 2
+
+
 @pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
 def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, monkeypatch):
     ran = []
