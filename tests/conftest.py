@@ -6,6 +6,8 @@ a busy machine have hung for minutes in oneDNN's conv1d (torch 2.13).
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -13,6 +15,14 @@ torch.set_num_threads(1)
 
 # Fixtures: both, cuda_on_cpu.
 pytest_plugins = ["compiled_and_plain"]
+
+
+@pytest.fixture(autouse=True)
+def _said_anew() -> None:
+    """Let every test hear what a process says once."""
+    for module, name in (("qsync.runtime.coverage", "say_once"), ("qsync.runtime.program", "_say_once")):
+        if module in sys.modules:
+            getattr(sys.modules[module], name).cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)

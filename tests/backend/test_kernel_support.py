@@ -296,7 +296,6 @@ class Lacking(Kernels):
 
 
 def test_one_precision_moves_up_where_it_is_not_served_and_says_so(graph):
-    program._say_once.cache_clear()
     kernels = Lacking((), "cuda")
     kernels.precisions = lambda: (FP32, BF16, FP16, INT8)
     with pytest.warns(UserWarning) as said:
@@ -310,7 +309,6 @@ def test_one_precision_moves_up_where_it_is_not_served_and_says_so(graph):
 
 
 def test_one_precision_moves_up_where_its_kind_lacks_it(graph):
-    program._say_once.cache_clear()
     with pytest.warns(UserWarning, match="conv2d in int8_all: .* grouped .*; depthwise runs in int8"):
         chosen = uniform(Precision.INT8_ALL, Lacking(()))(graph)
     everything = dict.fromkeys((op.name for op in graph.adjustable), Precision.INT8_ALL)
@@ -318,7 +316,6 @@ def test_one_precision_moves_up_where_its_kind_lacks_it(graph):
 
 
 def test_a_wrapped_model_runs_in_the_next_precision_up_where_a_kernel_is_missing(monkeypatch):
-    program._say_once.cache_clear()
     monkeypatch.setattr(backend, "select", lambda device: Lacking(("conv2d",)))
     model = qsync.wrap(Convolutions(), "int8", strict=True)
     with pytest.warns(

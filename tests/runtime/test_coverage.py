@@ -13,12 +13,6 @@ from torch import nn
 import qsync
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime import coverage
-
-
-@pytest.fixture(autouse=True)
-def said_anew():
-    coverage.say_once.cache_clear()
 
 
 class Mixed(nn.Module):

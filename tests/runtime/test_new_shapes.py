@@ -15,7 +15,6 @@ from qsync import Precision, backend
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_selection import Kernels
 from qsync.errors import UnsupportedError
-from qsync.runtime import coverage, program
 from qsync.runtime.program import program_of
 from qsync.tracing.tracer import dynamo_settings
 
@@ -80,7 +79,6 @@ class OnlyEvenRows(Kernels):
 
 def test_a_call_that_a_kernel_does_not_support_runs_one_precision_up_and_says_so(monkeypatch):
     torch.manual_seed(0)
-    coverage.say_once.cache_clear()
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     bf16 = qsync.wrap(copy.deepcopy(model), "bf16", strict=True)
     monkeypatch.setattr(backend, "select", lambda device: OnlyEvenRows())
@@ -111,7 +109,6 @@ class Positions(nn.Module):
 
 def test_sixty_lengths_train_as_planned_and_many_traces_are_said_once():
     torch.manual_seed(0)
-    program._say_once.cache_clear()
     model = Positions()
     low = qsync.wrap(copy.deepcopy(model), "int8", strict=True)
     with warnings.catch_warnings(record=True) as said:
@@ -154,7 +151,6 @@ class Looping(Branching):
 
 
 def test_what_stands_around_a_branch_is_lowered_and_what_is_not_is_said(capsys):
-    coverage.say_once.cache_clear()
     x = torch.randn(4, 8)
     qsync.wrap(Branching(), "int8", strict=True)(x)
     assert "qsync: 3 of 3 products in int8\n" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from qsync.backend import kernel_timing
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernel_selection import Kernels
-from qsync.runtime import coverage, operator_timing
+from qsync.runtime import operator_timing
 from qsync.runtime.program import program_of
 
 INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
@@ -73,7 +73,6 @@ def on(tmp_path, monkeypatch):
         monkeypatch.setattr(backend, "select", lambda device: kernels)
         return kernels
 
-    coverage.say_once.cache_clear()
     return begin
 
 

@@ -124,7 +124,6 @@ def test_one_rounded_weight_errs_in_all_calls_alike(model):
 
 
 def test_shapes_that_were_never_profiled_are_announced_once(model, capsys):
-    coverage.say_once.cache_clear()
     graph = qsync.capture(model, batch(24)[0])
     assignment = dict.fromkeys(("first", "second"), Precision.BF16)
     plan = Plan(graph.model, graph.hash, {"all": ClassPlan(assignment)}, batch=graph.batch_shapes)

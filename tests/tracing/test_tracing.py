@@ -17,7 +17,6 @@ import qsync
 from qsync import api
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
-from qsync.runtime import coverage
 from qsync.tracing.inplace_calls import make_out_of_place
 from qsync.tracing.tracer import trace
 
@@ -624,7 +623,6 @@ class BreaksInALoop(nn.Module):
 
 def test_layers_of_a_frame_that_is_skipped_are_lowered_and_the_rest_is_told(capsys):
     torch._dynamo.reset()
-    coverage.say_once.cache_clear()
     graph = qsync.capture(BreaksInALoop(has_layer=True), X.abs())
     assert {op.kind for op in graph.ops if op.flops} == {"linear"}
     model = BreaksInALoop(has_layer=True)
