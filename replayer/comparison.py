@@ -72,9 +72,9 @@ class Comparison:
     @property
     def inside(self) -> bool | None:
         """Return whether the measured step lies in the predicted interval; None if there is no interval."""
-        return (
-            None if self.interval_s is None else self.interval_s[0] <= self.measured_s <= self.interval_s[1]
-        )
+        if self.interval_s is None:
+            return None
+        return bool(self.interval_s[0] <= self.measured_s <= self.interval_s[1])
 
     @property
     def cause(self) -> tuple[str, str, float]:

@@ -48,9 +48,9 @@ def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     """Return what the function returns, or `failed` with the first line of its error."""
 
     @wraps(run)
-    def found(*arguments: Any) -> dict[str, Any]:
+    def found(*arguments: Any, **options: Any) -> dict[str, Any]:
         try:
-            return run(*arguments)
+            return run(*arguments, **options)
         except Exception as error:
             return {"failed": f"{type(error).__name__}: {shortened(error, quote=False)}"}
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from qsync.records.precision import Precision
 
 SLOWER = "slower than FP32 here"
+_ORDER = {precision: number for number, precision in enumerate(Precision)}
 
 
 def summary(found: dict[str, Any]) -> list[str]:
@@ -75,7 +76,7 @@ def reasons_table(device: dict[str, Any]) -> Table:
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
-    for heading in ("precision", "products", "why"):
+    for heading in ("precisions", "products", "why"):
         shown.add_column(heading)
     kinds: dict[tuple[str, str], list[str]] = {}
     for row in device["kernels"]:
@@ -85,10 +86,12 @@ def reasons_table(device: dict[str, Any]) -> Table:
         reason = f"not all of them: {limit['why']}; those stay in the next precision up"
         kinds.setdefault((limit["precision"], reason), []).append(limit["kind"])
     num_kinds = len({row["kind"] for row in device["kernels"]})
-    for precision in Precision:
-        for (lacking, reason), products in kinds.items():
-            if lacking == precision:
-                shown.add_row(lacking, "all" if len(products) == num_kinds else ", ".join(products), reason)
+    rows: dict[tuple[str, str], list[str]] = {}  # products and why -> precisions
+    for (lacking, reason), products in sorted(kinds.items(), key=lambda item: _ORDER[item[0][0]]):
+        named = "all" if len(products) == num_kinds else ", ".join(products)
+        rows.setdefault((named, reason), []).append(lacking)
+    for (products, reason), precisions in rows.items():
+        shown.add_row(", ".join(precisions), products, reason)
     return shown
 
 

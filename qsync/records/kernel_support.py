@@ -48,18 +48,14 @@ _NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
 _UNWRITTEN_KINDS = {
     "attention": "not written; torch's fused attention takes 16-bit floats at the least",
     "embedding": "not written; it multiplies nothing",
+    **dict.fromkeys(("rnn", "einsum", "grouped_mm"), "not written; only its BF16 form is"),
 }
-_NO_INT8_RECURRENCE = "not written; torch's fused recurrences take 16-bit floats at the least"
 _UNWRITTEN = {
     ("attention", Precision.FP32_FAST): "not written; torch has one attention in FP32",
     ("conv1d", Precision.FP32_FAST): "not written; torch keeps signals in one order",
     ("conv2d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.FP8): _NO_FP8_CONVOLUTION,
     ("conv1d", Precision.INT8_ALL): "not written; the INT8 convolutions of signals are forward only",
-    ("rnn", Precision.INT8): _NO_INT8_RECURRENCE,
-    ("rnn", Precision.INT8_ALL): _NO_INT8_RECURRENCE,
-    ("rnn", Precision.FP8): _NO_INT8_RECURRENCE,
-    ("rnn", Precision.FP32_FAST): "not written; torch has one recurrence in FP32",
     ("matmul", Precision.FP8): "not written; torch._scaled_mm multiplies one pair of matrices, not a batch",
     ("matmul", Precision.INT8_ALL): "not written; without a weight nothing is encoded once and used twice",
 }
