@@ -10,7 +10,7 @@ from rich.table import Table
 from qsync.records.precision import Precision
 
 SLOWER = "slower than FP32 here"
-_ORDER = {precision: number for number, precision in enumerate(Precision)}
+_ORDER = {str(precision): number for number, precision in enumerate(Precision)}
 
 
 def summary(found: dict[str, Any]) -> list[str]:
@@ -90,8 +90,8 @@ def reasons_table(device: dict[str, Any]) -> Table:
     for (lacking, reason), products in sorted(kinds.items(), key=lambda item: _ORDER[item[0][0]]):
         named = "all" if len(products) == num_kinds else ", ".join(products)
         rows.setdefault((named, reason), []).append(lacking)
-    for (products, reason), precisions in rows.items():
-        shown.add_row(", ".join(precisions), products, reason)
+    for (named, reason), precisions in rows.items():
+        shown.add_row(", ".join(precisions), named, reason)
     return shown
 
 
