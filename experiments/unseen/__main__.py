@@ -47,6 +47,7 @@ def main(
     peers: Annotated[bool, typer.Option("--peers", help="Time Inductor and torchao as well.")] = False,
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
+    kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
     publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
     fresh: Fresh = False,
 ) -> None:
@@ -62,7 +63,11 @@ def main(
     show(f"Held out by seed {HELD_OUT_SEED}: {', '.join(HELD_OUT)}.")
     with experiment.progress():
         seen, apart = (
-            {name: _measured(experiment, name, parts, rounds, plans) for name in names}
+            {
+                name: found
+                for name in names
+                if (found := _measured(experiment, name, parts, rounds, plans, kept))
+            }
             for names in (
                 [name for name in SEEN if name in (only or SEEN)],
                 [name for name in HELD_OUT if held_out and name in (only or HELD_OUT)],
@@ -85,43 +90,45 @@ def main(
 
 
 def _measured(
-    experiment: Experiment, name: str, parts: Sequence[str], rounds: int, plans: int
+    experiment: Experiment, name: str, parts: Sequence[str], rounds: int, plans: int, kept: bool
 ) -> dict[str, Any]:
-    """Return what was measured of a family by part."""
-    tiny, found = experiment.settings["tiny"], {}
+    """Return what was measured of a family by part; with `kept` nothing that the folder has not."""
+    tiny, found = experiment.settings["tiny"], dict[str, Any]()
+
+    def piece(piece_name: str, run: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+        if kept:
+            content = experiment.kept(piece_name, **settings)
+            return content and content["result"]
+        return experiment.piece(piece_name, partial(in_fresh_process, run, *arguments), **settings)
+
     for part in parts:
         if part == "memory":
-            found[part] = experiment.piece(f"memory {name}", _fresh(family_runs.memory, name, tiny))
+            found[part] = piece(f"memory {name}", family_runs.memory, name, tiny)
         elif part == _RANKS:
-            run = partial(family_runs.ranks, name, plans, _SEED, tiny)
-            found[part] = experiment.piece(f"{part} {name}", run, plans=plans)
+            found[part] = piece(f"{part} {name}", family_runs.ranks, name, plans, _SEED, tiny, plans=plans)
         elif part == "prediction":
-            found[part] = _prediction(experiment, name, rounds, plans)
+            found[part] = _prediction(piece, name, rounds, plans, tiny)
         else:
-            peaks = experiment.piece("peaks", _fresh(family_runs.peaks, _PEAK_ROUNDS, tiny))
+            peaks = piece("peaks", family_runs.peaks, _PEAK_ROUNDS, tiny)
             modes = family_runs.MODES if part == "speed" else ()
-            measure = _fresh(family_runs.speeds, name, rounds, modes, part == "peers", peaks, tiny)
-            found[part] = experiment.piece(f"{part} {name}", measure, rounds=rounds)
-    return found
+            arguments = (name, rounds, modes, part == "peers", peaks, tiny)
+            found[part] = piece(f"{part} {name}", family_runs.speeds, *arguments, rounds=rounds)
+    return {part: result for part, result in found.items() if result is not None}
 
 
-def _prediction(experiment: Experiment, name: str, rounds: int, plans: int) -> dict[str, Any]:
+def _prediction(
+    piece: Callable[..., Any], name: str, rounds: int, plans: int, tiny: bool
+) -> dict[str, Any] | None:
     """Return the predicted and measured steps of a family's plans; each plan is a piece."""
-    tiny = experiment.settings["tiny"]
-    profile = _fresh(family_runs.profiled, name, plans, _SEED, tiny)
-    profiled: dict[str, Any] = experiment.piece(f"profile {name}", profile, plans=plans)
+    profiled = piece(f"profile {name}", family_runs.profiled, name, plans, _SEED, tiny, plans=plans)
     measured = [
-        experiment.piece(
-            f"plan {name} {k}", _fresh(family_runs.planned, name, plan, rounds, tiny),
+        piece(
+            f"plan {name} {k}", family_runs.planned, name, plan, rounds, tiny,
             rounds=rounds, plans=plans,
         )
-        for k, plan in enumerate(profiled.get("plans", ()))
+        for k, plan in enumerate((profiled or {}).get("plans", ()))
     ]  # fmt: skip
-    return {**profiled, "measured": measured}
-
-
-def _fresh(run: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-    return partial(in_fresh_process, run, *arguments)
+    return None if profiled is None or None in measured else {**profiled, "measured": measured}
 
 
 if __name__ == "__main__":

@@ -74,12 +74,13 @@ def failures(parts: Mapping[str, Any]) -> dict[str, str]:
     return failed | {mode: why for mode, why in speed["unavailable"].items() if mode in (FP32, *MODES)}
 
 
-def _errors(parts: Mapping[str, Any]) -> list[float]:
-    """Return the signed errors of the plans' predicted ratios to FP32, FP32's own plan included."""
+def _errors(parts: Mapping[str, Any], of_fp32: bool = False) -> list[float]:
+    """Return the signed errors of the plans' predicted ratios to FP32, or that of FP32's own: drift."""
     found = parts.get("prediction", {})
     predicted_s = found.get("predicted_s", [])
-    pairs = zip(predicted_s, found.get("measured", ()), strict=True)
-    return [seconds / predicted_s[0] / run["ratio"] - 1 for seconds, run in pairs if "ratio" in run]
+    pairs = list(zip(predicted_s, found.get("measured", ()), strict=True))
+    chosen = pairs[:1] if of_fp32 else pairs[1:]
+    return [seconds / predicted_s[0] / run["ratio"] - 1 for seconds, run in chosen if "ratio" in run]
 
 
 def _sizes(errors: Sequence[float]) -> dict[str, float]:
@@ -101,7 +102,8 @@ def tables(found: Found, suffix: str = "") -> list[Table]:
             rows[_PEERS].append([name, ", ".join(cells), "; ".join(f"{k}: {v}" for k, v in missing.items())])
         if errors := _errors(parts):
             sizes = [f"{size:.1%}" for size in _sizes(errors).values()]
-            rows[_PREDICTION].append([name, str(len(errors)), *sizes, f"{errors[0]:+.1%}"])
+            drift = "".join(f"{error:+.1%}" for error in _errors(parts, of_fp32=True))
+            rows[_PREDICTION].append([name, str(len(errors)), *sizes, drift])
         if errors := parts.get("ranks", {}).get("errors", []):
             inside = [one for one in parts["ranks"]["inside"] if one is not None]
             sizes = [f"{size:.1%}" for size in _sizes(errors).values()]

@@ -50,9 +50,10 @@ def test_a_mode_that_fails_misses_its_bar_and_is_named():
 
 def test_predictions_are_judged_by_their_ratio_to_fp32():
     """Everything is predicted twice too long: no error. A step of 0.5 that takes 0.4 is one of a quarter."""
-    runs = {"predicted_s": [2.0, 1.0, 1.0], "measured": [{"ratio": 1.0}, {"ratio": 0.5}, {"ratio": 0.4}]}
+    ratios = [1.1, 0.5, 0.4, 0.5]  # the first is FP32's own, which is no prediction
+    runs = {"predicted_s": [2.0, 1.0, 1.0, 1.0], "measured": [{"ratio": ratio} for ratio in ratios]}
     bars = report.bars({"vit": {"prediction": runs}})
-    assert [one["measured"] for one in bars[:-1]] == pytest.approx([0.0, 0.25, 0.25])
+    assert [bars[0]["measured"], bars[2]["measured"]] == pytest.approx([0.0, 0.25])
     failed = {**runs, "measured": [*runs["measured"][:2], {"failed": "why"}]}
     assert report.failures({"prediction": failed}) == {"plan 2": "why"}
     assert report.bars({"vit": {"prediction": failed}})[2]["measured"] == pytest.approx(0.0)
@@ -99,6 +100,12 @@ def test_the_command_measures_continues_and_keeps_what_is_held_out(tmp_path, mon
     assert all(entry["peak_bytes"] > 0 for entry in parts["memory"].values())
     assert content["held_out"] == {} and (tmp_path / "figures.png").is_file()
     assert len(content["bars"]) == 5 and report.failures(parts) == {}
+    (tmp_path / "pieces" / "speed-lstm.json").unlink()
+    command.main(**{**run, "only": None}, kept=True)
+    families = read_json(tmp_path / "figures.json")["families"]
+    assert len(ran) == 6 and {name: set(found) for name, found in families.items()} == {
+        "lstm": {"prediction", "memory"}
+    }
     with pytest.raises(QSyncError, match="mistral is held out; add --held-out"):
         command.main(**{**run, "only": ["mistral"]})
 
