@@ -54,7 +54,7 @@ def test_predictions_are_judged_by_their_ratio_to_fp32():
     runs = {"predicted_s": [2.0, 1.0, 1.0, 1.0], "measured": [{"ratio": ratio} for ratio in ratios]}
     bars = report.bars({"vit": {"prediction": runs}})
     assert [bars[0]["measured"], bars[2]["measured"]] == pytest.approx([0.0, 0.25])
-    failed = {**runs, "measured": [*runs["measured"][:2], {"failed": "why"}]}
+    failed = {**runs, "measured": [*runs["measured"][:2], {"failed": "why"}, {"ratio": 0.5}]}
     assert report.failures({"prediction": failed}) == {"plan 2": "why"}
     assert report.bars({"vit": {"prediction": failed}})[2]["measured"] == pytest.approx(0.0)
 
