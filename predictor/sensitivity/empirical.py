@@ -30,9 +30,9 @@ def empirical(calibration: Calibration) -> Sensitivity:
 
     Takes one FP32 step per batch, and one step per batch, operator and precision (two where the precision
     rounds stochastically). All of them draw the same random numbers in forward, so that dropout is no part of
-    the difference. INT8 attention draws its dropout by other random numbers than torch: measure such models
-    without dropout. Raises CalibrationError for a gradient that is NaN or Inf, naming the operator and the
-    precision.
+    the difference. On GPUs INT8 attention draws its dropout by other random numbers than torch: measure such
+    models there without dropout. Raises CalibrationError for a gradient that is NaN or Inf, naming the
+    operator and the precision.
 
     >>> qsync.sensitivity(model, batches, loss_fn, indicator="empirical", precisions=["bf16", "int8"])
     """
