@@ -61,6 +61,7 @@ def main(
         clean = _clean(experiment, work, clean_minutes, tiny)
     minutes = sum(one["seconds"] for one in clean) / 60.0
     compared = [comparison for one in clean for comparison in one["comparisons"]]
+    disturbed = [one for one in compared if one["others"] >= TOLERANCE]
     alarms, early = runs.alarms(compared), [alarm for one in planted.values() for alarm in one["early"]]
     bars = [bar("faults named", sum(one["named"] for one in planted.values()), len(planted), at_least=True)]
     if clean:
@@ -69,14 +70,13 @@ def main(
     tables = [_faults_table(planted), *([_phases_table(clean)] if clean else [])]
     content = experiment.finish(
         {"faults": planted, "clean": clean, "clean_minutes": minutes, "comparisons": len(compared),
-         "disturbed": sum(one["others"] >= TOLERANCE for one in compared), "alarms": [*alarms, *early]},
+         "disturbed": len(disturbed), "alarms": [*alarms, *early]},
         bars=bars, tables=tables,
     )  # fmt: skip
     if publish:
         machine = content["machine"]
         origin = f"{machine['processor']}, two ranks of one thread, gloo, torch {machine['torch']}; commits "
         origin += f"{', '.join(content['commits_of_pieces'])}.\n"
-        disturbed = [one for one in compared if one["others"] >= TOLERANCE]
         alarmed = sum(bool(one["drift"]) for one in disturbed)
         origin += f"In {len(disturbed)} of {len(compared)} comparisons of the clean job other processes took "
         origin += f"a tenth of a core or more; {alarmed} of these alarmed.\n"

@@ -113,9 +113,7 @@ class _Part:
         self._ops = {op.name: op for op in graph.ops}
         self._inputs = {value.name: value for value in graph.inputs}
         self._runs = {node.op: node for node in lowered.nodes if isinstance(node, Run)}
-        self._taken: dict[
-            str, list[tuple[str, str]]
-        ] = {}  # the readers of each value, and the types they take
+        self._taken: dict[str, list[tuple[str, str]]] = {}  # by value: its readers, the types they take
         for run in self._runs.values():
             for value, taken in zip(self._ops[run.op].inputs, run.operands, strict=True):
                 self._taken.setdefault(value, []).append((run.op, taken))
@@ -150,9 +148,8 @@ class _Part:
     def _described(self, calls: Sequence[torch.fx.Node]) -> tuple[Any, ...]:
         found: list[Any] = []
         for node in calls:
-            found.append(
-                (self._op(node).kind, str(torch.fx.map_arg((node.args, node.kwargs), lambda _: None)))
-            )
+            constants = torch.fx.map_arg((node.args, node.kwargs), lambda _: None)
+            found.append((self._op(node).kind, str(constants)))
             for source in node.all_input_nodes:
                 if source in self._value_of and source not in calls:
                     if not isinstance(source.meta.get("example_value"), torch.Tensor):
@@ -164,8 +161,6 @@ class _Part:
 
     def fastest(self, ops: Sequence[str], precisions: Sequence[Precision], kernels: Kernels) -> int:
         """Return the number of the precision in which these operators, side by side, take least time."""
-        if len(precisions) < 2:
-            return 0
         gpus = [kernels.device] if kernels.device.type == "cuda" else []
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
@@ -184,10 +179,7 @@ class _Part:
             node = min(behind, key=self._position.__getitem__)
             seen.add(node)
             if self._follows(node):
-                outside = [
-                    source for source in node.all_input_nodes if self._made(source) and source not in found
-                ]
-                streams -= len(outside)
+                streams -= sum(self._made(source) and source not in found for source in node.all_input_nodes)
                 if streams < 0:
                     break
                 found.add(node)
@@ -197,9 +189,12 @@ class _Part:
         """Return whether a node is a following operator of float tensors that can be called again."""
         if node not in self._value_of or self._op(node).role is not Role.FOLLOWING:
             return False
-        values = [other.meta.get("example_value") for other in (node, *node.all_input_nodes)]
-        is_known = all(isinstance(value, (torch.Tensor, torch.SymInt)) for value in values)
-        return is_known and isinstance(values[0], torch.Tensor) and values[0].is_floating_point()
+        result, *read = ((other, other.meta.get("example_value")) for other in (node, *node.all_input_nodes))
+        is_known = all(
+            source in self._value_of if isinstance(value, torch.Tensor) else isinstance(value, torch.SymInt)
+            for source, value in read
+        )
+        return is_known and isinstance(result[1], torch.Tensor) and result[1].is_floating_point()
 
     def _made(self, node: torch.fx.Node) -> bool:
         """Return whether an operator makes this value: it is no input of the graph and no size."""
