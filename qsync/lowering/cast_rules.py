@@ -15,7 +15,8 @@ The rule, in full:
   as the consumer's. (An embedding is no such consumer: it takes its table in FP32 and rounds the rows that it
   looks up.)
 - An 8-bit operator returns the device's 16-bit float if every consumer would cast the value to 16 bits or
-  fewer anyway, else FP32.
+  fewer anyway, else FP32. A following operator passes this want on to its float inputs if all of them can be
+  carried in 16 bits.
 - Images that a lowered convolution made are in channels-last order, and stay so through every operator that
   computes images from images. A node that reads such images has another cost (`Run.channels_last`) and the
   same result.
@@ -36,6 +37,7 @@ from qsync.records.graph import Op, Role
 from qsync.records.precision import (
     CARRIED_FLOATS,
     LARGEST,
+    PRECISIONS_BY_KIND,
     ROUNDS_WHAT_IT_READS,
     Precision,
     is_encoded,
@@ -107,9 +109,23 @@ def takes_16bit(taken: str | None) -> bool:
     return taken is not None and (taken == "bf16" or is_encoded(taken))
 
 
-def passes_16bit_on(op: Op, num_floats: int) -> bool:
-    """Return whether a following operator needs 16 bits of its float input if 16 of its result are wanted."""
-    return op.role is Role.FOLLOWING and num_floats == 1 and op.magnitude <= LARGEST["bf16"]
+def may_be_16bit(op: Op, floats_may: Sequence[bool]) -> bool:
+    """Return whether some assignment carries an operator's result in 16 bits, given which floats' may."""
+    if op.role is Role.ADJUSTABLE:
+        return not {Precision.BF16, *EIGHT_BIT}.isdisjoint(PRECISIONS_BY_KIND[op.kind])
+    if op.dtype != "fp32" or op.role is Role.FIXED:
+        return op.dtype == "bf16"
+    return op.magnitude <= LARGEST["bf16"] and bool(floats_may) and all(floats_may)
+
+
+def passes_16bit_on(op: Op, floats_may: Sequence[bool]) -> bool:
+    """Return whether a following operator needs 16 bits of its float inputs if 16 of its result are wanted.
+
+    `floats_may` says of each float input whether some assignment carries it in 16 bits. Beside one that stays
+    FP32 the others would be cast back.
+    """
+    able = len(floats_may) == 1 or (len(floats_may) > 1 and all(floats_may))
+    return op.role is Role.FOLLOWING and able and op.magnitude <= LARGEST["bf16"]
 
 
 def makes_channels_last(op: Op, precision: Precision, first_channels_last: bool) -> bool:

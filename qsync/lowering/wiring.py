@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from qsync.errors import FormatError, MismatchError, shortened
-from qsync.lowering.cast_rules import has_epilogue, may_be_cast_for, passes_16bit_on, saves_operand
+from qsync.lowering.cast_rules import (
+    has_epilogue,
+    may_be_16bit,
+    may_be_cast_for,
+    passes_16bit_on,
+    saves_operand,
+)
 from qsync.records.graph import OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
@@ -30,9 +36,12 @@ class Wiring:
         self.floats = [
             tuple(value for value in operands if self.traced[value] in LARGEST) for operands in self.operands
         ]
-        self.passes_16bit_on = [
-            passes_16bit_on(op, len(set(floats))) for op, floats in zip(graph.ops, self.floats, strict=True)
-        ]
+        self.passes_16bit_on: list[bool] = []
+        may_16bit = [value.dtype == "bf16" for value in graph.inputs]
+        for op, floats in zip(graph.ops, self.floats, strict=True):
+            floats_may = [may_16bit[value] for value in dict.fromkeys(floats)]
+            self.passes_16bit_on.append(passes_16bit_on(op, floats_may))
+            may_16bit.append(may_be_16bit(op, floats_may))
         consumers: list[list[int]] = [[] for _ in names]
         for i, operands in enumerate(self.operands):
             for value in dict.fromkeys(operands):

@@ -194,6 +194,28 @@ def test_int8_hands_on_16_bits_only_if_every_consumer_narrows(second, narrow, ou
     assert runs(lowered)["act0"].mode == output
 
 
+@pytest.mark.parametrize("kind", ["cat", "add"])
+@pytest.mark.parametrize(
+    ("first", "second", "output"),
+    [("fc", "fc2", "bf16"), ("fc", "x", "fp32"), ("x", "x", "fp32"), ("fc", "fixed", "fp32")],
+)
+def test_int8_hands_on_16_bits_past_a_follower_of_several_values_that_can_all_be_in_16_bits(
+    kind, first, second, output
+):
+    builder = Builder()
+    x = builder.enter("x", (4, 4))
+    made = {"x": x, "fc": builder.linear("fc", x, 4), "fc2": builder.linear("fc2", x, 4)}
+    made["fixed"] = builder.op("fixed", "other", Role.FIXED, [x])
+    joined = builder.follow("joined", kind, made[first], made[second])
+    builder.linear("last", builder.follow("gelu", "gelu", joined), 4)
+    graph = builder.build()
+    found = runs(lower(graph, dict.fromkeys(("fc", "fc2", "last"), INT8)))
+    if first != "x":
+        assert found["fc"].output == output
+    assert found["joined"].mode == found["gelu"].output == output
+    assert runs(lower(graph, {"fc": INT8, "fc2": INT8}))["fc"].output == "fp32"
+
+
 def test_fp16_is_never_carried():
     lowered = lower(mlp(2), {"fc0": FP16, "fc1": FP16})
     assert {run.output for run in runs(lowered).values()} == {"fp32"}
