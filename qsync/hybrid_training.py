@@ -7,6 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,20 +182,10 @@ def hybrid(
     is_first = job.is_first_of(own)
     agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
     prediction = Prediction.of(plan, folder) if folder is not None else None
+    planned = _PlannedRank(plan, own, prediction, folder, options)
     if prediction is not None:
         note_prediction(model, prediction, own)
-    plan_again = None
-    if check and prediction is not None and folder is not None:
-        plan_again = partial(_plan_again, plan, prediction, folder, options)
-    attend = partial(
-        _attend,
-        plan=plan,
-        device_class=own,
-        prediction=prediction,
-        log=log,
-        plan_again=plan_again,
-        folder=folder,
-    )
+    attend = partial(_attend, planned=planned, check=check, log=log)
     if not dist.is_initialized():
         attend(model, model)
         return model
@@ -229,55 +220,68 @@ def _check_options(
     check_not_parallel(model)
 
 
-def _attend(
-    called: torch.nn.Module,
-    model: torch.nn.Module,
-    plan: Plan,
-    device_class: str,
-    prediction: Prediction | None,
-    log: Path | None,
-    plan_again: Callable[[Measured], Plan] | None,
-    folder: Path | None,
-) -> None:
-    """Weigh the gradients of a planned model as its plan says, watch its steps, and log them.
+@dataclass(frozen=True)
+class _PlannedRank:
+    """Hold what a rank runs, and what its plan was made from: the folder of its profiles, and the options."""
 
-    `called` is what the loop calls: DDP, or the model itself. With `plan_again` its first steps are checked.
+    plan: Plan
+    device_class: str
+    prediction: Prediction | None  # of plans that were made here and can be replayed
+    folder: Path | None  # None for a plan that was given
+    options: Mapping[str, Any]
+
+    def plan_again(self, measured: Measured) -> Plan:
+        """Return the plan of profiles corrected by the first steps; it replaces the cached one."""
+        assert self.prediction is not None and self.folder is not None, "there is something to check"
+        basis = corrected(Basis.load(self.folder), self.prediction.phases, measured)
+        options = {**self.options, "base": str(self.plan.base)}
+        return _plan_and_save(basis, self.folder, self.plan.bucket_cap_bytes, options)
+
+    def adopt(
+        self,
+        called: Callable[[], torch.nn.Module | None],
+        model: Callable[[], torch.nn.Module | None],
+        plan: Plan,
+    ) -> None:
+        """Run the model, which is in use, under another plan, and watch it against that plan's prediction."""
+        trained = model()
+        assert trained is not None and self.folder is not None, "its optimizer has just stepped"
+        agree_locally("changing the plan", lambda: swap_plan(trained, plan, self.device_class))
+        prediction = Prediction.of(plan, self.folder)
+        if prediction is not None:
+            note_prediction(trained, prediction, self.device_class)
+            monitor = monitors.get(called())  # type: ignore[arg-type]
+            if monitor is not None:
+                monitor.expect(prediction)
+
+
+def _attend(
+    called: torch.nn.Module, model: torch.nn.Module, planned: _PlannedRank, check: bool, log: Path | None
+) -> None:
+    """Weigh the gradients of a planned model as its plan says, watch its steps, check the first, log them.
+
+    `called` is what the loop calls: DDP, or the model itself.
     """
+    plan, device_class, prediction = planned.plan, planned.device_class, planned.prediction
     share = plan.levers[device_class] if plan.levers else None
     if share is not None and share.samples is not None and dist.is_initialized():
         set_share(called, share.samples, share.passes)
-    if job.world_size() > 1:
-        if prediction is not None:
-            _timers[called] = Monitor(called, model, prediction, device_class).timer
-        else:
-            _timers[called] = PhaseTimer(called, model, STEPS_PER_COMPARISON)
-        liveness.follow(_timers[called].position)
-    elif plan_again is not None or log is not None:
-        _timers[called] = PhaseTimer(called, model, STEPS_PER_COMPARISON)
-    if plan_again is not None and prediction is not None and folder is not None:
-        adopt = partial(_adopt, weakref.ref(called), weakref.ref(model), device_class, folder)
-        check_first_steps(_timers[called], prediction, device_class, plan_again, adopt)
+    in_job = job.world_size() > 1
+    check = check and prediction is not None
+    if not (in_job or check or log is not None):
+        return
+    if in_job and prediction is not None:
+        timer = Monitor(called, model, prediction, device_class).timer
+    else:
+        timer = PhaseTimer(called, model, STEPS_PER_COMPARISON)
+    _timers[called] = timer
+    if in_job:
+        liveness.follow(timer.position)
+    if check and prediction is not None:
+        adopt = partial(planned.adopt, weakref.ref(called), weakref.ref(model))
+        check_first_steps(timer, prediction, device_class, planned.plan_again, adopt)
     if log is not None:
-        StepLog(log, _timers[called], called, device_class)
-
-
-def _adopt(
-    called: Callable[[], torch.nn.Module | None],
-    model: Callable[[], torch.nn.Module | None],
-    device_class: str,
-    folder: Path,
-    plan: Plan,
-) -> None:
-    """Run a model that is in use under another plan, and watch it against that plan's prediction."""
-    trained = model()
-    assert trained is not None, "its optimizer has just stepped"
-    agree_locally("changing the plan", lambda: swap_plan(trained, plan, device_class))
-    prediction = Prediction.of(plan, folder)
-    if prediction is not None:
-        note_prediction(trained, prediction, device_class)
-        monitor = monitors.get(called())  # type: ignore[arg-type]
-        if monitor is not None:
-            monitor.expect(prediction)
+        StepLog(log, timer, called, device_class)
 
 
 def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping[str, Any]) -> None:
@@ -290,14 +294,6 @@ def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping
         )
     if check and options.get("levers"):
         raise FormatError("check=True would change shares under a running loop; leave it out with levers")
-
-
-def _plan_again(
-    plan: Plan, prediction: Prediction, folder: Path, options: Mapping[str, Any], measured: Measured
-) -> Plan:
-    """Return the plan of profiles that are corrected by the first steps; it replaces the cached one."""
-    basis = corrected(Basis.load(folder), prediction.phases, measured)
-    return _plan_and_save(basis, folder, plan.bucket_cap_bytes, {**options, "base": str(plan.base)})
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

@@ -85,11 +85,8 @@ if rank == 1:
 
     failing.calls = 0
     Profiler._forward_and_backward = failing
-before = time.monotonic()
 attempt("broken")
-say(f"soon: {time.monotonic() - before < 60}")
 os._exit(0)
 """
-    output = launch(tmp_path, body.replace("CALL", str(call)))
-    assert said(output, "soon") == ["True", "True"]
+    output = launch(tmp_path, body.replace("CALL", str(call)))  # which ends a job that hangs
     assert all("the kernel broke" in text and "rank 1" in text for text in said(output, "broken"))

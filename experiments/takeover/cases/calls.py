@@ -1,0 +1,92 @@
+"""Cases: calling a model, and its backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from qsync.experiments.takeover.cases.case import Experts, Maker, Outcome, called, case, data, gradients, net
+
+
+@case("call", "`model(x)`")
+def _(make: Maker) -> Outcome:
+    return make(net())(data())
+
+
+@case("call", "`model(x)`, backward")
+def _(make: Maker) -> Outcome:
+    return gradients(make(net()))
+
+
+@case("call", "`model.forward(x)`")
+def _(make: Maker) -> Outcome:
+    return make(net()).forward(data())
+
+
+@case("call", "a loop over experts that cannot be traced")
+def _(make: Maker) -> Outcome:
+    return gradients(make(net(Experts)))
+
+
+@case("call", "the same after the user's own `torch.compile`")
+def _(make: Maker) -> Outcome:
+    torch.compile(net(Experts), backend="eager")(data())  # type: ignore[no-untyped-call]
+    return gradients(make(net(Experts)))
+
+
+@case("call", "keyword arguments, then others")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    model(x=data(), scale=1.0)
+    return model(data(), scale=2.0)
+
+
+@case("call", "`model.eval()`, `torch.no_grad()`")
+def _(make: Maker) -> Outcome:
+    with torch.no_grad():
+        return make(net()).eval()(data())
+
+
+@case("call", "`torch.inference_mode()` after training")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    with torch.inference_mode():
+        return model.eval()(data()).clone()
+
+
+@case("call", "`torch.func.functional_call(model, parameters, x)`")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    doubled = {name: 2 * p.detach() for name, p in model.named_parameters()}
+    return torch.func.functional_call(model, doubled, (data(),))
+
+
+@case("call", "`torch.func.grad` of a functional call")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(given: dict[str, torch.Tensor]) -> Any:
+        return torch.func.functional_call(model, given, (data(),)).square().mean()
+
+    return list(torch.func.grad(loss)(parameters).values())
+
+
+@case("call", "`torch.func.vmap` over samples")
+def _(make: Maker) -> Outcome:
+    return torch.func.vmap(make(net()))(data())
+
+
+@case("call", "`torch.utils.checkpoint.checkpoint(model, x)`")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    return gradients(model, checkpoint(model, data(), use_reentrant=False).square().mean())
+
+
+@case("call", "inside `torch.autocast`")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(data()).float()

@@ -1,0 +1,78 @@
+"""Cases: torch.compile, scripting and export."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
+
+
+@case("compile", "`torch.compile(model)`")
+def _(make: Maker) -> Outcome:
+    return torch.compile(make(net()), backend="aot_eager")(data())
+
+
+@case("compile", "a compiled function that calls the model")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    return torch.compile(lambda x: model(2 * x) + 1, backend="aot_eager")(data())
+
+
+@case("compile", "`model.compile()`")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    model.compile(backend="aot_eager")
+    return gradients(model)
+
+
+@case("compile", "wrap after `model.compile()`")
+def _(make: Maker) -> Outcome:
+    model = net()
+    model.compile(backend="aot_eager")
+    return gradients(make(model))
+
+
+@case("compile", "wrap of `torch.compile(model)`")
+def _(make: Maker) -> Outcome:
+    return make(torch.compile(net(), backend="aot_eager"))(data())
+
+
+@case("compile", "`torch.compile(model, fullgraph=True)`")
+def _(make: Maker) -> Outcome:
+    return torch.compile(make(net()), backend="aot_eager", fullgraph=True)(data())
+
+
+@case("compile", '`torch.compiler.set_stance("force_eager")` after the first call')
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    with torch.compiler.set_stance("force_eager"):
+        return model(data())
+
+
+@case("compile", "`torch.utils.flop_counter.FlopCounterMode` around a call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    with FlopCounterMode(display=False):
+        return model(data())
+
+
+@case("compile", "`torch.export.export`")
+def _(make: Maker) -> Outcome:
+    return torch.export.export(make(net()), (data(),)).module()(data())
+
+
+@case("compile", "`torch.export.export(strict=True)`")
+def _(make: Maker) -> Outcome:
+    return torch.export.export(make(net()), (data(),), strict=True).module()(data())
+
+
+@case("compile", "`torch.jit.trace`")
+def _(make: Maker) -> Outcome:
+    traced = torch.jit.trace(make(net()), data(), check_trace=False)  # type: ignore[no-untyped-call]
+    return traced(data())
+
+
+@case("compile", "`torch.jit.script`")
+def _(make: Maker) -> Outcome:
+    return torch.jit.script(make(net()))(data())

@@ -1,0 +1,65 @@
+"""Cases: copying, saving and loading a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
+
+
+@case("copy", "`copy.deepcopy(model)` before the first call")
+def _(make: Maker) -> Outcome:
+    return gradients(copy.deepcopy(make(net())))
+
+
+@case("copy", "`copy.deepcopy(model)` after training, then another step")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.5)
+    return gradients(other)
+
+
+@case("copy", "`copy.copy(model)`")
+def _(make: Maker) -> Outcome:
+    return copy.copy(called(make))(data())
+
+
+@case("copy", "`pickle`")
+def _(make: Maker) -> Outcome:
+    return gradients(pickle.loads(pickle.dumps(called(make))))
+
+
+@case("copy", "`torch.save(model)`, `torch.load`")
+def _(make: Maker) -> Outcome:
+    buffer = io.BytesIO()
+    torch.save(called(make), buffer)
+    buffer.seek(0)
+    return gradients(torch.load(buffer, weights_only=False))
+
+
+@case("copy", "`torch.save(model.state_dict())`, into a wrapped model")
+def _(make: Maker) -> Outcome:
+    other = called(make, net(seed=5))
+    other.load_state_dict(make(net()).state_dict())
+    return other(data())
+
+
+@case("copy", "`AveragedModel(model)` (EMA), evaluated")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    return average.eval()(data())
+
+
+@case("copy", "`model.share_memory()`")
+def _(make: Maker) -> Outcome:
+    return called(make).share_memory()(data())

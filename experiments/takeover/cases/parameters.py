@@ -1,0 +1,97 @@
+"""Cases: changing, freezing and sharing parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.utils import parametrizations
+
+from qsync.experiments.takeover.cases.case import Maker, Outcome, called, case, data, gradients, net
+
+
+@case("parameters", "freezing a part after the first call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    model.first.requires_grad_(False)
+    return gradients(model)
+
+
+@case("parameters", "tying two weights after the first call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    model.second.up.weight = model.first.up.weight
+    return gradients(model)
+
+
+@case("parameters", "`parametrizations.weight_norm` after the first call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    parametrizations.weight_norm(model.head)
+    return gradients(model)
+
+
+@case("parameters", "`load_state_dict` after the first call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    model.load_state_dict(net(seed=2).state_dict())
+    return gradients(model)
+
+
+@case("parameters", "`load_state_dict(assign=True)` after the first call")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    model.load_state_dict(net(seed=2).state_dict(), assign=True)
+    return gradients(model)
+
+
+@case("parameters", "another module in a module's place")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    model.first = net(seed=3).first
+    return gradients(model)
+
+
+@case("parameters", "`p.data.copy_()` in evaluation")
+def _(make: Maker) -> Outcome:
+    model = called(make).eval()
+    model(data())
+    for p, other in zip(model.parameters(), net(seed=2).parameters(), strict=True):
+        p.data.copy_(other)
+    return model(data())
+
+
+@case("parameters", "a step by hand through `p.data`, gradients zeroed in place")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    model(data()).square().mean().backward()
+    for p in model.parameters():
+        p.data -= 1.0 * p.grad
+        p.grad.zero_()
+    model(data()).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@case("parameters", "`model.to(torch.bfloat16)` after wrapping")
+def _(make: Maker) -> Outcome:
+    return make(net()).to(torch.bfloat16)(data().bfloat16()).float()
+
+
+@case("parameters", "`model.to(torch.bfloat16)` after the first call")
+def _(make: Maker) -> Outcome:
+    return called(make).to(torch.bfloat16)(data().bfloat16()).float()
+
+
+@case("parameters", "a model loaded in BF16, then wrapped")
+def _(make: Maker) -> Outcome:
+    model = make(net().to(torch.bfloat16))
+    loss = model(data().bfloat16()).float().square().mean()
+    return [gradient.float() for gradient in gradients(model, loss)]
+
+
+@case("parameters", "`model.half()` after the first call")
+def _(make: Maker) -> Outcome:
+    return called(make).half()(data().half()).float()
+
+
+@case("parameters", "`model.double()` after the first call")
+def _(make: Maker) -> Outcome:
+    return called(make).double()(data().double()).float()

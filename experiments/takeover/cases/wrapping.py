@@ -1,0 +1,136 @@
+"""Cases: wrapping a model in another module, or in itself."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+import qsync
+from qsync.experiments.takeover.cases.case import (
+    Maker,
+    Outcome,
+    called,
+    case,
+    data,
+    gradients,
+    net,
+    one_process,
+)
+
+
+@case("wrap", "a submodule of a plain model")
+def _(make: Maker) -> Outcome:
+    model = net()
+    make(model.second)
+    return gradients(model)
+
+
+@case("wrap", "a wrapped submodule in a wrapped model")
+def _(make: Maker) -> Outcome:
+    model = net()
+    make(model.second)
+    return gradients(make(model))
+
+
+@case("wrap", "twice")
+def _(make: Maker) -> Outcome:
+    return gradients(make(called(make)))
+
+
+@case("wrap", "`qsync.unwrap`, then wrap again")
+def _(make: Maker) -> Outcome:
+    model = called(make)
+    if "forward" in vars(model):
+        qsync.unwrap(model)
+    return gradients(make(model))
+
+
+@case("wrap", "`DistributedDataParallel(model)`")
+def _(make: Maker) -> Outcome:
+    with one_process():
+        return gradients(DistributedDataParallel(make(net())))
+
+
+@case("wrap", "wrap of `DistributedDataParallel(model)`")
+def _(make: Maker) -> Outcome:
+    with one_process():
+        return gradients(make(DistributedDataParallel(net())))
+
+
+@case("wrap", "wrap of `DataParallel(model)`")
+def _(make: Maker) -> Outcome:
+    return make(DataParallel(net()))(data())
+
+
+@case("wrap", "wrap of a TorchScript model")
+def _(make: Maker) -> Outcome:
+    return make(torch.jit.trace(net(), data()))(data())  # type: ignore[no-untyped-call]
+
+
+@case("wrap", "`fully_shard` on each block and the model")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with one_process():
+        model, mesh = make(net()), init_device_mesh("cpu", (1,))
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh)
+        found = gradients(model)
+        return [gradient.to_local() for gradient in found]
+
+
+@case("wrap", "`fully_shard` on a bare `nn.Linear`, two steps")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with one_process():
+        model = make(net().head)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            out = model(data())
+            out.square().mean().backward()
+            optimizer.step()
+        return out
+
+
+@case("wrap", "`fully_shard` with `MixedPrecisionPolicy(param_dtype=torch.bfloat16)`")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with one_process():
+        model, mesh = make(net()), init_device_mesh("cpu", (1,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (model.first, model.second, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model(data()).float().square().mean().backward()
+        return [p.grad.to_local() for p in model.parameters()]
+
+
+@case("wrap", "`parallelize_module` (tensor parallelism)")
+def _(make: Maker) -> Outcome:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    with one_process():
+        layers = {"first.up": ColwiseParallel(), "first.down": RowwiseParallel()}
+        return parallelize_module(make(net()), init_device_mesh("cpu", (1,)), layers)(data())
+
+
+@case("wrap", "a framework that replaces `model.forward`")
+def _(make: Maker) -> Outcome:
+    model = make(net())
+    before = model.forward
+    model.forward = lambda *args, **kwargs: before(*args, **kwargs).float()
+    return gradients(model)
+
+
+@case("wrap", "two models in one loss")
+def _(make: Maker) -> Outcome:
+    one, two = make(net()), make(net(seed=1))
+    (one(data()) * two(data())).mean().backward()
+    return [p.grad for model in (one, two) for p in model.parameters()]
