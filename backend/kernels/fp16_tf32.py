@@ -88,13 +88,17 @@ class _Nested(torch.autograd.Function):
                 "backward through an FP16 or TF32 operator a second time: its data is already freed"
             )
         # Released before the products run, so that each buffer is freed as soon as autograd has used it.
-        (out, inputs), ctx.nested = ctx.nested, None
+        out, inputs = ctx.nested
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # backward(retain_graph=True)
+        ctx.nested = ctx.nested if keep else None
         back = None
         if ctx.half and gradient.numel():
             factor, back = power_of_two(gradient, 1.0)
             gradient = gradient.float() * factor
         with _tf32(not ctx.half):
-            inner = torch.autograd.grad(out, inputs, gradient.to(out.dtype), allow_unused=True)
+            inner = torch.autograd.grad(
+                out, inputs, gradient.to(out.dtype), retain_graph=keep, allow_unused=True
+            )
         result: list[Tensor | None] = [None] * ctx.num_values
         for i, g, dtype in zip(ctx.wanted, inner, ctx.dtypes, strict=True):
             if g is not None:
