@@ -7,7 +7,7 @@ Segment, so that another assignment rewrites the segments without tracing again.
 
 from __future__ import annotations
 
-import re
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -50,7 +50,7 @@ from qsync.tracing.replaced_forward import (
     restore_forward,
     untraced,
 )
-from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
+from qsync.tracing.segments import Segment, join, name_from_model, read_segment, repeat_prefix
 from qsync.tracing.tracer import (
     autocast_type,
     cannot_trace,
@@ -64,9 +64,9 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
-# How the graph of an outer torch.compile reaches the model that was planned; where its lowered form is kept.
-_PLANNED = r"^(.*?\.forward|L\['self'\])\.module\b|^L\['self'\]\._export_root\b"
+# Where the lowered form of a graph in the graph of an outer torch.compile is kept.
 _LOWERED = "qsync_lowered"
+_numbers = itertools.count()
 _MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
@@ -398,18 +398,15 @@ class PlannedForward(ReplacedForward):
             return lowered.forward
 
         self._lowering = lowering
+        self._number = str(next(_numbers))  # one graph of an outer torch.compile serves one plan
 
     def _lowered(self, traced: torch.fx.GraphModule) -> Any:
         if _LOWERED not in traced.meta:
-            for node in traced.graph.nodes:  # as if the model itself had been called
-                stack = node.meta.get("nn_module_stack", {})
-                node.meta["nn_module_stack"] = {
-                    key: (re.sub(_PLANNED, "L['self']", path), kind) for key, (path, kind) in stack.items()
-                }
             values = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
             fake = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
             tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
             names = {id(fake.from_tensor(tensor)): name for name, tensor in tensors}
+            name_from_model(traced, names)
             traced.meta[_LOWERED] = self.program().exported(traced, values, names)
         return traced.meta[_LOWERED]
 
@@ -429,13 +426,11 @@ class PlannedForward(ReplacedForward):
         if torch.compiler.is_compiling():
             if not torch.compiler.is_dynamo_compiling():
                 return self._export(*args, **kwargs)
-            if _is_one_graph():
-                own, module = self.own, self.module
+            if self._number and _is_one_graph():
+                module, own = self.module, self.own
 
                 def plain(*args: Any, **kwargs: Any) -> Any:
-                    return (
-                        type(module).forward(module, *args, **kwargs) if own is None else own(*args, **kwargs)
-                    )
+                    return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
 
                 return dynamo_bypassing_wrapper(self._lowering, plain, *args, **kwargs)
         elif torch._C._get_tracing_state() is not None:
