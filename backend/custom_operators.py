@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from qsync.backend.autograd import is_replayed
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Encoded, Operand, encode
@@ -323,8 +324,12 @@ def _recording() -> Iterator[None]:
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _BELOW:
         excluded = excluded.remove(key)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
-        yield
+    token = is_replayed.set(True)
+    try:
+        with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded):
+            yield
+    finally:
+        is_replayed.reset(token)
 
 
 _call_of = cache(_Call)

@@ -184,13 +184,3 @@ def test_arguments_that_no_text_holds_are_refused():
         kernels.dropout(F.dropout, randn(4), p=object())
     with pytest.raises(UnsupportedError, match="no custom operator"):
         kernels.dropout(lambda x: x, randn(4))
-
-
-def test_a_half_precision_product_goes_backward_as_often_as_its_graph_is_kept():
-    x, weight = randn(4, 8).requires_grad_(), randn(8, 8)
-    operands = [Operand(t, KERNELS.cast(t, "fp16")) for t in (x, weight)]
-    y = KERNELS.kernel("linear", "fp16")(F.linear, "fp32", *operands)
-    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=keep)[0] for keep in (True, False))
-    assert torch.equal(first, second)
-    with pytest.raises(RuntimeError, match="a second time"):
-        torch.autograd.grad(y.sum(), x)
