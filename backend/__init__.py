@@ -4,6 +4,7 @@
 `kernel_candidates`  the kernels to choose from
 `reference_kernels`  every precision in plain torch
 `encoding`           operands in low precision
+`custom_operators`   lowered operators in torch.library, for torch.export and torch.compile
 `matmul_primitives`  INT8 and 16-bit products
 `device_detection`   a rank's device class, and the machine
 `measure_peaks`      measured peak rates

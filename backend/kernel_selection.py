@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from qsync.backend.casts.cast_ops import to_bf16
+from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
 from qsync.backend.kernel_timing import apart, synchronize
+from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
@@ -64,6 +66,10 @@ class Kernels:
     >>> kernels = select("cpu")
     >>> y = kernels.kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
+
+    keeps_copies = True  # of weights, from one call to the next
+    saving = staticmethod(saving)
+    dropout = staticmethod(dropout)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,11 +1,13 @@
 """qsync: synchronous training of one model over unequal devices.
 
 It lowers the precision of just enough operators on just the weak devices that nobody waits. `import qsync`
-imports nothing else: each name is loaded when it is first used.
+imports nothing else: each name is loaded when it is first used. So are the operators `torch.ops.qsync` of
+programs that torch.export saved.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -104,3 +106,29 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _Torch:
+    """A finder of no module: it offers `torch.ops.qsync` once torch is there."""
+
+    @classmethod
+    def find_spec(cls, *_: Any) -> None:
+        """Find nothing."""
+        torch: Any = sys.modules.get("torch")
+        if not hasattr(torch, "ops"):
+            return
+
+        class Operators(torch._ops._OpNamespace):  # type: ignore[misc]
+            __module__ = "torch.ops"  # by which saved programs name it
+
+            def __getattr__(self, name: str) -> Any:
+                import_module("qsync.backend.custom_operators")  # registers them
+                return super().__getattr__(name)
+
+        torch.ops.qsync = Operators("qsync")
+        if cls in sys.meta_path:
+            sys.meta_path.remove(cls)
+
+
+sys.meta_path.insert(0, _Torch)
+_Torch.find_spec()

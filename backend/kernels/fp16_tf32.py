@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, is_replayed
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.matmul_primitives import power_of_two
@@ -75,7 +75,7 @@ class _Nested(torch.autograd.Function):
         with torch.set_grad_enabled(bool(wanted)), _tf32(not half):
             out = run(*inner)
         ctx.nested = (out, [inner[i] for i in wanted]) if wanted else None
-        ctx.wanted, ctx.half = wanted, half
+        ctx.wanted, ctx.half, ctx.is_replayed = wanted, half, is_replayed.get()
         ctx.dtypes = [values[i].dtype for i in wanted]
         ctx.num_values = len(values)
         return out.detach().to(dtype)
@@ -88,13 +88,16 @@ class _Nested(torch.autograd.Function):
                 "backward through an FP16 or TF32 operator a second time: its data is already freed"
             )
         # Released before the products run, so that each buffer is freed as soon as autograd has used it.
-        (out, inputs), ctx.nested = ctx.nested, None
+        out, inputs = ctx.nested
+        ctx.nested = ctx.nested if ctx.is_replayed else None
         back = None
         if ctx.half and gradient.numel():
             factor, back = power_of_two(gradient, 1.0)
             gradient = gradient.float() * factor
         with _tf32(not ctx.half):
-            inner = torch.autograd.grad(out, inputs, gradient.to(out.dtype), allow_unused=True)
+            inner = torch.autograd.grad(
+                out, inputs, gradient.to(out.dtype), retain_graph=ctx.is_replayed, allow_unused=True
+            )
         result: list[Tensor | None] = [None] * ctx.num_values
         for i, g, dtype in zip(ctx.wanted, inner, ctx.dtypes, strict=True):
             if g is not None:

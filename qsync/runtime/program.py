@@ -7,6 +7,7 @@ Segment, so that another assignment rewrites the segments without tracing again.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -18,9 +19,15 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._higher_order_ops.utils import setup_compilation_env
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._subclasses.fake_tensor import FakeTensor
 
 from qsync import backend
+from qsync.backend.custom_operators import OpaqueKernels
 from qsync.backend.device_detection import device_of
+from qsync.backend.kernel_timing import apart
 from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
@@ -35,6 +42,7 @@ from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
 from qsync.runtime.weight_cache import check_copies, forget_copies, note_copies
+from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
     compile_forward,
@@ -42,7 +50,7 @@ from qsync.tracing.replaced_forward import (
     restore_forward,
     untraced,
 )
-from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
+from qsync.tracing.segments import Segment, join, name_from_model, read_segment, repeat_prefix
 from qsync.tracing.tracer import (
     autocast_type,
     cannot_trace,
@@ -56,6 +64,9 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
+# Where the lowered form of a graph in the graph of an outer torch.compile is kept.
+_LOWERED = "qsync_lowered"
+_numbers = itertools.count()
 _MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
 # Given a graph (of one segment), the precision of each of its adjustable operators.
 Chooser = Callable[[OpGraph], Mapping[str, Precision]]
@@ -226,6 +237,29 @@ class Program:
 
         return with_room(run)
 
+    def exported(
+        self, module: torch.fx.GraphModule, inputs: list[Any], names: dict[int, str]
+    ) -> torch.fx.GraphModule:
+        """Build what an outer torch.compile or torch.export traces in place of a traced graph.
+
+        `names` maps the id of each parameter and buffer among the inputs to its name.
+        """
+        name = type(self._model()).__name__
+        segment = read_segment(module, inputs, names)
+        called = {call_name(node): node for node in segment.module.graph.nodes}
+        if segment.nested:
+            raise _not_exported(name, "it computes activations again in backward")
+        if whole := called.keys() & _WHOLE_ATTENTION:
+            raise _not_exported(
+                name, f"torch.compile takes {min(whole)} for one call (torch.export does not)"
+            )
+        graph = join([segment], name)
+        if not graph.adjustable:
+            raise nothing_to_lower(self.model, graph_breaks(), graph.ops)
+        if self._check is not None and torch.is_grad_enabled():
+            self._check(graph)
+        return rewrite(segment, self._lower(segment, graph)[0], OpaqueKernels(self.kernels))
+
     def call(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
         self._check_autocast()
@@ -325,11 +359,21 @@ programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyD
 
 
 _WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
+# What torch.compile makes of nn.MultiheadAttention and of layers with it, unless qsync sets the tracer up.
+_WHOLE_ATTENTION = {
+    "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+}  # fmt: skip
 
 
-@untraced(_WHY_UNTRACED)
-def _refuse_export(name: str) -> None:
-    raise UnsupportedError(f"{name} cannot be exported: {_WHY_UNTRACED}")
+def _not_exported(name: str, why: str) -> UnsupportedError:
+    return UnsupportedError(f"{name} cannot be exported: {why}; call qsync.unwrap(model) first")
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_one_graph() -> bool:
+    """Return whether the torch.compile that traces now may not break its graph."""
+    tracer = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
 
 
 class PlannedForward(ReplacedForward):
@@ -344,6 +388,27 @@ class PlannedForward(ReplacedForward):
         self.make = make
         self._compiled: Callable[..., Any] | None = None
         self._kind: type | None = None  # of the module; fully_shard gives it another
+        self._set_lowering()
+
+    def _set_lowering(self) -> None:
+        """Set the function that lowers the graph in an outer torch.compile, which calls it by this name."""
+
+        def lowering(traced: torch.fx.GraphModule) -> Callable[..., Any]:
+            lowered: torch.fx.GraphModule = apart(partial(self._lowered, traced))
+            return lowered.forward
+
+        self._lowering = lowering
+        self._number = str(next(_numbers))  # one graph of an outer torch.compile serves one plan
+
+    def _lowered(self, traced: torch.fx.GraphModule) -> Any:
+        if _LOWERED not in traced.meta:
+            values = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
+            fake = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+            tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+            names = {id(fake.from_tensor(tensor)): name for name, tensor in tensors}
+            name_from_model(traced, names)
+            traced.meta[_LOWERED] = self.program().exported(traced, values, names)
+        return traced.meta[_LOWERED]
 
     def program(self) -> Program:
         """Return the program, made where there is none yet for the model's device."""
@@ -358,9 +423,36 @@ class PlannedForward(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model once."""
-        if torch.compiler.is_exporting() or torch._C._get_tracing_state() is not None:
-            _refuse_export(type(self.module).__name__)
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
+                return self._export(*args, **kwargs)
+            if self._number and _is_one_graph():
+                module, own = self.module, self.own
+
+                def plain(*args: Any, **kwargs: Any) -> Any:
+                    return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
+
+                return dynamo_bypassing_wrapper(self._lowering, plain, *args, **kwargs)
+        elif torch._C._get_tracing_state() is not None:
+            raise _not_exported(type(self.module).__name__, "torch.jit traces no kernels of qsync's")
         return self._call(*args, **kwargs)
+
+    def _export(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as torch.export traces it, not strictly: on tensors without numbers."""
+        program = self.program()
+
+        def lowered(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            names = tensor_names(self.module)
+            run: Callable[..., Any] = traced(apart(partial(program.exported, module, inputs, names)), inputs)
+            return run
+
+        with dynamo_settings(), without_autocast(program.device), setup_compilation_env() as traced:
+            try:
+                return compile_forward(self.module, lowered, fullgraph=True)(*args, **kwargs)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise error.inner_exception from None
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise cannot_trace(self.module, error) from error
 
     # An outer compile breaks its graph here instead of tracing through.
     @untraced(_WHY_UNTRACED, recursive=False)
@@ -380,6 +472,7 @@ class PlannedForward(ReplacedForward):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _compiled=None, _kind=None)
+        self._set_lowering()
 
 
 def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:

@@ -21,9 +21,7 @@ import torch.fx
 from torch.utils.checkpoint import checkpoint
 
 from qsync.backend.casts.epilogues import Activation, activation
-from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Operand
-from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
@@ -39,7 +37,7 @@ from qsync.tracing.segments import Segment
 
 
 class KernelTable(Protocol):
-    """What the pass needs of a backend: see qsync.backend.select."""
+    """What the pass needs of a backend: see qsync.backend.select, and OpaqueKernels for exported graphs."""
 
     @property
     def sixteen_bit(self) -> str | None:
@@ -50,6 +48,16 @@ class KernelTable(Protocol):
 
     def kernel(self, kind: str, precision: Precision) -> Callable[..., torch.Tensor]:
         """Return the kernel of a kind of operator in a precision."""
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a copy of a weight may serve several calls."""
+
+    def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
+        """Return the operator of a kind that saves in a form."""
+
+    def dropout(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Drop elements."""
 
 
 class Observer(Protocol):
@@ -144,9 +152,9 @@ class KernelCall(torch.nn.Module):
 class SavingCall(torch.nn.Module):
     """One Run node of a following operator that saves less for backward."""
 
-    def __init__(self, kind: str, form: str, target: Callable[..., Any]) -> None:
+    def __init__(self, kernels: KernelTable, kind: str, form: str, target: Callable[..., Any]) -> None:
         super().__init__()
-        self._run, self._traced = saving(kind, form), target
+        self._run, self._traced = kernels.saving(kind, form), target
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the operator in its form."""
@@ -156,13 +164,13 @@ class SavingCall(torch.nn.Module):
 class DropoutCall(torch.nn.Module):
     """One Run node of a dropout."""
 
-    def __init__(self, target: Callable[..., Any]) -> None:
+    def __init__(self, kernels: KernelTable, target: Callable[..., Any]) -> None:
         super().__init__()
-        self._traced = target
+        self._run, self._traced = kernels.dropout, target
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the dropout."""
-        return dropout(self._traced, *args, **kwargs)
+        return self._run(self._traced, *args, **kwargs)
 
 
 class Report(torch.nn.Module):
@@ -302,7 +310,7 @@ class _Rewriter:
         source = self._node_of[cast.value, cast.source]
         call: torch.nn.Module = (
             WeightCast(self._kernels, cast.target)
-            if cast.of_parameter
+            if cast.of_parameter and self._kernels.keeps_copies
             else CastCall(self._kernels, cast.target)
         )
         node = _call(module, f"cast_{cast.target}", call, (source,), {})
@@ -346,10 +354,10 @@ class _Rewriter:
             both = KernelCall(self._kernels, op.kind, run, target, computed)
             return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
         if run.form != "plain":
-            saving_call = SavingCall(op.kind, run.form, target)
+            saving_call = SavingCall(self._kernels, op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
         if native and self._lowers and op.kind == "dropout" and callable(node.target):
-            return _call(module, op.kind, DropoutCall(node.target), args, kwargs)
+            return _call(module, op.kind, DropoutCall(self._kernels, node.target), args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -408,6 +408,26 @@ def _roots(segment: Segment) -> dict[str, str]:
             elif not path and base.startswith("___stack"):
                 votes.setdefault(base, []).append(owner)
     return {base: "" if "" in found else found[0] for base, found in votes.items()}
+
+
+def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> None:
+    """Let a graph name its modules from the model, which an outer torch.compile reaches by a longer path.
+
+    `names` maps the id of each parameter and buffer to its name, which shows the path to the model.
+    """
+    votes: Counter[str] = Counter()
+    for node in module.graph.nodes:
+        path = ".".join(filter(None, _module_place(node)))
+        for source in node.all_input_nodes if path else ():
+            owner = names.get(id(source.meta.get("example_value")), "").rpartition(".")[0]
+            if owner and path.endswith("." + owner):
+                votes[path.removesuffix("." + owner)] += 1
+    longest = votes.most_common(1)[0][0] if votes else ""
+    for node in module.graph.nodes:
+        path = ".".join(filter(None, _module_place(node)))
+        if longest and f"{path}.".startswith(f"{longest}."):
+            (*_, (key, (_, kind))) = node.meta["nn_module_stack"].items()
+            node.meta["nn_module_stack"] = {key: (f"L['self']{path.removeprefix(longest)}", kind)}
 
 
 def _module_place(node: torch.fx.Node) -> tuple[str, str]:

@@ -210,8 +210,8 @@ def autocast_type(device: torch.device) -> str | None:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Switch torch.autocast off inside: lowering decides every cast."""
-    if not torch.amp.is_autocast_available(device.type):
+    """Switch torch.autocast off inside, if it is on: lowering decides every cast."""
+    if autocast_type(device) is None:
         yield
         return
     with torch.autocast(device.type, enabled=False):
