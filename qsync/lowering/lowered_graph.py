@@ -49,8 +49,8 @@ class Run:
     kind as its form (`EPILOGUES`), and the follower has the form `FUSED`. `channels_last` says whether the
     operator reads images that a lowered convolution has brought to channels-last order. `after_other` says of
     a product whether the product before it runs in another precision, `before_other` whether the one after it
-    does: forward and backward then find the caches without their kernel. `as_traced` says of the kinds in
-    `REPLACED` that no operator of the graph is lowered, so that torch's own kernel runs.
+    does: its forward, or its backward, then takes longer (`Profile.switch_s`). `as_traced` says of the kinds
+    in `REPLACED` that no operator of the graph is lowered, so that torch's own kernel runs.
     """
 
     op: str
