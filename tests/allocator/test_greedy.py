@@ -20,7 +20,7 @@ from qsync.records.precision import Precision
 
 GRAPH = encoder(3, rows=512)
 PROFILES = {
-    name: profile_of(GRAPH, name, slow=slow, latency_s=1e-8, cast_s=1e-11, switch_s={})
+    name: profile_of(GRAPH, name, slow=slow, latency_s=1e-8, cast_s=1e-11)
     for name, slow in (("train", 1.0), ("infer", 1.8))
 }
 

@@ -206,7 +206,7 @@ def profile_of(
                 for mode in dict.fromkeys([op.dtype, *CARRIED_FLOATS])
             }
             if op.kind in REPLACED:
-                times["fp32" + AS_TRACED] = 5 * times["fp32"]
+                times["fp32" + AS_TRACED] = 1.25 * times["fp32"]
             if op.kind in EPILOGUES:
                 times |= dict.fromkeys([f"{mode} {FUSED}" for mode in CARRIED_FLOATS], 0.0)
             if saving is not None and can_save_less(op):
