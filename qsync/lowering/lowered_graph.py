@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
@@ -59,8 +59,9 @@ class Run:
     output: str
     form: str = "plain"
     channels_last: bool = False
-    after_other: bool = False
-    before_other: bool = False
+    # Of price alone: a graph in segments is traced piece by piece, and a piece does not see what follows it.
+    after_other: bool = field(default=False, compare=False)
+    before_other: bool = field(default=False, compare=False)
     as_traced: bool = False
 
     @property
