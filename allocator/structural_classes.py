@@ -27,13 +27,14 @@ Hashes = npt.NDArray[np.uint64]
 _DISTANCE = 12
 # A value read by more operators than this (a mask that every block reads) does not connect them.
 _MAX_READERS = 8
+_BESIDE = 1 << 20  # in the place of a slot: an edge between products that run one after the other
 _NUMBER = {precision: number for number, precision in enumerate(Precision)}
 
 
 class _Edges:
     """The edges of a graph between values as `Wiring` numbers them, sorted by target."""
 
-    def __init__(self, wired: Wiring) -> None:
+    def __init__(self, wired: Wiring, beside: bool) -> None:
         ends = [
             (value, wired.offset + i, j)
             for i, operands in enumerate(wired.operands)
@@ -45,13 +46,17 @@ class _Edges:
             for value, reader, j in ends
             if len(wired.consumers[value]) <= _MAX_READERS
         ]
+        if beside:  # a product costs more beside one of another precision
+            pairs = [(wired.offset + i, wired.offset + j) for i, j in enumerate(wired.after) if j is not None]
+            down += [(i, j, _BESIDE) for i, j in pairs]
+            up += [(j, i, _BESIDE + 1) for i, j in pairs]
         edges = np.array(sorted(down + up, key=lambda edge: edge[1]), dtype=np.int64).reshape(-1, 3)
         self.source, target, slot = edges.T
         self.salt = _scattered(slot.astype(np.uint64) + np.uint64(1))
         self.target, self.start = np.unique(target, return_index=True)
 
 
-_EDGES: Remembered[_Edges] = Remembered()
+_EDGES: Remembered[dict[bool, _Edges]] = Remembered()
 
 
 class StructuralClasses:
@@ -62,7 +67,8 @@ class StructuralClasses:
         self._offset = wired.offset
         self._adjustable = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE]
         self._own = _numbered(_keys(graph, part, wired))
-        self._edges = _EDGES.of(graph, lambda: _Edges(wired))
+        of_graph, beside = _EDGES.of(graph, dict), bool(part.profile.switch_s)
+        self._edges = of_graph.setdefault(beside, _Edges(wired, beside))
 
     def structural_classes(self, precision: Sequence[Precision]) -> dict[int, int]:
         """Return the structural class of every adjustable operator, by position.

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from qsync.errors import MismatchError
 from qsync.lowering.incremental import Lowering
-from qsync.lowering.lowered_graph import CHANNELS_LAST, EPILOGUES, FUSED, TO_16BIT, Cast, Run
+from qsync.lowering.lowered_graph import AS_TRACED, CHANNELS_LAST, EPILOGUES, FUSED, TO_16BIT, Cast, Run
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import TYPE_BYTES
@@ -23,6 +23,7 @@ from qsync.records.save_less import FORMS
 FREE = ("view", "input", "output")
 
 FloatArray = npt.NDArray[np.float64]
+_NO_SWITCH = Cost(0.0)
 
 
 def cast_cost(profile: Profile, cast: Cast) -> Cost:
@@ -64,8 +65,9 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
     mode, scaled by the bytes of the types: these operators are bound by memory, not by arithmetic. An
     operator that saves less must have been measured saving less; the nearest form and type prices it. A
     product that computes an activation in its epilogue, if it was not measured so, costs as much as product
-    and activation apart. Operators that move no data (views, the graph's output) are free where they were not
-    measured. Raises MismatchError naming the operator if the profile cannot price it.
+    and activation apart. A product beside one of another precision takes `Profile.switch_s` longer. Operators
+    that move no data (views, the graph's output) are free where they were not measured. Raises MismatchError
+    naming the operator if the profile cannot price it.
 
     >>> run_cost(profile, Run("fc1", "bf16", ("bf16", "bf16"), "bf16"), op).total_s
     """
@@ -74,7 +76,11 @@ def run_cost(profile: Profile, run: Run, op: Op) -> Cost:
         return Cost(0.0)
     name, ratio = nearest_mode(profile, run, op)
     cost = measured[name]
-    return cost if name == run.timed_as else Cost(cost.forward_s * ratio, cost.backward_s * ratio)
+    if name != run.timed_as:
+        cost = Cost(cost.forward_s * ratio, cost.backward_s * ratio)
+    switch = profile.switch_s.get(run.mode, _NO_SWITCH)
+    forward_s, backward_s = run.after_other * switch.forward_s, run.before_other * switch.backward_s
+    return Cost(cost.forward_s + forward_s, cost.backward_s + backward_s, cost.spread_s)
 
 
 def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
@@ -113,6 +119,7 @@ def nearest_mode(profile: Profile, run: Run, op: Op) -> tuple[str, float]:
             _form(m) != run.form,
             abs(_width(m) - wanted),
             (CHANNELS_LAST in m) != run.channels_last,
+            (AS_TRACED in m) != run.as_traced,
             (TO_16BIT in m) != (TO_16BIT in run.timed_as),
             -_width(m),
             m,
@@ -159,7 +166,7 @@ class ClassCosts:
         self.forward_s: FloatArray = np.zeros(num_ops)
         self.backward_s: FloatArray = np.zeros(num_ops)
         self._casts: dict[tuple[str, str, str], Cost] = {}
-        self._runs: dict[tuple[int, str, str, str, bool], Cost] = {}
+        self._runs: dict[tuple[int, str, str, str, bool, bool, bool, bool], Cost] = {}
         self.update(range(num_ops))
 
     def update(self, positions: Iterable[int]) -> None:
@@ -190,7 +197,10 @@ class ClassCosts:
         """Return the price of operator `i` in its present mode, without its casts."""
         lowering = self.lowering
         op: Op = lowering.graph.ops[i]
-        key = (i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.channels_last(i))
+        key = (
+            i, lowering.mode(i), lowering.output(i), lowering.form(i), lowering.channels_last(i),
+            lowering.after_other(i), lowering.before_other(i), lowering.as_traced(i),
+        )  # fmt: skip
         cost = self._runs.get(key)
         if cost is None:
             cost = self._runs[key] = run_cost(self.profile, Run(op.name, key[1], (), *key[2:]), op)
@@ -206,7 +216,8 @@ def _mode(timed_as: str) -> str:
 
 
 def _form(timed_as: str) -> str:
-    return timed_as.removesuffix(CHANNELS_LAST).removesuffix(TO_16BIT).partition(" ")[2] or "plain"
+    plain = timed_as.removesuffix(AS_TRACED).removesuffix(CHANNELS_LAST)
+    return plain.removesuffix(TO_16BIT).partition(" ")[2] or "plain"
 
 
 def _width(timed_as: str) -> int:

@@ -35,6 +35,7 @@ def computing(profile: Profile, factor: float) -> dict[str, Any]:
         },
         "casts": {key: longer(cost) for key, cost in profile.casts.items()},
         "cast_fit": {key: (longer(base), longer(rise)) for key, (base, rise) in profile.cast_fit.items()},
+        "switch_s": {mode: longer(cost) for mode, cost in profile.switch_s.items()},
         "outside": longer(profile.outside),
         "loading_s": factor * profile.loading_s,
     }

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from qsync.lowering.numbering import Numbered
 from qsync.lowering.vectorized import Tables, Tabulated
 from qsync.records.identity_cache import Remembered
+from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
 
@@ -43,6 +44,8 @@ class VectorizedPrices:
                 costs = [[(c.forward_s, c.backward_s) for c in modes[i].values()] for i in rows.tolist()]
                 measured[:, rows, : len(columns)] = np.array(costs).transpose(2, 0, 1)
         self._forward, self._backward = measured
+        switches = [profile.switch_s.get(precision, Cost(0.0)) for precision in Precision]
+        self._switches = np.array([(cost.forward_s, cost.backward_s) for cost in switches]).T
         self._keys = Numbered()
         self._column: list[int] = []
         self._ratio: list[float] = []
@@ -60,6 +63,8 @@ class VectorizedPrices:
         every = np.arange(len(key))
         forward = self._forward[every, column] * ratio
         backward = self._backward[every, column] * ratio
+        forward += lowered.after_other * self._switches[0, lowered.precision]
+        backward += lowered.before_other * self._switches[1, lowered.precision]
         values, kinds = lowered.casts_made()
         if len(values):
             both = self._cast_prices(lowered, profile, values, kinds)

@@ -11,14 +11,14 @@ want 16 bits, that it is in channels_last order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from qsync.allocator.problem import ClassProblem
 from qsync.allocator.solvers.milp_expressions import ONE, ZERO, Program, Sum, negated, total
 from qsync.errors import MismatchError
 from qsync.lowering import cast_rules as rule
-from qsync.lowering.lowered_graph import Cast, Run
+from qsync.lowering.lowered_graph import REPLACED, Cast, Run
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import Precision
@@ -80,9 +80,12 @@ class ClassModel:
         self._channels_last: list[Sum] = [ZERO] * self._wiring.offset
         for i in range(len(graph.ops)):
             self._lower(i)
+        chosen = [self.chosen[op.name] for op in graph.adjustable]
+        self._as_traced = self.program.all_of(found.get(Precision.FP32, ZERO) for found in chosen)
         self.alternatives = [list(self._alternatives(i)) for i in range(len(graph.ops))]
         for i in range(len(graph.ops)):
             self._price_run(i)
+            self._price_switch(i)
         for value in range(self._wiring.num_values):
             self._price_casts(value)
 
@@ -218,7 +221,24 @@ class ClassModel:
         for alternative in self.alternatives[i]:
             for order, binary_there in self._split(alternative.binary, channels_last):
                 run = Run(op.name, alternative.mode, (), alternative.output, alternative.form, order)
-                self._add(i, binary_there, partial(run_cost, self._part.profile, run, op))
+                as_traced = self._as_traced if op.kind in REPLACED else ZERO
+                for so, binary_so in self._split(binary_there, as_traced):
+                    run_so = replace(run, as_traced=so)
+                    self._add(i, binary_so, partial(run_cost, self._part.profile, run_so, op))
+
+    def _price_switch(self, i: int) -> None:
+        """Charge product i and the product after it for precisions that differ."""
+        after, ops = self._wiring.after[i], self._graph.ops
+        if after is None:
+            return
+        first, second = self.chosen[ops[i].name], self.chosen[ops[after].name]
+        for precision, price in self._part.profile.switch_s.items():
+            one, other = (chosen.get(Precision(precision), ZERO) for chosen in (first, second))
+            alike = self.program.all_of([one, other])
+            self.backward_s[i].add(one, price.backward_s)
+            self.backward_s[i].add(alike, -price.backward_s)
+            self.forward_s[after].add(other, price.forward_s)
+            self.forward_s[after].add(alike, -price.forward_s)
 
     def _alternatives(self, i: int) -> Iterator[Alternative]:
         op, ops = self._graph.ops[i], self._graph.ops

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qsync.errors import MismatchError
-from qsync.lowering.lowered_graph import FUSED
+from qsync.lowering.lowered_graph import AS_TRACED, FUSED
 from qsync.predictor.cost_model.features import family, features
 from qsync.predictor.cost_model.op_calls import (
     Call,
@@ -68,7 +68,7 @@ def samples_of(graph: OpGraph, profile: Profile, sheet: DataSheet | None = None)
         if op.name in profile.filled or (call.is_product and all(a.parameter for a in call.inputs)):
             continue  # products of parameters alone stand beside measured calls, not in models
         for mode, cost in profile.ops.get(op.name, {}).items():
-            if saves_plainly(mode) and FUSED not in mode.split():
+            if saves_plainly(mode) and FUSED not in mode.split() and not mode.endswith(AS_TRACED):
                 _record(seconds, call, mode.partition(" ")[0], cost.forward_s, cost.backward_s)
     values = value_call(graph)
     for (value, source, target), cost in profile.casts.items():

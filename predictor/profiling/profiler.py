@@ -227,14 +227,15 @@ class Profiler:
         for label, step in self._samples:
             totals[label].append(step.total_s)
         drift = self.drift_factors() if drift is None else drift
-        ops, casts = node_costs(self._samples, drift, timer_seconds(steps, self._plain_s))
+        found = node_costs(self._samples, drift, timer_seconds(steps, self._plain_s))
         return Profile(
             device_class=device_class,
             graph_hash=self.graph.hash,
             shapes_hash=self.graph.shapes_hash,
-            ops=ops,
-            casts=casts,
-            cast_fit=fit_casts(casts, self.graph),
+            ops=found.ops,
+            casts=found.casts,
+            cast_fit=fit_casts(found.casts, self.graph),
+            switch_s=found.switch_s,
             outside=median_cost([step.outside for step in steps]),
             host_s=median(step.host_s for step in steps),
             optimizer_s=median(self._optimizer_s),

@@ -21,7 +21,7 @@ from qsync.lowering.cast_rules import (
     taken_type,
     takes_16bit,
 )
-from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import REPLACED, Cast, LoweredGraph, Run
 from qsync.lowering.wiring import wiring
 from qsync.records.graph import OpGraph, Role
 from qsync.records.precision import Precision
@@ -83,6 +83,7 @@ class Lowering:
         for name in saving_less:
             self._saves_less[self.position[name]] = True
         self._form = ["plain"] * len(graph.ops)
+        self._num_lowered = [sum(p is not Precision.FP32 for p in assignment.values())]
         self._channels_last = [False] * self.wiring.num_values
         self._lower_everything()
 
@@ -97,6 +98,7 @@ class Lowering:
         other._wanted_16bit, other._saves_less = list(self._wanted_16bit), list(self._saves_less)
         other._mode, other._carried = list(self._mode), list(self._carried)
         other._form, other._channels_last = list(self._form), list(self._channels_last)
+        other._num_lowered = list(self._num_lowered)
         return other
 
     def mode(self, i: int) -> str:
@@ -110,6 +112,20 @@ class Lowering:
     def channels_last(self, i: int) -> bool:
         """Return whether operator `i` reads images that are in channels-last order by lowering."""
         return any(self._channels_last[value] for value in self.wiring.operands[i])
+
+    def after_other(self, i: int) -> bool:
+        """Return whether the product before product `i` runs in another precision."""
+        before = self.wiring.before[i]
+        return before is not None and self._mode[before] != self._mode[i]
+
+    def before_other(self, i: int) -> bool:
+        """Return whether the product after product `i` runs in another precision."""
+        after = self.wiring.after[i]
+        return after is not None and self._mode[after] != self._mode[i]
+
+    def as_traced(self, i: int) -> bool:
+        """Return whether operator `i` runs torch's own kernel because no product is lowered."""
+        return not self._num_lowered[0] and self.graph.ops[i].kind in REPLACED
 
     def output(self, i: int) -> str:
         """Return the type of the result of operator `i`."""
@@ -135,7 +151,10 @@ class Lowering:
             for j, value in enumerate(self.wiring.operands[i])
         )
         name = self.graph.ops[i].name
-        return Run(name, self._mode[i], operands, self.output(i), self._form[i], self.channels_last(i))
+        return Run(
+            name, self._mode[i], operands, self.output(i), self._form[i], self.channels_last(i),
+            self.after_other(i), self.before_other(i), self.as_traced(i),
+        )  # fmt: skip
 
     def assignment(self) -> dict[str, Precision]:
         """Return the assignment as it is now: every adjustable operator with its precision."""
@@ -159,7 +178,12 @@ class Lowering:
         self.wiring.check(name, precision)
         i = self.position[name]
         journal: list[tuple[list[Any], int, Any]] = []
-        touched = {i}
+        touched = {i} | {j for j in (self.wiring.before[i], self.wiring.after[i]) if j is not None}
+        was_lowered = self._num_lowered[0]
+        is_lowered = was_lowered + (self.precision[i] is Precision.FP32) - (precision is Precision.FP32)
+        self._write(self._num_lowered, 0, is_lowered, journal)
+        if not (was_lowered and is_lowered):
+            touched |= set(self.wiring.replaced)
         self._write(self.precision, i, precision, journal)
         changed_outputs = self._propagate_16bit_wants(self.wiring.operands[i], journal)
         changed_values = self._propagate_types([i, *changed_outputs], journal, touched)

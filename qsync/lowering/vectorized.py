@@ -145,6 +145,9 @@ class Tables:
         ).reshape(-1, 2)
         anchors = [-1 if anchor is None else anchor for anchor in wiring.anchor]
         self.owner = np.array([*anchors, *range(len(ops))], dtype=np.int64)
+        self.switches = np.array(
+            [(i, j) for i, j in enumerate(wiring.after) if j is not None], dtype=np.int64
+        ).reshape(-1, 2)
 
     def _fill_cells(self) -> _Cells:
         shape = (self.num_structures * len(_PRECISIONS), max(1, self._most_operands))
@@ -241,8 +244,8 @@ class Tables:
 
     def lower(
         self, assignment: Mapping[str, Precision], carried_16bit: str | None, saving_less: Collection[str]
-    ) -> tuple[Ints, Ints, Ints, Bools]:
-        """Return each operator's neighbourhood, and each value's casts, type and channels_last order."""
+    ) -> tuple[Ints, Ints, Ints, Bools, Ints]:
+        """Return operators' neighbourhoods, values' casts, types and channels_last order, and precisions."""
         precision = self._numbers_of(assignment)
         cell = self.structure * len(_PRECISIONS) + precision
         wanted = self._wanted(cell)
@@ -261,7 +264,9 @@ class Tables:
             reads = np.zeros(len(key), dtype=np.int64)
             np.bitwise_or.at(reads, self._edge_op, channels_last[self._edge_value].astype(np.int64))
             flags = flags | reads << 4 | channels_last[self.offset :].astype(np.int64) << 5
-        number, _ = self._surroundings(key << 6 | flags)
+        if not precision.any():
+            flags[self.wiring.replaced] |= 1 << 6
+        number, _ = self._surroundings(key << 7 | flags)
         fresh: list[int] = []
         for part, numbered in enumerate(self._neighbourhoods):
             for having, values in self._slots[part * _OPERANDS_PER_KEY : (part + 1) * _OPERANDS_PER_KEY]:
@@ -278,7 +283,7 @@ class Tables:
         casts, fresh = self._cast_sets((mask << _TYPE_BITS | carried) << 1 | channels_last)
         for value in fresh:
             self._ask_casts(int(mask[value]), types[value], bool(channels_last[value]))
-        return number, casts, carried, channels_last
+        return number, casts, carried, channels_last, precision
 
     def _numbers_of(self, assignment: Mapping[str, Precision]) -> Ints:
         """Return the precision of every operator, as a number; FP32 for operators not in the assignment."""
@@ -353,7 +358,7 @@ class Tables:
         computed = self.wiring.ops[follower].kind if follower is not None and flags & 1 else None
         form = rule.run_form_of(op, computed, bool(flags & 2), bool(flags & 4), lambda: bool(flags & 8))
         output = self.type_names[carried[self.offset + i]]
-        self.runs.append(Run("", mode, operands, output, form, bool(flags & 16)))
+        self.runs.append(Run("", mode, operands, output, form, bool(flags & 16), as_traced=bool(flags & 64)))
         self._taken.add([-1 if t is None else self.type(t) for t in taken])
 
     def _ask_casts(self, mask: int, carried: int, channels_last: bool) -> None:
@@ -381,7 +386,8 @@ class Tabulated:
     """One assignment lowered by tables: the same graph as `Lowering` makes of it.
 
     `neighbourhood[i]` numbers how operator `i` runs (`Tables.runs`), and `cast_set[value]` the casts of a
-    value (`Tables.cast_sets`).
+    value (`Tables.cast_sets`). `precision[i]` numbers the precision of operator `i`; `after_other[i]` and
+    `before_other[i]` are those of its `Run`.
 
     >>> Tabulated(graph, assignment).lowered().nodes == lower(graph, assignment).nodes
     """
@@ -395,15 +401,21 @@ class Tabulated:
     ) -> None:
         self.graph = graph
         self.tables = tables(graph)
-        self.neighbourhood, self.cast_set, self._carried, self._channels_last = self.tables.lower(
-            assignment, carried_16bit, saving_less
-        )
+        found = self.tables.lower(assignment, carried_16bit, saving_less)
+        self.neighbourhood, self.cast_set, self._carried, self._channels_last, self.precision = found
+        before, after = self.tables.switches.T
+        switched = self.precision[before] != self.precision[after]
+        self.after_other, self.before_other = np.zeros((2, len(graph.ops)), dtype=np.bool_)
+        self.after_other[after], self.before_other[before] = switched, switched
 
     def run(self, i: int) -> Run:
         """Return operator `i` as it runs."""
         op: Op = self.graph.ops[i]
         found = self.tables.runs[int(self.neighbourhood[i])]
-        return Run(op.name, found.mode, found.operands, found.output, found.form, found.channels_last)
+        return Run(
+            op.name, found.mode, found.operands, found.output, found.form, found.channels_last,
+            bool(self.after_other[i]), bool(self.before_other[i]), found.as_traced,
+        )  # fmt: skip
 
     def casts(self, value: int) -> Iterator[Cast]:
         """Yield the casts of a value, by its number."""

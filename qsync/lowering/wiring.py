@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 from qsync.errors import FormatError, MismatchError, shortened
 from qsync.lowering.cast_rules import (
@@ -12,6 +13,7 @@ from qsync.lowering.cast_rules import (
     passes_16bit_on,
     saves_operand,
 )
+from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import OpGraph, Role
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import LARGEST, PRECISIONS_BY_KIND, Precision
@@ -56,6 +58,13 @@ class Wiring:
             self.anchor.append(anchor)
             if anchor is not None:
                 self.anchored[anchor].append(value)
+        self.replaced = [i for i, op in enumerate(graph.ops) if op.kind in REPLACED]
+        # before[i], after[i]: the products that run before and after product i.
+        self.before: list[int | None] = [None] * len(graph.ops)
+        self.after: list[int | None] = [None] * len(graph.ops)
+        products = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE and op.flops]
+        for i, following in pairwise(products):
+            self.after[i], self.before[following] = following, i
         # epilogue[i]: the follower that operator i may compute; product[i]: the product that may compute i.
         self.epilogue: list[int | None] = [None] * len(graph.ops)
         self.product: list[int | None] = [None] * len(graph.ops)

@@ -67,10 +67,12 @@ class Profile:
 
     `ops` maps operator -> mode -> cost, where the mode is a precision for adjustable operators and the type
     it runs in for the others, with what `Run.timed_as` adds. `casts` maps (value, source type, target type)
-    -> cost, as measured. `cast_fit` maps (source, target) -> (latency, seconds per element) forward and
-    backward, for casts no measured step contained. `outside` is what runs before and after the graph (the
-    loss). `host_s` is the rest of a step: Python. `loading_s` is how long a step waits for its next batch,
-    0 where no loader was given to be timed. `optimizer_s` is one optimizer step with zero_grad;
+    -> cost, as measured. `switch_s` maps precision -> what a product takes longer forward if the product
+    before it ran in another, and backward if the one after it did. `cast_fit` maps (source, target) ->
+    (latency, seconds per element) forward and backward, for casts no measured step contained. `outside` is
+    what runs before and after the graph (the loss). `host_s` is the rest of a step: Python. `loading_s` is
+    how long a step waits for its next batch, 0 where no loader was given to be timed. `optimizer_s` is one
+    optimizer step with zero_grad;
     `optimizer_bytes` its state; `bucket_s_per_byte` what filling the DDP buckets adds to backward. An
     all-reduce takes `reduce_s_per_call` plus `reduce_s_per_byte` from this class's own compute.
 
@@ -122,6 +124,7 @@ class Profile:
     batch: tuple[tuple[int, ...], ...] = ()
     setting: Setting | None = None
     compiled: bool = False
+    switch_s: Mapping[str, Cost] = record_field(default_factory=dict)
 
     @property
     def device(self) -> str | None:
@@ -230,7 +233,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
         # Without what is written in another way below: of a large graph that is nearly everything.
-        body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}))
+        body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}, switch_s={}))
         del body["setting"]
         if self.setting:
             body["levers"] = asdict(self.setting.levers)
@@ -243,12 +246,14 @@ class Profile:
             op: {mode: _numbers(cost) for mode, cost in modes.items()} for op, modes in self.ops.items()
         }
         body["outside"] = _numbers(self.outside)
+        body["switch_s"] = {mode: _numbers(cost) for mode, cost in self.switch_s.items()}
         for late in (
             "refused",
             "loading_s",
             "model",
             "batch",
             "compiled",
+            "switch_s",
         ):  # as in files from before such a field, whose hash plans bear
             if not body[late]:
                 del body[late]
@@ -268,6 +273,7 @@ class Profile:
                 (s, t): (Cost(f0, b0), Cost(f1, b1)) for s, t, f0, b0, f1, b1 in value["cast_fit"]
             }
             body["outside"] = Cost(*value["outside"])
+            body["switch_s"] = {mode: Cost(*cost) for mode, cost in value.get("switch_s", {}).items()}
             body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:

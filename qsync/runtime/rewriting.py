@@ -25,7 +25,7 @@ from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
-from qsync.lowering.lowered_graph import EPILOGUES, FUSED, Cast, LoweredGraph, Run
+from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import ROUND_INSIDE, Precision, is_encoded
 from qsync.runtime.coverage import say_once
@@ -235,10 +235,6 @@ class _Rewriter:
                 pending.append(node)
             else:
                 self._after.setdefault(node.value, []).append(node)
-        # A graph in FP32 stays as it was traced.
-        self._lowers = any(
-            self._ops[run.op].role == "adjustable" and run.mode != "fp32" for run in self._runs.values()
-        )
         # Where each value stands in the new graph, as it is carried and as it was cast.
         self._node_of: dict[tuple[str, str], torch.fx.Node] = {}
 
@@ -356,7 +352,7 @@ class _Rewriter:
         if run.form != "plain":
             saving_call = SavingCall(self._kernels, op.kind, run.form, target)
             return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
-        if native and self._lowers and op.kind == "dropout" and callable(node.target):
+        if native and op.kind in REPLACED and not run.as_traced and callable(node.target):
             return _call(module, op.kind, DropoutCall(self._kernels, node.target), args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.

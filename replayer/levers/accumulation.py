@@ -53,6 +53,7 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
         ops={op: {mode: each(cost) for mode, cost in modes.items()} for op, modes in profile.ops.items()},
         casts=casts,
         cast_fit={key: (each(base), each(slope)) for key, (base, slope) in profile.cast_fit.items()},
+        switch_s={mode: each(cost) for mode, cost in profile.switch_s.items()},
         host_s=passes * profile.host_s,
         outside=Cost(passes * outside.forward_s + added_s, passes * outside.backward_s, outside.spread_s),
     )

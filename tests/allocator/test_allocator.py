@@ -569,7 +569,7 @@ def test_planning_a_model_of_the_size_of_bert_base_stays_cheap():
     profiles, sensitivity = pair(graph, 1.8, 1e-9), sensitivity_of(graph)
     found = []
     work = num_calls(lambda: found.append(allocate(graph, profiles, sensitivity, CLUSTER)))
-    assert found[0]["infer"].lowered and found[0].gap <= 1e-4
+    assert found[0]["infer"].lowered and found[0].gap <= 2e-4
     assert work < 4_000_000  # 0.7 s on one core
 
 

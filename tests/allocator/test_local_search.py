@@ -99,7 +99,7 @@ def test_a_plan_within_two_per_cent_of_its_bound_is_near_enough(monkeypatch, sol
 def test_an_exchange_holds_and_lessens_the_variance_or_leaves_all_as_it_was(memory):
     made = 0
     for seed in range(12):
-        state, target = begun(encoder(1, rows=512), seed, memory=memory, time=0.4)
+        state, target = begun(encoder(1, rows=512), seed, memory=memory, time=0.5)
         one, before, assignment = state.classes["infer"], state.variance, state.assignments()["infer"]
         single = [ops[:1] for ops in local_search._neighbours(one)]
         search = Round(state, "infer", single, target, memory is not None)

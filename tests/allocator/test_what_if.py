@@ -12,6 +12,7 @@ from qsync.records.cluster import Link
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
+from qsync.records.profiles import Cost
 from qsync.replayer import Sized, profiles_under_levers, replay
 
 GRAPH = encoder(2)
@@ -98,7 +99,9 @@ def test_a_kind_of_kernel_twice_as_fast_is_a_profile_with_half_its_times():
         }
         for op, modes in PROFILES["infer"].ops.items()
     }  # fmt: skip
-    faster = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops)}
+    switch = PROFILES["infer"].switch_s["int8"]
+    switches = {"int8": Cost(switch.forward_s / 2, switch.backward_s / 2)}
+    faster = {**PROFILES, "infer": replace(PROFILES["infer"], ops=ops, switch_s=switches)}
     # The gelu after each is computed in its epilogue, in no time of its own.
     found = one_of(found_of(plan), "kernels of linear int8 twice as fast", "infer")
     assert found.step_s == pytest.approx(step_of(plan, faster))

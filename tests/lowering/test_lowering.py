@@ -403,3 +403,29 @@ def test_what_an_8_bit_operator_hands_on_is_part_of_how_it_is_timed():
     alone = runs(lower(graph, {"0.conv1": Precision.INT8}))
     assert both["0.conv1"].timed_as == "int8 narrowing" and alone["0.conv1"].timed_as == "int8"
     assert runs(lower(graph, {"0.conv1": Precision.INT8}, carried_16bit=None))["0.conv1"].timed_as == "int8"
+
+
+def test_a_product_knows_whether_those_beside_it_run_in_another_precision():
+    found = runs(lower(mlp(4), {"fc1": BF16, "fc2": BF16}))
+    assert [found[f"fc{i}"].after_other for i in range(4)] == [False, True, False, True]
+    assert [found[f"fc{i}"].before_other for i in range(4)] == [True, False, True, False]
+    assert not any(run.after_other or run.before_other for name, run in found.items() if "fc" not in name)
+
+
+def test_dropout_is_torch_s_own_as_long_as_no_product_is_lowered():
+    graph = encoder(1)
+    lowering = Lowering(graph, {})
+
+    def kinds_as_traced() -> list[str]:
+        named = runs(lowering.lowered())
+        return [op.kind for op in graph.ops if named[op.name].as_traced]
+
+    dropouts = [op.kind for op in graph.ops if op.kind == "dropout"]
+    assert kinds_as_traced() == dropouts != []
+    made = lowering.assign("layer.0.query", BF16)
+    assert kinds_as_traced() == []
+    lowering.undo(made)
+    assert kinds_as_traced() == dropouts
+    lowering.assign("layer.0.query", BF16)
+    lowering.assign("layer.0.query", Precision.FP32)
+    assert kinds_as_traced() == dropouts

@@ -36,7 +36,7 @@ from qsync.records.datasheets import DATASHEETS, datasheet
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile, shown
+from qsync.records.profiles import Cost, Profile, shown
 from qsync.replayer import cast_cost, run_cost
 
 MODES = ("fp32", "bf16", "int8")
@@ -322,3 +322,14 @@ def test_what_is_simulated_is_labelled_wherever_it_is_shown(simulated, tmp_path)
         and timeline.to_json()["classes"]["infer"]["origin"] == "simulated"
     )
     assert shown("infer", "simulated") == "infer (simulated device)" and shown("train", "measured") == "train"
+
+
+def test_torch_s_own_dropout_is_no_sample_of_the_one_in_lowered_graphs():
+    graph = encoder(1)
+    profile = lawful(graph)
+    drops = [op.name for op in graph.ops if op.kind == "dropout"]
+    ops = {
+        op: {**modes, "fp32 as traced": Cost(1.0, 1.0)} if op in drops else modes
+        for op, modes in profile.ops.items()
+    }
+    assert drops and samples_of(graph, replace(profile, ops=ops), HERE) == samples_of(graph, profile, HERE)

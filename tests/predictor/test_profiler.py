@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from graphs import mlp
 from torch import nn
 
 import qsync
@@ -157,9 +158,45 @@ def test_the_timer_is_taken_out_of_slow_and_fast_steps_alike():
 
     samples = [(mode, step(mode, added_s)) for mode in own_s for _ in range(3)]
     timer_s = timer_seconds([timed for _, timed in samples], [own_s[mode] for mode, _ in samples])
-    ops, _ = node_costs(samples, [1.0] * len(samples), timer_s)
+    ops = node_costs(samples, [1.0] * len(samples), timer_s).ops
     assert {mode: cost.total_s for mode, cost in ops["fc"].items()} == pytest.approx(own_s)
     assert timer_seconds([timed for _, timed in samples], [None] * len(samples)) == 0.0
+
+
+def test_what_a_switch_of_precision_costs_is_taken_out_of_the_products():
+    """It takes as long for a small product as for a large one, and no part of either's own price."""
+    graph, own_s = mlp(6), [1e-3 * (1 + k) for k in range(6)]
+    switch_s = {"fp32": Cost(0.0, 0.0), "bf16": Cost(1e-4, 2e-4)}
+
+    def step(assignment: dict[str, Precision]) -> StepTimes:
+        nodes = []
+        for node in lower(graph, assignment).nodes:
+            if isinstance(node, Run) and node.op.startswith("fc"):
+                price, own = switch_s[node.mode], own_s[int(node.op[2:])]
+                forward_s = own + node.after_other * price.forward_s
+                nodes.append((node, Cost(forward_s, 2 * own + node.before_other * price.backward_s)))
+        return StepTimes(nodes, 0.0, Cost(0.0))
+
+    drawn = [{f"fc{k}": Precision.BF16 for k in chosen} for chosen in
+             ((), range(6), (0, 1, 3), (2, 3, 5), (1, 2, 4, 5))]  # fmt: skip
+    found = node_costs([(str(k), step(assignment)) for k, assignment in enumerate(drawn)], [1.0] * 5)
+    for mode, price in switch_s.items():
+        got = found.switch_s[mode]
+        assert (got.forward_s, got.backward_s) == pytest.approx(
+            (price.forward_s, price.backward_s), abs=1e-12
+        )
+    for k, own in enumerate(own_s):
+        for cost in found.ops[f"fc{k}"].values():
+            assert (cost.forward_s, cost.backward_s) == pytest.approx((own, 2 * own))
+
+
+def test_torch_s_own_dropout_is_timed_apart_from_the_one_in_lowered_graphs():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    made = qsync.profile(
+        model, torch.randn(4, 8), lambda m, b: m(b).sum(), precisions=["fp32", "bf16"], rounds=1
+    )
+    apart = {name: modes for name, modes in made.ops.items() if "fp32 as traced" in modes}
+    assert len(apart) == 1 and all(len(modes) > 1 for modes in apart.values())
 
 
 def test_rounds_end_when_a_step_is_known_or_time_is_up():

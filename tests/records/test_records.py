@@ -53,6 +53,8 @@ def test_profiles_and_sensitivities_read_back(tmp_path):
     profile = replace(profile, casts=casts, step_s={"fp32": 0.5}, machine={"cpu": "x"}, emulated_share=0.5)
     assert Profile.load(profile.save(tmp_path / "profile.json")) == profile
     assert Profile.load(tmp_path / "profile.json").hash == profile.hash
+    older = replace(profile, switch_s={})
+    assert "switch_s" not in older.to_json() and Profile.from_json(older.to_json()) == older
     sensitivity = sensitivity_of(GRAPH)
     assert Sensitivity.load(sensitivity.save(tmp_path / "sensitivity.json")) == sensitivity
 

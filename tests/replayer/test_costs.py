@@ -244,3 +244,26 @@ def test_buckets_are_those_of_torch(cap):
 
 def test_all_reduce_is_latency_and_bytes():
     assert all_reduce_s(cluster_of().link, 10**10) == pytest.approx(1.00001)
+
+
+def test_a_product_beside_one_of_another_precision_costs_the_switch():
+    op, run = GRAPH.ops[0], Run("fc0", "bf16", (), "bf16")
+    switches = {"bf16": Cost(1.0, 2.0), "int8": Cost(9.0, 9.0)}
+    profile = replace(PROFILE, ops={"fc0": {"bf16": Cost(3.0, 4.0, 0.5)}}, switch_s=switches)
+    assert run_cost(profile, run, op) == Cost(3.0, 4.0, 0.5)
+    assert run_cost(profile, replace(run, after_other=True), op) == Cost(4.0, 4.0, 0.5)
+    assert run_cost(profile, replace(run, before_other=True), op) == Cost(3.0, 6.0, 0.5)
+    both = replace(run, after_other=True, before_other=True)
+    assert run_cost(replace(profile, switch_s={}), both, op) == Cost(3.0, 4.0, 0.5)
+
+
+def test_torch_s_own_dropout_has_a_price_of_its_own_where_it_was_measured():
+    graph = encoder(1)
+    op = next(op for op in graph.ops if op.kind == "dropout")
+    run, measured = Run(op.name, "fp32", (), "fp32"), {"fp32": Cost(1.0), "fp32 as traced": Cost(5.0)}
+    profile = replace(profile_of(graph), ops={op.name: measured})
+    assert run_cost(profile, run, op) == Cost(1.0)
+    assert run_cost(profile, replace(run, as_traced=True), op) == Cost(5.0)
+    assert run_cost(profile, replace(run, mode="bf16"), op) == Cost(0.5)
+    older = replace(profile, ops={op.name: {"fp32": Cost(1.0)}})
+    assert run_cost(older, replace(run, as_traced=True), op) == Cost(1.0)

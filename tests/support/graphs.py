@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from qsync.lowering.lowered_graph import EPILOGUES, FUSED
+from qsync.lowering.lowered_graph import AS_TRACED, EPILOGUES, FUSED, REPLACED
 from qsync.records.cluster import Cluster, DeviceClass, Link
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import CARRIED_FLOATS, PRECISIONS_BY_KIND, Precision
@@ -205,6 +205,8 @@ def profile_of(
                 mode: slow * max(op.num_elements, 1) * 1e-9 * (0.5 if mode == "bf16" else 1.0)
                 for mode in dict.fromkeys([op.dtype, *CARRIED_FLOATS])
             }
+            if op.kind in REPLACED:
+                times["fp32" + AS_TRACED] = 1.25 * times["fp32"]
             if op.kind in EPILOGUES:
                 times |= dict.fromkeys([f"{mode} {FUSED}" for mode in CARRIED_FLOATS], 0.0)
             if saving is not None and can_save_less(op):
@@ -224,6 +226,7 @@ def profile_of(
     fields: dict[str, object] = {
         "host_s": slow * 1e-5, "optimizer_s": slow * 2e-5, "optimizer_bytes": 0, "outside": Cost(1e-6, 2e-6),
         "reduce_s_per_call": slow * 1e-7, "reduce_s_per_byte": slow * 1e-10,
+        "switch_s": {str(p): Cost(slow * k * 1e-7, slow * k * 2e-7) for k, p in enumerate(precisions)},
     }  # fmt: skip
     fields.update(changes)
     return Profile(
