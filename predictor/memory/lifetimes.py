@@ -23,7 +23,7 @@ from qsync.predictor.memory.saved_tensors import (
     storage_roots,
 )
 from qsync.predictor.memory.spans import Span
-from qsync.predictor.memory.workspaces import Mask, OpContext, backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Input, Op, OpGraph, num_elements
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import is_encoded, type_bytes
@@ -216,8 +216,14 @@ class Lifetimes:
         return next((time for time, cast in self.casts[value] if cast.target == target), -1)
 
     def must_copy(self, i: int) -> bool:
-        """Return whether operator `i`, a view, has to copy: it takes rows of a channels_last image."""
+        """Return whether operator `i`, taken for a view, has to copy.
+
+        It takes rows of a channels_last image; or it takes the result of attention, which has the order of
+        its queries in FP32, in the order in which other kernels store it.
+        """
         op = self.layout.ops[i]
+        if op.kind == "contiguous" and op.copies:
+            return self.runs[self.layout.position[self.layout.root[op.name]]].mode in FULL
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
         flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
@@ -272,8 +278,8 @@ class _ValueGroup:
                 )  # a view passes on the gradient that reaches it
                 if apart and lives.layout.has_gradient[value] and (op.requires_grad or op.kind == "output"):
                     found = self.contributions
-                    if lives.is_cast(value, taken):
-                        found = self.cast_contributions.setdefault((value, taken), [])
+                    if lives.is_cast(*key):
+                        found = self.cast_contributions.setdefault(key, [])
                     found.append((lives.layout.end - last, value, lives.passes_gradient(i, j)))
                 if lives.layout.root[op.name] == self.root:
                     if lives.must_copy(i):

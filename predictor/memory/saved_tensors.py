@@ -26,6 +26,8 @@ FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
     "grouped_mm": (0, 1), "einsum": (0, 1),
 }  # fmt: skip
+# Kinds that save nothing where they scale by a number.
+SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4
 _LSTM_GATES = 4
@@ -68,9 +70,13 @@ def saved_by_op(
     indices: tuple[str, ...] = ()
     if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
         indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
+    if op.kind in SCALED and len(op.inputs) == 1:  # by a number
+        return Saved()
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+    if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
+        return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
     if op.kind == "attention" and writes_scores(op, mode, device):
         return Saved()
     if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
@@ -196,6 +202,8 @@ def _rows(op: Op) -> int:
 
 def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
     """Return whether the result of an operator shares its input's storage."""
+    if op.kind in ("view", "contiguous") and op.copies is not None:
+        return not op.copies
     if op.kind in ("view", "input"):
         return len(op.inputs) == 1
     return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype

@@ -18,9 +18,9 @@ from qsync.records.precision import Precision, is_encoded, type_bytes
 _FP32, _BF16 = 4, 2
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
-_FULL = (Precision.FP32, Precision.FP32_FAST)
+FULL = (Precision.FP32, Precision.FP32_FAST)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
-_CONVOLVED = (*_FULL, Precision.BF16, *_INT8)
+_CONVOLVED = (*FULL, Precision.BF16, *_INT8)
 _SAVING_LESS = ("output", "bits", "codes")
 
 
@@ -87,6 +87,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind == "conv2d" and context.device == "cpu" and run.mode in _CONVOLVED:
         return _convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
+    if op.kind == "cross_entropy":  # the gradient of its log-probabilities
+        return workspace + _FP32 * num_elements(context.shapes[0])
     if op.kind == "attention" and run.mode == Precision.BF16 and context.device == "cpu":
         return workspace + _attention_bf16(op, context, backward=True)
     if op.kind == "attention" and context.device == "cpu" and op.dropout:
@@ -238,7 +240,7 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
     bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient, before it is copied
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
-    if run.mode in _FULL:
+    if run.mode in FULL:
         made = _FP32 * x if has_dx else 0
         workspace = (
             3 * _FP32 * w if run.channels_last else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)

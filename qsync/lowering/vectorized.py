@@ -108,7 +108,7 @@ class Tables:
         )
         kept = tuple((entries[v].dtype, entries[v].shape, entries[v].requires_grad) for v in op.kept)
         computed = None if follower is None else self.wiring.ops[follower].kind
-        own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated)
+        own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated, op.copies)
         return own, op.exposed, computed, self.wiring.product[i] is None, inputs, kept
 
     def _wire(self) -> None:

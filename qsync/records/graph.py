@@ -65,7 +65,7 @@ class Op:
     multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
     fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
     `exposed`: something that is no operator reads the result too, so that it must be made whatever its
-    consumers need.
+    consumers need. `copies`: a view or `contiguous` copied when it was traced; None where that is not known.
     """
 
     name: str
@@ -83,6 +83,7 @@ class Op:
     dilated: bool = False
     fixed_because: str = ""
     exposed: bool = False
+    copies: bool | None = None
 
     @property
     def num_elements(self) -> int:

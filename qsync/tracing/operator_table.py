@@ -115,6 +115,8 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     """Return the nodes that an operator computes on, in the order of Op.inputs."""
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
+    if kind == "mul":  # a square has two factors
+        return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node)]
     if not names:
         return list(node.all_input_nodes)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]
