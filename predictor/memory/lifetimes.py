@@ -48,6 +48,8 @@ class Layout:
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.root = storage_roots(graph, self.dtype)
         self.users = self._list_users()
+        # The operator before which a value that an earlier traced graph made enters.
+        self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
         self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
         blocks = graph.recomputed
         self.recomputed = (
@@ -55,6 +57,18 @@ class Layout:
         )
         # The last time of a step: later than `end` where something is computed twice.
         self.last = self.recomputed.end if self.recomputed else self.end
+
+    def _entry(self, value: str) -> int:
+        """Return the first operator of the traced graph that first reads a value."""
+        first = self.users[value][0] if self.users[value] else 0
+        return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
+
+    def is_passed_on(self, value: str, i: int) -> bool:
+        """Return whether a later traced graph takes over a value that operator `i`, an output, returns."""
+        return self.has_gradient[value] and any(
+            entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
+            for name, entry in self.entered.items()
+        )
 
     def _list_users(self) -> dict[str, list[int]]:
         """List for every storage the operators that make it or read it or one of its views, in order."""
@@ -252,8 +266,10 @@ class _ValueGroup:
         # value, and to those of its casts.
         self.contributions: list[tuple[int, str, bool]] = []
         self.cast_contributions: dict[tuple[str, str], list[tuple[int, str, bool]]] = {}
-        # A graph input is alive throughout; only its casts come and go.
+        # A graph input is alive throughout; only its casts come and go. One that is passed on does, too.
         if root not in lives.layout.position:
+            if root in lives.layout.entered:
+                self._make((root, lives.layout.dtype[root]), lives.layout.entered[root])
             self._enter(root, (root, lives.layout.dtype[root]))
         for i in lives.layout.users[root]:
             self._visit(i, lives.layout.ops[i], lives.runs[i], lives.saved(i))
@@ -261,9 +277,10 @@ class _ValueGroup:
 
     def _visit(self, i: int, op: Op, run: Run, saved: Saved) -> None:
         lives, time = self.lives, self.lives.time(i)
-        last = len(lives.layout.ops) if op.kind == "output" else time
         for j, (value, taken) in enumerate(zip(op.inputs, run.operands, strict=True)):
             if value in self.key:
+                handed_out = op.kind == "output" and not lives.layout.is_passed_on(value, i)
+                last = len(lives.layout.ops) if handed_out else time
                 key = self.key[value] if taken == lives.carried(value) else (value, taken)
                 self._use(key, last)
                 if taken == "int8_channel" and lives.device == "cpu" and key in self.storages:
@@ -342,15 +359,31 @@ class _ValueGroup:
             made = lives.layout.end - lives.cast_time(value, taken)
             yield from self._accumulated(found, type_bytes(taken, lives.layout.elements[value]), made)
             self.contributions.append((made, value, False))
-        # The gradients of graph inputs are counted elsewhere.
-        if position is None or not lives.layout.has_gradient[self.root] or not self.contributions:
+        if not lives.layout.has_gradient[self.root] or not self.contributions:
             return
         whole = type_bytes(lives.carried(self.root), lives.layout.elements[self.root])
-        yield from self._accumulated(self.contributions, whole, lives.layout.end - lives.time(position))
+        if self.root in lives.layout.parameters:
+            yield from self._shared_parameter(whole)
+        made_at = lives.layout.entered.get(self.root) if position is None else lives.time(position)
+        if made_at is None:  # the gradients of other graph inputs are counted elsewhere
+            return
+        yield from self._accumulated(self.contributions, whole, lives.layout.end - made_at)
         for value in self.key:
             i = lives.layout.position.get(value)
             if i is not None and value != self.root and lives.is_partial_view(i):
                 yield Span(whole, lives.layout.end - i, lives.layout.end - i)
+
+    def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
+        """Yield the terms of a parameter's gradient that wait for those of its other readers.
+
+        Without buckets the first term becomes the gradient, which is counted elsewhere.
+        """
+        first, *others = sorted({time for time, _, _ in self.contributions})
+        if others and self.lives.in_buckets:
+            yield Span(num_bytes, first + 1, others[-1])
+        elif not self.lives.in_buckets:
+            for time in others:
+                yield Span(num_bytes, time, time)
 
     def _accumulated(
         self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int

@@ -112,7 +112,8 @@ def made_for_backward(
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
-    elif op.kind == "conv2d" and mode == Precision.FP32_FAST:  # its weight, at the most: in another order
+    elif op.kind == "conv2d" and mode == Precision.FP32_FAST and not op.channels_last:
+        # Its weight, at the most, in the other order: few of those that are channels-last gain by leaving it.
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
@@ -196,7 +197,9 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
 
 
 def _rows(op: Op) -> int:
-    """Return the number of means (and of deviations) of a norm."""
+    """Return the number of means (and of deviations) of a norm; of a group norm at the most."""
+    if op.kind == "group_norm":
+        return num_elements(op.shape[:2])
     return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
 
 

@@ -54,6 +54,11 @@ class Input:
         """Return the bytes of the tensor, and of its gradient."""
         return type_bytes(self.dtype, self.num_elements)
 
+    @property
+    def passed_on(self) -> bool:
+        """Return whether an earlier traced graph of the same step made it: data has no gradient."""
+        return self.kind == "batch" and self.requires_grad and self.name.startswith("segment")
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -66,6 +71,7 @@ class Op:
     fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
     `exposed`: something that is no operator reads the result too, so that it must be made whatever its
     consumers need. `copies`: a view or `contiguous` copied when it was traced; None where that is not known.
+    `channels_last`: its result, an image, had that memory order when it was traced.
     """
 
     name: str
@@ -84,6 +90,7 @@ class Op:
     fixed_because: str = ""
     exposed: bool = False
     copies: bool | None = None
+    channels_last: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -320,6 +320,7 @@ class _Reader:
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because, copies=_copies(node, kind),
+            channels_last=_is_channels_last(call.value),
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -435,6 +436,13 @@ def _copies(node: torch.fx.Node, kind: str) -> bool | None:
         return None
     source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
     return source.isdisjoint(traced_storages(node)) if source else None
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    """Return whether images lie in channels-last order and in no other."""
+    if value.ndim != 4 or is_functorch_wrapped_tensor(value):
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
 def _dtype(value: torch.Tensor) -> str:
