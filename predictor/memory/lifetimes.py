@@ -320,8 +320,10 @@ class _ValueGroup:
         self.key[value] = key
         for time, cast in self.lives.casts[value]:
             storage = self._make((value, cast.target), time)
-            # A view is made contiguous before it is rounded, and so are images.
-            if value != self.root or (cast.target == "int8_image" and not cast.channels_last):
+            # A view is made contiguous before it is rounded, and so are images in another order.
+            i = self.lives.layout.position.get(value)
+            in_order = cast.channels_last or (i is not None and self.lives.layout.ops[i].channels_last)
+            if value != self.root or (cast.target == "int8_image" and not in_order):
                 self.workspaces.append(
                     Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)
                 )
@@ -376,13 +378,28 @@ class _ValueGroup:
     def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
         """Yield the terms of a parameter's gradient that wait for those of its other readers.
 
-        Without buckets the first term becomes the gradient, which is counted elsewhere.
+        Without buckets the first term becomes the gradient, which is counted elsewhere. Terms of one cast are
+        summed in its type. Autograd adds in place, unless the first term is a view, as those of torch's FP32
+        products are.
         """
-        first, *others = sorted({time for time, _, _ in self.contributions})
-        if others and self.lives.in_buckets:
+        lives, terms = self.lives, dict[int, bool]()  # by time: whether it is a view
+        by_type: dict[str, list[int]] = {}
+        for time, value, _ in self.contributions:
+            i = lives.layout.end - time
+            taken = lives.runs[i].operands[lives.layout.ops[i].inputs.index(value)]
+            if taken == lives.carried(value) or is_encoded(taken):
+                terms[time] = taken == "fp32"
+            else:
+                by_type.setdefault(taken, []).append(time)
+        for taken, times in by_type.items():
+            terms[max(times)] = False
+            if len(set(times)) > 1:
+                yield Span(type_bytes(taken, lives.layout.elements[self.root]), min(times) + 1, max(times))
+        first, *others = sorted(terms)
+        if others and lives.in_buckets:
             yield Span(num_bytes, first + 1, others[-1])
-        elif not self.lives.in_buckets:
-            for time in others:
+        for time in others:
+            for _ in range((not lives.in_buckets) + terms[first]):
                 yield Span(num_bytes, time, time)
 
     def _accumulated(

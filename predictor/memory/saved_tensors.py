@@ -16,7 +16,7 @@ from qsync.records.precision import LARGEST, Precision, type_bytes
 # A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
+    "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
     "interpolate", "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.

@@ -312,7 +312,8 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
             first = y + (_FP32 + _BF16) * windows + made
     then = made + y + max(_FP32 * pixels, windows + bucket)
     reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
-    dx_again = passed_on if made != passed_on or not run.channels_last else 0  # cast, or reordered
+    in_order = run.channels_last or op.channels_last
+    dx_again = passed_on if made != passed_on or not in_order else 0  # cast, or reordered
     return max(first, then, made + bucket + max(reordered, dx_again))
 
 

@@ -59,7 +59,7 @@ FIXED: dict[str, str] = {
         name: "loss"
         for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
     },
-    "cross_entropy": "cross_entropy",
+    **{name: name for name in ("cross_entropy", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax")},
     **{name: "float" for name in ("to", "float", "type_as", "type")},
 }
 
@@ -68,7 +68,7 @@ NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
-    "clone", "interpolate", "float", "input", "other",
+    "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
 )  # fmt: skip
 
 # The namespaces of registered operators that are known by their names.
