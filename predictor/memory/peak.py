@@ -265,5 +265,7 @@ def margin_parts(device: str, recomputed: bool = False) -> tuple[float, int]:
 def bytes_throughout(graph: OpGraph) -> int:
     """Return the bytes of graph inputs and parameters' gradients, which are alive all the time."""
     calls = {"batch": graph.num_calls, "alias": 0}
-    entering = sum(calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs if not value.passed_on)
+    entering = sum(
+        calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs if not value.passed_on
+    )
     return entering + sum(value.num_bytes for value in graph.parameters if value.requires_grad)

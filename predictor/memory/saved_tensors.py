@@ -16,15 +16,16 @@ from qsync.records.precision import LARGEST, Precision, type_bytes
 # A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
-    "interpolate", "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+    "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll",
+    "float", "interpolate", "einsum", "input", "output", "view", "dropout", "embedding", "where",
+    "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1), "einsum": (0, 1),
+    "grouped_mm": (0, 1),
 }  # fmt: skip
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")
@@ -115,6 +116,8 @@ def made_for_backward(
     elif op.kind == "conv2d" and mode == Precision.FP32_FAST and not op.channels_last:
         # Its weight, at the most, in the other order: few of those that are channels-last gain by leaving it.
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
+    elif op.kind == "einsum":  # its operands, in the order of a product of matrices: at the most, copies
+        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in op.inputs)
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):

@@ -319,8 +319,8 @@ class _Reader:
         dilated = is_dilated(node) if kind == "conv2d" else False
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
-            call.value.requires_grad, call.magnitude, depth, drops, dilated, because, copies=_copies(node, kind),
-            channels_last=_is_channels_last(call.value),
+            call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
+            copies=_copies(node, kind), channels_last=_is_channels_last(call.value),
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
