@@ -386,7 +386,8 @@ class _ValueGroup:
         by_type: dict[str, list[int]] = {}
         for time, value, _ in self.contributions:
             i = lives.layout.end - time
-            taken = lives.runs[i].operands[lives.layout.ops[i].inputs.index(value)]
+            reads = dict(zip(lives.layout.ops[i].inputs, lives.runs[i].operands, strict=True))
+            taken = reads.get(value, lives.carried(value))  # a cast of a view adds its own sum
             if taken == lives.carried(value) or is_encoded(taken):
                 terms[time] = taken == "fp32"
             else:
