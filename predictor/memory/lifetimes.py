@@ -23,7 +23,7 @@ from qsync.predictor.memory.saved_tensors import (
     storage_roots,
 )
 from qsync.predictor.memory.spans import Span
-from qsync.predictor.memory.workspaces import Mask, OpContext, backward_workspace, forward_workspace
+from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Input, Op, OpGraph, num_elements
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import is_encoded, type_bytes
@@ -48,6 +48,8 @@ class Layout:
         self.position = {op.name: i for i, op in enumerate(graph.ops)}
         self.root = storage_roots(graph, self.dtype)
         self.users = self._list_users()
+        # The operator before which a value that an earlier traced graph made enters.
+        self.entered = {v.name: self._entry(v.name) for v in graph.inputs if v.passed_on}
         self.loss_inside = any(op.kind in ("cross_entropy", "loss") for op in graph.ops)
         blocks = graph.recomputed
         self.recomputed = (
@@ -55,6 +57,18 @@ class Layout:
         )
         # The last time of a step: later than `end` where something is computed twice.
         self.last = self.recomputed.end if self.recomputed else self.end
+
+    def _entry(self, value: str) -> int:
+        """Return the first operator of the traced graph that first reads a value."""
+        first = self.users[value][0] if self.users[value] else 0
+        return next((i + 1 for i in reversed(range(first)) if self.ops[i].kind == "output"), 0)
+
+    def is_passed_on(self, value: str, i: int) -> bool:
+        """Return whether a later traced graph takes over a value that operator `i`, an output, returns."""
+        return self.has_gradient[value] and any(
+            entry > i and (self.shape[name], self.dtype[name]) == (self.shape[value], self.dtype[value])
+            for name, entry in self.entered.items()
+        )
 
     def _list_users(self) -> dict[str, list[int]]:
         """List for every storage the operators that make it or read it or one of its views, in order."""
@@ -216,8 +230,14 @@ class Lifetimes:
         return next((time for time, cast in self.casts[value] if cast.target == target), -1)
 
     def must_copy(self, i: int) -> bool:
-        """Return whether operator `i`, a view, has to copy: it takes rows of a channels_last image."""
+        """Return whether operator `i`, taken for a view, has to copy.
+
+        It takes rows of a channels_last image; or it takes the result of attention, which has the order of
+        its queries in FP32, in the order in which other kernels store it.
+        """
         op = self.layout.ops[i]
+        if op.kind == "contiguous" and op.copies:
+            return self.runs[self.layout.position[self.layout.root[op.name]]].mode in FULL
         shape = self.layout.shape[op.inputs[0]] if op.inputs else ()
         flattened = op.kind == "view" and self.runs[i].channels_last and len(shape) == 4 != len(op.shape)
         return flattened and shape[1] > 1 and shape[2] * shape[3] > 1
@@ -246,8 +266,10 @@ class _ValueGroup:
         # value, and to those of its casts.
         self.contributions: list[tuple[int, str, bool]] = []
         self.cast_contributions: dict[tuple[str, str], list[tuple[int, str, bool]]] = {}
-        # A graph input is alive throughout; only its casts come and go.
+        # A graph input is alive throughout; only its casts come and go. One that is passed on does, too.
         if root not in lives.layout.position:
+            if root in lives.layout.entered:
+                self._make((root, lives.layout.dtype[root]), lives.layout.entered[root])
             self._enter(root, (root, lives.layout.dtype[root]))
         for i in lives.layout.users[root]:
             self._visit(i, lives.layout.ops[i], lives.runs[i], lives.saved(i))
@@ -255,9 +277,10 @@ class _ValueGroup:
 
     def _visit(self, i: int, op: Op, run: Run, saved: Saved) -> None:
         lives, time = self.lives, self.lives.time(i)
-        last = len(lives.layout.ops) if op.kind == "output" else time
         for j, (value, taken) in enumerate(zip(op.inputs, run.operands, strict=True)):
             if value in self.key:
+                handed_out = op.kind == "output" and not lives.layout.is_passed_on(value, i)
+                last = len(lives.layout.ops) if handed_out else time
                 key = self.key[value] if taken == lives.carried(value) else (value, taken)
                 self._use(key, last)
                 if taken == "int8_channel" and lives.device == "cpu" and key in self.storages:
@@ -272,8 +295,8 @@ class _ValueGroup:
                 )  # a view passes on the gradient that reaches it
                 if apart and lives.layout.has_gradient[value] and (op.requires_grad or op.kind == "output"):
                     found = self.contributions
-                    if lives.is_cast(value, taken):
-                        found = self.cast_contributions.setdefault((value, taken), [])
+                    if lives.is_cast(*key):
+                        found = self.cast_contributions.setdefault(key, [])
                     found.append((lives.layout.end - last, value, lives.passes_gradient(i, j)))
                 if lives.layout.root[op.name] == self.root:
                     if lives.must_copy(i):
@@ -297,8 +320,10 @@ class _ValueGroup:
         self.key[value] = key
         for time, cast in self.lives.casts[value]:
             storage = self._make((value, cast.target), time)
-            # A view is made contiguous before it is rounded, and so are images.
-            if value != self.root or (cast.target == "int8_image" and not cast.channels_last):
+            # A view is made contiguous before it is rounded, and so are images in another order.
+            i = self.lives.layout.position.get(value)
+            in_order = cast.channels_last or (i is not None and self.lives.layout.ops[i].channels_last)
+            if value != self.root or (cast.target == "int8_image" and not in_order):
                 self.workspaces.append(
                     Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)
                 )
@@ -336,15 +361,47 @@ class _ValueGroup:
             made = lives.layout.end - lives.cast_time(value, taken)
             yield from self._accumulated(found, type_bytes(taken, lives.layout.elements[value]), made)
             self.contributions.append((made, value, False))
-        # The gradients of graph inputs are counted elsewhere.
-        if position is None or not lives.layout.has_gradient[self.root] or not self.contributions:
+        if not lives.layout.has_gradient[self.root] or not self.contributions:
             return
         whole = type_bytes(lives.carried(self.root), lives.layout.elements[self.root])
-        yield from self._accumulated(self.contributions, whole, lives.layout.end - lives.time(position))
+        if self.root in lives.layout.parameters:
+            yield from self._shared_parameter(whole)
+        made_at = lives.layout.entered.get(self.root) if position is None else lives.time(position)
+        if made_at is None:  # the gradients of other graph inputs are counted elsewhere
+            return
+        yield from self._accumulated(self.contributions, whole, lives.layout.end - made_at)
         for value in self.key:
             i = lives.layout.position.get(value)
             if i is not None and value != self.root and lives.is_partial_view(i):
                 yield Span(whole, lives.layout.end - i, lives.layout.end - i)
+
+    def _shared_parameter(self, num_bytes: int) -> Iterator[Span]:
+        """Yield the terms of a parameter's gradient that wait for those of its other readers.
+
+        Without buckets the first term becomes the gradient, which is counted elsewhere. Terms of one cast are
+        summed in its type. Autograd adds in place, unless the first term is a view, as those of torch's FP32
+        products are.
+        """
+        lives, terms = self.lives, dict[int, bool]()  # by time: whether it is a view
+        by_type: dict[str, list[int]] = {}
+        for time, value, _ in self.contributions:
+            i = lives.layout.end - time
+            reads = dict(zip(lives.layout.ops[i].inputs, lives.runs[i].operands, strict=True))
+            taken = reads.get(value, lives.carried(value))  # a cast of a view adds its own sum
+            if taken == lives.carried(value) or is_encoded(taken):
+                terms[time] = taken == "fp32"
+            else:
+                by_type.setdefault(taken, []).append(time)
+        for taken, times in by_type.items():
+            terms[max(times)] = False
+            if len(set(times)) > 1:
+                yield Span(type_bytes(taken, lives.layout.elements[self.root]), min(times) + 1, max(times))
+        first, *others = sorted(terms)
+        if others and lives.in_buckets:
+            yield Span(num_bytes, first + 1, others[-1])
+        for time in others:
+            for _ in range((not lives.in_buckets) + terms[first]):
+                yield Span(num_bytes, time, time)
 
     def _accumulated(
         self, contributions: Sequence[tuple[int, str, bool]], num_bytes: int, death: int

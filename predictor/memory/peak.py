@@ -186,7 +186,7 @@ class StepMemory:
                 parts[span.part] += span.num_bytes
             if span.saver:
                 saved_by[span.saver] += span.num_bytes
-        entering = [value for value in self.graph.inputs if value.kind in ("buffer", "batch")]
+        entering = [v for v in self.graph.inputs if v.kind in ("buffer", "batch") and not v.passed_on]
         gradients = sum(value.num_bytes for value in self.graph.parameters if value.requires_grad)
         return Memory(
             parameters=sum(value.num_bytes for value in self.graph.parameters),
@@ -265,5 +265,7 @@ def margin_parts(device: str, recomputed: bool = False) -> tuple[float, int]:
 def bytes_throughout(graph: OpGraph) -> int:
     """Return the bytes of graph inputs and parameters' gradients, which are alive all the time."""
     calls = {"batch": graph.num_calls, "alias": 0}
-    entering = sum(calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs)
+    entering = sum(
+        calls.get(value.kind, 1) * value.num_bytes for value in graph.inputs if not value.passed_on
+    )
     return entering + sum(value.num_bytes for value in graph.parameters if value.requires_grad)

@@ -16,16 +16,19 @@ from qsync.records.precision import LARGEST, Precision, type_bytes
 # A kind that no table names is taken to save its inputs: too much rather than too little.
 SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rsqrt", "exp")
 SAVES_NOTHING = (
-    "add", "sub", "neg", "mean", "sum", "contiguous", "clone", "cat", "stack", "pad", "roll", "float",
-    "interpolate", "input", "output", "view", "dropout", "embedding", "where", "masked_fill", "cross_entropy",
+    "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll",
+    "float", "interpolate", "einsum", "input", "output", "view", "dropout", "embedding", "where",
+    "masked_fill", "cross_entropy",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1), "einsum": (0, 1),
+    "grouped_mm": (0, 1),
 }  # fmt: skip
+# Kinds that save nothing where they scale by a number.
+SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 FP32_BYTES = 4
 _LSTM_GATES = 4
@@ -68,9 +71,13 @@ def saved_by_op(
     indices: tuple[str, ...] = ()
     if op.kind in SAVES_INDICES and (op.kind != "view" or len(op.inputs) > 1):
         indices = tuple(value for value in (*op.inputs, *op.kept) if dtypes[value] not in LARGEST)
+    if op.kind in SCALED and len(op.inputs) == 1:  # by a number
+        return Saved()
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
         return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
+    if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
+        return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
     if op.kind == "attention" and writes_scores(op, mode, device):
         return Saved()
     if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
@@ -106,8 +113,11 @@ def made_for_backward(
         # The CPU multiplies by a mask in the type of the input; CUDA's fused kernel saves one byte per
         # element.
         yield op.num_elements if device == "cuda" else type_bytes(mode, op.num_elements)
-    elif op.kind == "conv2d" and mode == Precision.FP32_FAST:  # its weight, at the most: in another order
+    elif op.kind == "conv2d" and mode == Precision.FP32_FAST and not op.channels_last:
+        # Its weight, at the most, in the other order: few of those that are channels-last gain by leaving it.
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
+    elif op.kind == "einsum":  # its operands, in the order of a product of matrices: at the most, copies
+        yield sum(type_bytes(mode, num_elements(shapes[value])) for value in op.inputs)
     elif op.kind == "max_pool2d":
         yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
@@ -190,12 +200,16 @@ def _made_saving_less(op: Op, form: str) -> Iterator[int]:
 
 
 def _rows(op: Op) -> int:
-    """Return the number of means (and of deviations) of a norm."""
+    """Return the number of means (and of deviations) of a norm; of a group norm at the most."""
+    if op.kind == "group_norm":
+        return num_elements(op.shape[:2])
     return op.shape[1] if op.kind == "batch_norm" and len(op.shape) > 1 else num_elements(op.shape[:-1])
 
 
 def is_alias(op: Op, dtypes: Mapping[str, str]) -> bool:
     """Return whether the result of an operator shares its input's storage."""
+    if op.kind in ("view", "contiguous") and op.copies is not None:
+        return not op.copies
     if op.kind in ("view", "input"):
         return len(op.inputs) == 1
     return op.kind == "float" and len(op.inputs) == 1 and dtypes[op.inputs[0]] == op.dtype

@@ -87,7 +87,8 @@ class VectorizedPeak:
         entered = None
         if first is None:
             value = self.tables.wiring.inputs[self.tables.wiring.number[root]]
-            entered = (value.kind, value.dtype, value.shape)
+            entry = layout.entered.get(root)
+            entered = (value.kind, value.dtype, value.shape, None if entry is None else (entry, base))
         # An activation runs in backward when its product does, which may be the first operator.
         starts = not base or any(self.tables.wiring.product[i] == 0 for i in users)
         ends = starts or any(layout.ops[i].kind == "output" for i in users)

@@ -16,11 +16,12 @@ from qsync.records.graph import Op, num_elements
 from qsync.records.precision import Precision, is_encoded, type_bytes
 
 _FP32, _BF16 = 4, 2
+_BLOCK, _SHORT_WINDOW = 16, 3  # of oneDNN, in FP32: channels in a block, and a depthwise window's size
 # The most scratch memory of oneDNN for a forward product of BF16 operands (found as in `_scratch`).
 _FORWARD_SCRATCH_BYTES = 197_632
-_FULL = (Precision.FP32, Precision.FP32_FAST)
+FULL = (Precision.FP32, Precision.FP32_FAST)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
-_CONVOLVED = (*_FULL, Precision.BF16, *_INT8)
+_CONVOLVED = (*FULL, Precision.BF16, *_INT8)
 _SAVING_LESS = ("output", "bits", "codes")
 
 
@@ -87,6 +88,8 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
     if op.kind == "conv2d" and context.device == "cpu" and run.mode in _CONVOLVED:
         return _convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
+    if op.kind == "cross_entropy":  # the gradient of its log-probabilities
+        return workspace + _FP32 * num_elements(context.shapes[0])
     if op.kind == "attention" and run.mode == Precision.BF16 and context.device == "cpu":
         return workspace + _attention_bf16(op, context, backward=True)
     if op.kind == "attention" and context.device == "cpu" and op.dropout:
@@ -214,53 +217,77 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
     In FP32 it is torch's kernel, which reorders its operands.
     """
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
-    one_channel = context.shapes[1][1] == 1
+    channels_last, one_channel = run.channels_last or op.channels_last, context.shapes[1][1] == 1
     if run.mode in _INT8:
         windows = windows_bytes("int8", context.shapes[0], context.shapes[1], op.shape)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     if run.mode == Precision.BF16:
         windows = windows_bytes("bf16", context.shapes[0], context.shapes[1], op.shape)[0]
-        reordered = 0 if run.channels_last or one_channel else _BF16 * x
+        reordered = 0 if channels_last or one_channel else _BF16 * x
         return (
             windows + max(reordered - _BF16 * y, _FORWARD_SCRATCH_BYTES)
             if windows
             else reordered + 2 * _BF16 * w
         )
-    if one_channel:  # the result is channels_last, and is reordered
-        return _FP32 * y
-    return 2 * _FP32 * w if run.channels_last else _FP32 * (x + w)
+    if _takes_pixels(op, context):
+        return 0
+    return _FP32 * w if channels_last else _FP32 * max(x + w, y)
 
 
 def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     """Return the backward workspace of conv2d on a CPU."""
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
-    has_dx = context.has_gradient[0]
+    has_dx, channels_last = context.has_gradient[0], run.channels_last or op.channels_last
     passed_on = type_bytes(context.carried[0], x) if has_dx else 0
     bucket = _FP32 * w if context.in_buckets else 0  # the weight's gradient, before it is copied
     cast_dx = passed_on if context.carried[0] != "bf16" else 0
-    if run.mode in _FULL:
+    if run.mode in FULL:
         made = _FP32 * x if has_dx else 0
-        workspace = (
-            3 * _FP32 * w if run.channels_last else max(2 * made - _FP32 * w, _FP32 * (x + y), _FP32 * w)
-        )
-        return max(made + workspace + bucket, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
+        if _takes_pixels(op, context):
+            workspace = _FP32 * w
+        elif channels_last:  # the weight's gradient in blocks, in rows, and in the order of the weight
+            workspace = _FP32 * (_in_blocks(op, context) + 2 * w)
+        else:
+            workspace = _FP32 * max(x + y + w, 2 * w)
+        workspace += bucket - _FP32 * w  # without buckets the last of them is the gradient
+        return max(made + workspace, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
     if run.mode == Precision.INT8_ALL:
         return _convolution_int8_all(op, run, context) - passed_on
     windows = windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(context.shapes[1][1:]))
     made = _BF16 * x if has_dx else 0
     if run.mode == Precision.BF16:
-        reordered = 0 if run.channels_last or windows else _BF16 * x
+        reordered = 0 if channels_last or windows else _BF16 * x
         products = reordered + (windows + scratch + made if windows else 4 * _BF16 * w)
-        dx_reordered = 0 if run.channels_last else made  # to the memory format of x
+        dx_reordered = 0 if channels_last else made  # to the memory format of x
         return made + _BF16 * w + max(products, bucket, cast_dx, dx_reordered) - passed_on
     # The gradient in 16 bits, x and W decoded; dx of windows is summed in FP32.
     base = _BF16 * (x + y + w * has_dx)
     first = _BF16 * w + (windows + scratch + _FP32 * x * has_dx if windows else made)
     then = (passed_on if windows and cast_dx else made + cast_dx) + _BF16 * w
-    dx_reordered = 0 if run.channels_last else passed_on
+    dx_reordered = 0 if channels_last else passed_on
     last = passed_on + _BF16 * w + max(bucket, dx_reordered)
     return base + max(first, then, last) - passed_on
+
+
+def _takes_pixels(op: Op, context: OpContext) -> bool:
+    """Return whether a convolution multiplies pixels one by one, which oneDNN does without reordering."""
+    x, w = context.shapes[:2]
+    return num_elements(w[2:]) == 1 and x[1] == w[1] and x[2:] == op.shape[2:]
+
+
+def _in_blocks(op: Op, context: OpContext) -> int:
+    """Return the elements of a weight's gradient as oneDNN makes it in FP32.
+
+    It is in blocks of 16 by 16 channels of each group (AVX-512), but for a short depthwise window, which has
+    a kernel of its own.
+    """
+    outputs, inner, *window = context.shapes[1]
+    groups = context.shapes[0][1] // max(inner, 1)
+    if groups == 1 or (inner == 1 and outputs == groups and max(window) <= _SHORT_WINDOW):
+        return num_elements(context.shapes[1])
+    padded = (-(-outputs // groups // _BLOCK) * -(-inner // _BLOCK)) * _BLOCK**2
+    return groups * padded * num_elements(window)
 
 
 def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
@@ -285,7 +312,8 @@ def _convolution_int8_all(op: Op, run: Run, context: OpContext) -> int:
             first = y + (_FP32 + _BF16) * windows + made
     then = made + y + max(_FP32 * pixels, windows + bucket)
     reordered = _FP32 * w if window > 1 else 0  # the weight's gradient, to the order of the weight
-    dx_again = passed_on if made != passed_on or not run.channels_last else 0  # cast, or reordered
+    in_order = run.channels_last or op.channels_last
+    dx_again = passed_on if made != passed_on or not in_order else 0  # cast, or reordered
     return max(first, then, made + bucket + max(reordered, dx_again))
 
 

@@ -109,7 +109,16 @@ class Tables:
         kept = tuple((entries[v].dtype, entries[v].shape, entries[v].requires_grad) for v in op.kept)
         computed = None if follower is None else self.wiring.ops[follower].kind
         own = (op.kind, op.role, op.dtype, op.shape, op.requires_grad, op.magnitude, op.dropout, op.dilated)
-        return own, op.exposed, computed, self.wiring.product[i] is None, inputs, kept
+        return (
+            own,
+            op.exposed,
+            op.copies,
+            op.channels_last,
+            computed,
+            self.wiring.product[i] is None,
+            inputs,
+            kept,
+        )
 
     def _wire(self) -> None:
         """Store the edges, sorted by the value that is read, and the float operands, slot by slot."""

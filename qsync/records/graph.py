@@ -54,6 +54,11 @@ class Input:
         """Return the bytes of the tensor, and of its gradient."""
         return type_bytes(self.dtype, self.num_elements)
 
+    @property
+    def passed_on(self) -> bool:
+        """Return whether an earlier traced graph of the same step made it: data has no gradient."""
+        return self.kind == "batch" and self.requires_grad and self.name.startswith("segment")
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -65,7 +70,8 @@ class Op:
     multiplies nothing). `dilated` is of convolutions. `fixed_because` says why an operator whose kind is not
     fixed is: its tensors, or how it is called. `dropout` is the part of its weights that attention drops.
     `exposed`: something that is no operator reads the result too, so that it must be made whatever its
-    consumers need.
+    consumers need. `copies`: a view or `contiguous` copied when it was traced; None where that is not known.
+    `channels_last`: its result, an image, had that memory order when it was traced.
     """
 
     name: str
@@ -83,6 +89,8 @@ class Op:
     dilated: bool = False
     fixed_because: str = ""
     exposed: bool = False
+    copies: bool | None = None
+    channels_last: bool = False
 
     @property
     def num_elements(self) -> int:

@@ -122,7 +122,7 @@ def _storages(graph: torch.fx.Graph) -> dict[torch.fx.Node, list[torch.fx.Node]]
         base = _written_by(node) or (node.args[0] if shares and node.args else None)
         if isinstance(base, torch.fx.Node):
             _unite(group, base, node)
-        for storage in _traced_storages(node):
+        for storage in traced_storages(node):
             _unite(group, owner.setdefault(storage, node), node)
     return group
 
@@ -135,7 +135,7 @@ def _unite(group: dict[torch.fx.Node, list[torch.fx.Node]], one: torch.fx.Node, 
         group[node] = group[one]
 
 
-def _traced_storages(node: torch.fx.Node) -> list[int]:
+def traced_storages(node: torch.fx.Node) -> list[int]:
     """Return the identities of the storages of a node's traced result."""
     value = node.meta.get("example_value")
     values = value if isinstance(value, (tuple, list)) else (value,)

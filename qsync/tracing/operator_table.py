@@ -59,7 +59,7 @@ FIXED: dict[str, str] = {
         name: "loss"
         for name in ("mse_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits", "kl_div")
     },
-    "cross_entropy": "cross_entropy",
+    **{name: name for name in ("cross_entropy", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax")},
     **{name: "float" for name in ("to", "float", "type_as", "type")},
 }
 
@@ -68,7 +68,7 @@ NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
-    "clone", "interpolate", "float", "input", "other",
+    "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
 )  # fmt: skip
 
 # The namespaces of registered operators that are known by their names.
@@ -115,6 +115,8 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
     """Return the nodes that an operator computes on, in the order of Op.inputs."""
     names = PRODUCTS.get(call_name(node), (None, ()))[1]
+    if kind == "mul":  # a square has two factors
+        return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.fx.Node)]
     if not names:
         return list(node.all_input_nodes)
     found = [node.args[i] if i < len(node.args) else node.kwargs.get(name) for i, name in enumerate(names)]

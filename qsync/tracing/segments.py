@@ -20,7 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from qsync.errors import UnsupportedError
 from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
-from qsync.tracing.inplace_calls import make_out_of_place
+from qsync.tracing.inplace_calls import make_out_of_place, traced_storages
 from qsync.tracing.operator_table import (
     NORMS,
     PASSES_MAGNITUDE,
@@ -320,6 +320,7 @@ class _Reader:
         op = Op(
             name, kind, call.role, tuple(read), tuple(kept), _dtype(call.value), shape, count,
             call.value.requires_grad, call.magnitude, depth, drops, dilated, because,
+            copies=_copies(node, kind), channels_last=_is_channels_last(call.value),
         )  # fmt: skip
         self.ops.append(op)
         self._dtype[name], self._shape[name], self._depth[name] = op.dtype, shape, depth
@@ -444,6 +445,24 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
     if isinstance(value, (tuple, list)) and value and all(isinstance(item, torch.Tensor) for item in value):
         return max(value, key=lambda item: num_elements(traced_shape(item)))  # type: ignore[no-any-return]
     return value if isinstance(value, torch.Tensor) else None
+
+
+def _copies(node: torch.fx.Node, kind: str) -> bool | None:
+    """Return whether a view or `contiguous` copied when it was traced; None of any other call.
+
+    A dropout that drops nothing returns its input, though the tracer's one is new.
+    """
+    if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
+        return None
+    source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
+    return source.isdisjoint(traced_storages(node)) if source else None
+
+
+def _is_channels_last(value: torch.Tensor) -> bool:
+    """Return whether images lie in channels-last order and in no other."""
+    if value.ndim != 4 or is_functorch_wrapped_tensor(value):
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
 def _dtype(value: torch.Tensor) -> str:

@@ -209,3 +209,31 @@ def test_tensors_are_followed_once_for_every_distinct_case(followed):
         vectorized_peak_bytes(Tabulated(graph, {**assignment, "layer.1.fc1": Precision.FP32}))
         assert 0 < len(followed) < 20
     assert counts[0] == counts[1] == counts[2] > 0
+
+
+def traced_apart(channels_last: bool) -> OpGraph:
+    """Two traced graphs that share a weight, with attention's result copied, and a convolution."""
+    builder = Builder("apart")
+    x = builder.enter("x", (2, 8, 4, 8))
+    weight = builder.enter("shared.weight", (8, 8), "parameter")
+    y = builder.linear("fc", builder.follow("scaled", "mul", builder.linear("fc0", x, 8, weight)), 8, weight)
+    y = builder.op("attention", "attention", Role.ADJUSTABLE, [y, y, y], (2, 8, 4, 8))
+    y = builder.op("turned", "view", Role.FOLLOWING, [y], (2, 4, 8, 8))
+    y = builder.op("ordered", "contiguous", Role.FOLLOWING, [y], (2, 4, 8, 8))
+    builder.output(builder.follow("squared", "mul", y, y))
+    z = builder.enter("segment2:input:y", (2, 4, 8, 8), grad=True)
+    kernel = builder.enter("conv.weight", (8, 4, 3, 3), "parameter")
+    z = builder.op("conv", "conv2d", Role.ADJUSTABLE, [z, kernel], (2, 8, 8, 8))
+    builder.op("loss", "cross_entropy", Role.FIXED, [builder.follow("tanh", "tanh", z)], ())
+    graph = builder.build()
+    ops = [replace(op, copies=True if op.kind == "contiguous" else None) for op in graph.ops]
+    ops = [replace(op, channels_last=channels_last and op.kind == "conv2d") for op in ops]
+    return replace(graph, ops=tuple(ops), num_segments=2)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_graphs_traced_apart_take_the_same_memory_either_way(num_ranks, channels_last):
+    graph = traced_apart(channels_last)
+    for seed in range(24):
+        check(graph, drawn(graph, seed), num_ranks=num_ranks)

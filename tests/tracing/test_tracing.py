@@ -345,7 +345,7 @@ def test_readers_of_the_old_name_see_the_write():
         return y * y
 
     ops = captured(body)
-    assert ops["add"].role is Role.FOLLOWING and ops["mul#2"].inputs == ("add",)
+    assert ops["add"].role is Role.FOLLOWING and ops["mul#2"].inputs == ("add", "add")
     assert_bitwise(body)
 
 
