@@ -41,7 +41,13 @@ from qsync.runtime.coverage import listed
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
 from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
-from qsync.runtime.weight_cache import check_copies, forget_copies, note_copies
+from qsync.runtime.weight_cache import (
+    WeightCopy,
+    check_copies,
+    copies_of,
+    forget_copies,
+    note_copies,
+)
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import (
     ReplacedForward,
@@ -146,6 +152,7 @@ class Program:
         self.prefix = ""  # of the names of the segment that runs now
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
+        self._copies: list[WeightCopy] = []  # of all that was rewritten
         self.num_calls = 0  # with gradients, so far
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.device = device_of(model)
@@ -206,6 +213,7 @@ class Program:
         """
         self._choose, self._observer, self._strict = choose, observer, strict
         self._saving_less = saving_less or saving(())
+        self._copies.clear()
         for entry in self._entries:
             entry.lowered, entry.slower = self._lower(entry.segment, entry.graph)
             entry.run = self._rewrite(entry.segment, entry.lowered)
@@ -266,7 +274,7 @@ class Program:
         self.num_calls += torch.is_grad_enabled()
         model = self.model
         if model.training:
-            check_copies()
+            check_copies(self._copies)
         else:
             forget_copies()
         is_evaluation = self._check is not None and not torch.is_grad_enabled()
@@ -336,7 +344,9 @@ class Program:
 
     def _rewrite(self, segment: Segment, lowered: LoweredGraph) -> torch.fx.GraphModule:
         observer = _Placed(self._observer, self) if self._observer is not None else None
-        return rewrite(segment, lowered, self.kernels, observer, self.compiles_islands)
+        run = rewrite(segment, lowered, self.kernels, observer, self.compiles_islands)
+        self._copies += copies_of(run)
+        return run
 
     def _lower(self, segment: Segment, graph: OpGraph) -> tuple[LoweredGraph, dict[str, str]]:
         """Return the lowered graph, and why operators run in a higher precision than was chosen."""

@@ -109,10 +109,15 @@ class _Copied(torch.autograd.Function):
         return gradient.to(ctx.dtype), None
 
 
+def copies_of(module: torch.nn.Module) -> list[WeightCopy]:
+    """Return the copies of weights that a rewritten graph makes."""
+    return [call.copy for call in module.modules() if isinstance(call, WeightCast)]
+
+
 @untraced("it compares weights")
-def check_copies() -> None:
-    """Free all copies if a weight was written to by hand since `note_copies`: one comparison for all."""
-    for casts in _by_type(cast for cast in _steps.casts if cast.before is not None):
+def check_copies(copies: Iterable[WeightCopy]) -> None:
+    """Free all copies if the weight of one was written to by hand since `note_copies`."""
+    for casts in _by_type(cast for cast in copies if cast.before is not None):
         before = torch.cat([cast.before for cast in casts if cast.before is not None])
         if not torch.equal(before, _samples(casts)):
             forget_copies()

@@ -19,7 +19,7 @@ import qsync
 from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncError, UnsupportedError
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime import program
+from qsync.runtime import program, weight_cache
 from qsync.runtime.weight_cache import WeightCopy
 
 
@@ -299,6 +299,18 @@ def test_a_loop_that_steps_by_hand_trains():
         for name, parameter in model.named_parameters():
             parameter.data -= 0.5 * gradients[name]
     assert losses[-1] < losses[0] - 0.1
+
+
+def test_a_model_compares_its_own_weights_alone(monkeypatch):
+    compared: list[int] = []
+    samples = weight_cache._samples
+    monkeypatch.setattr(weight_cache, "_samples", lambda casts: compared.append(len(casts)) or samples(casts))
+    models = {p: qsync.wrap(build("mlp")[0], p, strict=True) for p in ("bf16", "fp32")}
+    batch = build("mlp")[1]
+    for precision, num_seen in (("bf16", 1), ("fp32", 0), ("bf16", 2)):  # sampled; nothing; compared, sampled
+        compared.clear()
+        step(models[precision], batch)
+        assert len(compared) == num_seen
 
 
 # --- Evaluation ---
