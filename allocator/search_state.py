@@ -18,7 +18,7 @@ from qsync.predictor.memory.peak import Memory, StepMemory
 from qsync.predictor.memory.vectorized_peak import vectorized_peak_bytes
 from qsync.records.precision import Precision
 from qsync.replayer import ClassCosts, Work, step_time
-from qsync.replayer.vectorized_costs import vectorized_costs_of
+from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 
 # If more operators than this have changed, the memory of the whole graph is computed anew.
 _MAX_INCREMENTAL = 100

@@ -1,21 +1,16 @@
 """From costs to a step: all ranks simulated from the profiles of their classes. Pure functions, no torch.
 
 `simulate`          replay one step of all ranks
-`costs`             the price of each node of a lowered graph
-`vectorized_costs`  the same prices of a whole graph, in arrays
-`sequence_costs`    what a sequence costs by its length, and who takes which
+`costs/`            prices of the nodes of a lowered graph: one by one, in arrays, by length
 `communication`     DDP's buckets, and the time of an all-reduce
 `events`            the events of one class, laid out in time
 `timeline`          the record that replay returns
-`critical_path`     the events over all ranks that make the step
+`explanation/`      critical path, phases, and predicted against measured steps
 `chrome_trace`      a timeline as a Chrome trace
 `memory_breakdown`  the uses of memory at the peak
 `slowdown`          profiles as if a device were slower
 `step_noise`        steps with noise on every rank
 `link_calibration`  links as fast as measured steps show
-`phases`            the phases of a step on each rank, and whose is to blame where steps are slow
-`measured_steps`    the steps that the ranks of a job logged
-`comparison`        predicted against measured steps
 `lazy_sequence`     a sequence computed at its first use
 `levers/`           profiles under batch shares, passes and recomputation
 `churn/`            training while cards leave and return
@@ -23,8 +18,8 @@
 
 from qsync.replayer.chrome_trace import write_trace
 from qsync.replayer.communication import Bucket, all_reduce_s, buckets, cluster_all_reduce_s
-from qsync.replayer.costs import ClassCosts, cast_cost, run_cost
-from qsync.replayer.critical_path import CriticalPath, find_critical_path
+from qsync.replayer.costs.class_costs import ClassCosts, cast_cost, run_cost
+from qsync.replayer.explanation.critical_path import CriticalPath, find_critical_path
 from qsync.replayer.levers.apply import profiles_under_levers
 from qsync.replayer.levers.batch_size import Sized
 from qsync.replayer.memory_breakdown import Peak, peaks

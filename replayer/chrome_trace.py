@@ -7,7 +7,7 @@ from typing import Any
 
 from qsync.records.json_files import write_json
 from qsync.records.profiles import shown
-from qsync.replayer.measured_steps import MeasuredSteps, split_of
+from qsync.replayer.explanation.measured_steps import MeasuredSteps, split_of
 from qsync.replayer.timeline import Event, Timeline
 
 _THREADS = ("compute", "communication")

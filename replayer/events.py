@@ -9,7 +9,7 @@ import numpy as np
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
 from qsync.records.graph import Op
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.costs import FloatArray, cast_cost, run_cost
+from qsync.replayer.costs.class_costs import FloatArray, cast_cost, run_cost
 from qsync.replayer.timeline import Event
 
 

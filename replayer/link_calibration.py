@@ -12,7 +12,7 @@ from qsync.records.cluster import Cluster, Link
 from qsync.records.graph import OpGraph
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.costs import ClassCosts
+from qsync.replayer.costs.class_costs import ClassCosts
 from qsync.replayer.simulate import Exchange, Work, checked_lowerings, steady_step
 
 # Factors tried on the seconds of an all-reduce between bare barriers.

@@ -37,11 +37,11 @@ from qsync.replayer.communication import (
     cluster_all_reduce_s,
     gradient_bytes,
 )
-from qsync.replayer.costs import ClassCosts, FloatArray
+from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
+from qsync.replayer.costs.vectorized_costs import VectorizedCosts, vectorized_costs_of
 from qsync.replayer.events import class_events
 from qsync.replayer.lazy_sequence import OnAccess
 from qsync.replayer.timeline import ClassTimeline, Event, Timeline
-from qsync.replayer.vectorized_costs import VectorizedCosts, vectorized_costs_of
 
 # Steps simulated without a barrier at most, until the ranks' drift is steady within this part of a step. Two
 # suffice unless a class still computes after the last all-reduce: it falls behind until all wait for it.

@@ -15,8 +15,8 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.comparison import percentile
-from qsync.replayer.costs import ClassCosts
+from qsync.replayer.costs.class_costs import ClassCosts
+from qsync.replayer.explanation.comparison import percentile
 from qsync.replayer.simulate import Exchange, checked_lowerings, step_time
 
 

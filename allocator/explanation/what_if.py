@@ -17,9 +17,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile, Sensitivity
 from qsync.replayer.communication import BUCKET_CAP_BYTES
-from qsync.replayer.comparison import kind_of
-from qsync.replayer.costs import ClassCosts, FloatArray
-from qsync.replayer.critical_path import find_critical_path
+from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
+from qsync.replayer.explanation.comparison import kind_of
+from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.simulate import Exchange, step_time
 
 # A gain of less than this part of the step is rounding.

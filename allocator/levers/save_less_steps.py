@@ -8,7 +8,7 @@ from qsync.errors import MismatchError
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
 from qsync.records.save_less import ops_that_save_less
-from qsync.replayer.costs import check_timed
+from qsync.replayer.costs.class_costs import check_timed
 from qsync.replayer.levers.recomputation import numbered
 
 Patterns = tuple[str, ...]

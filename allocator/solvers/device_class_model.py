@@ -23,7 +23,7 @@ from qsync.lowering.wiring import wiring
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.costs.class_costs import cast_cost, run_cost
 
 Binaries = dict[str, Sum]  # type -> binary variable that a value or mode is of this type; they add up to 1
 

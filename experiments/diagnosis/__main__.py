@@ -31,7 +31,7 @@ from qsync.experiments.harness import (
     yes,
 )
 from qsync.experiments.harness.experiment import bars_table
-from qsync.replayer.phases import TOLERANCE
+from qsync.replayer.explanation.phases import TOLERANCE
 
 _PAGE = Path("docs/results/diagnosis.md")
 _PIECE_MINUTES = 1.6

@@ -17,7 +17,7 @@ from typing import Any
 from qsync.errors import QSyncError
 from qsync.experiments.diagnosis.faults import FAULTS, Fault
 from qsync.records.json_files import read_json
-from qsync.replayer.phases import TOLERANCE
+from qsync.replayer.explanation.phases import TOLERANCE
 
 _NUM_RANKS = 2
 _TIMEOUT_S = 3.0  # after which a rank that is silent or does not move is named

@@ -20,7 +20,7 @@ from qsync.experiments.harness.emulation import pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import write_json
-from qsync.replayer.phases import Drift
+from qsync.replayer.explanation.phases import Drift
 
 CLASSES = ("train", "infer")
 # The first step is not timed, nor the one after those of a comparison.

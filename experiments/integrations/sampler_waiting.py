@@ -19,8 +19,8 @@ from qsync.distributed.step_phases import PhaseTimer
 from qsync.experiments.harness.ranks import MARGIN, Place
 from qsync.experiments.integrations.cases import net, replicas_agree
 from qsync.experiments.workloads.gpt import Gpt
-from qsync.replayer.phases import mean
-from qsync.replayer.sequence_costs import waiting
+from qsync.replayer.costs.sequence_costs import waiting
+from qsync.replayer.explanation.phases import mean
 
 _SHORTEST, _LONGEST, _BATCH, _VOCABULARY = 32, 512, 16, 256
 _STEPS = 6  # of a round

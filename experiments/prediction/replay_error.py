@@ -34,7 +34,7 @@ from qsync.experiments.workloads.subjects import NAMES
 from qsync.figures.style import SERIES_COLOURS, save_png
 from qsync.records.json_files import read_json
 from qsync.replayer import replay
-from qsync.replayer.comparison import Comparison, Validation, percentile
+from qsync.replayer.explanation.comparison import Comparison, Validation, percentile
 
 # By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}

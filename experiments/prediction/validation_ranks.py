@@ -20,7 +20,7 @@ from qsync.experiments.harness.ranks import BUCKET_CAP_MB, FAST, WEAK, Place, ru
 from qsync.experiments.workloads import subjects
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.progress import shown_on_rank_zero
-from qsync.replayer.comparison import Validation
+from qsync.replayer.explanation.comparison import Validation
 
 _MAX_KINDS_SHOWN = 12
 

@@ -76,7 +76,7 @@ def replay(
         varied = vary(*parts, num_steps=steps, seed=seed, bucket_cap_bytes=cap)
     if trace is not None:
         from qsync.replayer.chrome_trace import write_trace
-        from qsync.replayer.measured_steps import MeasuredSteps
+        from qsync.replayer.explanation.measured_steps import MeasuredSteps
 
         write_trace(timeline, trace, MeasuredSteps.load(measured) if measured is not None else None)
     if picture is not None:

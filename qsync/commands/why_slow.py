@@ -95,8 +95,8 @@ def what_ifs_table(found: Sequence[Any], profiles: Mapping[str, Profile], step_s
 def measured_beside_predicted(parts: tuple[Any, ...], folder: Path) -> dict[str, Any]:
     """Return the phases of every rank of a logged job, measured and predicted, and what was slower."""
     from qsync.replayer import replay
-    from qsync.replayer.measured_steps import MeasuredSteps, split
-    from qsync.replayer.phases import expected
+    from qsync.replayer.explanation.measured_steps import MeasuredSteps, split
+    from qsync.replayer.explanation.phases import expected
 
     graph, plan, profiles, _, cluster = parts
     logged = MeasuredSteps.load(folder)

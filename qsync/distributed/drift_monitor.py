@@ -34,8 +34,8 @@ from qsync.errors import QSyncError
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import profiles_under_levers, replay
-from qsync.replayer.phases import TOLERANCE, Drift, Phases, expected, find_drift, mean, median
-from qsync.replayer.sequence_costs import SequenceCost, sequence_costs
+from qsync.replayer.costs.sequence_costs import SequenceCost, sequence_costs
+from qsync.replayer.explanation.phases import TOLERANCE, Drift, Phases, expected, find_drift, mean, median
 from qsync.runtime.wrapping import wrapped_module
 
 logger = logging.getLogger("qsync")

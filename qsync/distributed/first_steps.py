@@ -17,7 +17,7 @@ from qsync.distributed.drift_monitor import Prediction, times_profiled
 from qsync.distributed.step_phases import PhaseTimer
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
-from qsync.replayer.phases import Phases, as_measurable, median
+from qsync.replayer.explanation.phases import Phases, as_measurable, median
 from qsync.replayer.slowdown import computing
 
 logger = logging.getLogger("qsync")

@@ -12,7 +12,7 @@ from qsync.distributed.agreement import agree, check_same
 from qsync.distributed.drift_monitor import prediction_of
 from qsync.errors import FormatError, MismatchError, UnsupportedError, shortened
 from qsync.records.graph import digest
-from qsync.replayer.sequence_costs import SequenceCost, hand_out
+from qsync.replayer.costs.sequence_costs import SequenceCost, hand_out
 
 
 class LengthSampler(Sampler[list[int]]):

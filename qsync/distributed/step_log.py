@@ -1,6 +1,6 @@
 """A log of every step's phases on this rank: one line of JSON a step, in a file of its own.
 
-`qsync.replayer.measured_steps` reads the files of all ranks together.
+`qsync.replayer.explanation.measured_steps` reads the files of all ranks together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsync.distributed import job
 from qsync.distributed.agreement import agree_locally
 from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
-from qsync.replayer.measured_steps import log_file
+from qsync.replayer.explanation.measured_steps import log_file
 
 
 def new_log(folder: str | Path | None) -> Path | None:

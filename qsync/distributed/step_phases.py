@@ -1,8 +1,8 @@
 """Where each rank's time goes in steps of a real training loop, timed by hooks: the loop is not changed.
 
-`qsync.replayer.phases` says what the phases are. A pass begins with the first forward after a backward, and
-ends with the next backward: a step of gradient accumulation has several. A timing hook costs about a
-microsecond and runs once per parameter and step.
+`qsync.replayer.explanation.phases` says what the phases are. A pass begins with the first forward after a
+backward, and ends with the next backward: a step of gradient accumulation has several. A timing hook costs
+about a microsecond and runs once per parameter and step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as _LoaderIterator
 
 from qsync.distributed.positions import AFTER_BACKWARD, BACKWARD, Position
 from qsync.predictor.profiling.clocks import Clock, CudaClock, WallClock
-from qsync.replayer.phases import Phases
+from qsync.replayer.explanation.phases import Phases
 from qsync.tracing.replaced_forward import untraced
 
 NUM_KEPT_STEPS = 256
@@ -42,7 +42,7 @@ class PhaseTimer:
 
     >>> timer = PhaseTimer(ddp, ddp.module)
     >>> ...                                   # train
-    >>> median(timer.steps).blocked_s    # of qsync.replayer.phases
+    >>> median(timer.steps).blocked_s    # of qsync.replayer.explanation.phases
     """
 
     _running: ClassVar[weakref.WeakSet[PhaseTimer]] = weakref.WeakSet()

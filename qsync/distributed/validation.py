@@ -30,7 +30,7 @@ from qsync.records.kernel_support import unsupported_by_shape
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.replayer import replay
-from qsync.replayer.comparison import Comparison, Measured, Validation, compare
+from qsync.replayer.explanation.comparison import Comparison, Measured, Validation, compare
 
 Plans = Mapping[str, Mapping[str, Assignment]]  # name -> class -> assignment
 

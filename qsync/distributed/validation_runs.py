@@ -33,9 +33,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.records.profiles import Sensitivity
-from qsync.replayer import phases
-from qsync.replayer.comparison import kind_of
-from qsync.replayer.phases import Phases
+from qsync.replayer.explanation import phases
+from qsync.replayer.explanation.comparison import kind_of
+from qsync.replayer.explanation.phases import Phases
 from qsync.runtime import program
 
 Assignment = Mapping[str, Precision]

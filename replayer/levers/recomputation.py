@@ -17,7 +17,7 @@ from qsync.lowering.lowered_graph import Cast
 from qsync.records.graph import Input, OpGraph
 from qsync.records.levers import is_in_module
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.costs import cast_cost
+from qsync.replayer.costs.class_costs import cast_cost
 
 # torch's checkpoint saves the CPU's random state before a block, so that dropout repeats: 5,056 bytes, in
 # elements of 8.

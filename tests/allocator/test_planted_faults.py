@@ -19,8 +19,8 @@ from qsync.records.cluster import Link
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.replayer import find_critical_path, replay, slowed
+from qsync.replayer.explanation.phases import Phases, expected, find_drift, median
 from qsync.replayer.levers.batch_size import times
-from qsync.replayer.phases import Phases, expected, find_drift, median
 
 GRAPH = encoder(2)
 BASE = {op.name: Precision.FP32 for op in GRAPH.adjustable}

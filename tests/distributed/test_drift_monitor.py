@@ -13,7 +13,7 @@ from graphs import cluster_of, mlp, profile_of
 
 from qsync.records.graph import Input
 from qsync.replayer import replay
-from qsync.replayer.phases import Phases, expected, find_drift
+from qsync.replayer.explanation.phases import Phases, expected, find_drift
 
 PREDICTED = {"train": Phases(0.01, 0.20, 0.10, 0.02), "infer": Phases(0.01, 0.28, 0.02, 0.02)}
 

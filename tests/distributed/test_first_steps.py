@@ -8,7 +8,7 @@ from two_ranks import launch, said
 
 from qsync.distributed.first_steps import corrected
 from qsync.records.plan_folder import Basis
-from qsync.replayer.phases import Phases
+from qsync.replayer.explanation.phases import Phases
 
 SCRIPT = """
 import logging

@@ -10,7 +10,7 @@ from two_ranks import launch, said
 import qsync
 from qsync.distributed.drift_monitor import Prediction, note_prediction
 from qsync.errors import FormatError, MismatchError, UnsupportedError
-from qsync.replayer.sequence_costs import SequenceCost
+from qsync.replayer.costs.sequence_costs import SequenceCost
 
 BODY = """
 from qsync.distributed.agreement import agree

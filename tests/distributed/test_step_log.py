@@ -13,7 +13,7 @@ from two_ranks import launch, said
 
 from qsync.distributed.step_log import StepLog, new_log
 from qsync.distributed.step_phases import PhaseTimer
-from qsync.replayer.measured_steps import MeasuredSteps, log_file
+from qsync.replayer.explanation.measured_steps import MeasuredSteps, log_file
 
 
 def test_a_process_alone_logs_its_steps_and_starts_its_files_anew(tmp_path):

@@ -15,7 +15,7 @@ from two_ranks import launch, said
 
 from qsync.distributed.drift_monitor import Monitor, Prediction
 from qsync.distributed.step_phases import PhaseTimer
-from qsync.replayer.phases import Phases
+from qsync.replayer.explanation.phases import Phases
 
 BATCH = torch.randn(4, 8)
 
@@ -217,7 +217,7 @@ def test_two_models_of_a_job_publish_apart():
 
 WAITS = """
 from qsync.distributed.step_phases import PhaseTimer
-from qsync.replayer.phases import median
+from qsync.replayer.explanation.phases import median
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")

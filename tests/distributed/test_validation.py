@@ -19,8 +19,8 @@ from qsync.errors import CalibrationError, FormatError, QSyncError
 from qsync.experiments.prediction.replay_error import judge
 from qsync.experiments.prediction.validation_ranks import kinds_table, run_validation, table
 from qsync.records.precision import Precision
-from qsync.replayer.comparison import Validation
-from qsync.replayer.phases import median
+from qsync.replayer.explanation.comparison import Validation
+from qsync.replayer.explanation.phases import median
 
 
 class Net(nn.Module):

@@ -23,7 +23,7 @@ from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Timeline, replay
-from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.runtime import program as runtime
 
 PRECISIONS = ["fp32", "bf16", "int8"]

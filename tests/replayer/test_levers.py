@@ -17,8 +17,8 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
 from qsync.replayer import Exchange, Sized, profiles_under_levers, replay
+from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.levers.batch_size import at_samples, resized
-from qsync.replayer.vectorized_costs import vectorized_costs_of
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 SLOW = {"train": 1.0, "infer": 3.0}

@@ -22,9 +22,10 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer import ClassCosts, Exchange, replay, step_time, vectorized_costs
+from qsync.replayer import ClassCosts, Exchange, replay, step_time
+from qsync.replayer.costs import vectorized_costs
+from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
 from qsync.replayer.lazy_sequence import OnAccess
-from qsync.replayer.vectorized_costs import vectorized_costs_of
 
 EXACT = {"rel": 1e-12, "abs": 0.0}
 

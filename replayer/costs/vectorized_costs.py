@@ -1,7 +1,7 @@
-"""The costs of `costs.ClassCosts` for a whole lowered graph at once, in arrays looked up by number.
+"""The costs of `ClassCosts` for a whole lowered graph at once, in arrays looked up by number.
 
-The prices are those of `qsync.replayer.costs`, which is called once for every distinct neighbourhood and set
-of measured modes. The arrays depend on graph and profile, never on an assignment.
+The prices are those of `class_costs`, which is called once for every distinct neighbourhood and set of
+measured modes. The arrays depend on graph and profile, never on an assignment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qsync.lowering.vectorized import Tables, Tabulated
 from qsync.records.identity_cache import Remembered
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
-from qsync.replayer.costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
+from qsync.replayer.costs.class_costs import FREE, FloatArray, cast_cost, measured_as, nearest_mode
 
 Ints = npt.NDArray[np.int64]
 

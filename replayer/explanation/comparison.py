@@ -26,7 +26,7 @@ from qsync.records.graph import Op, OpGraph
 from qsync.records.json_files import check_header, read_json, write_json
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 
 VERSION = 1

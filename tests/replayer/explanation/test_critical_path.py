@@ -14,7 +14,7 @@ from qsync.records.cluster import Link
 from qsync.records.graph import Input, Op, Role
 from qsync.records.profiles import Cost
 from qsync.replayer import Work, find_critical_path, replay, steady_step
-from qsync.replayer.critical_path import ALL_CLASSES
+from qsync.replayer.explanation.critical_path import ALL_CLASSES
 
 GRAPH = encoder(2)
 NOTHING = {"train": {}, "infer": {}}

@@ -15,7 +15,7 @@ from qsync.errors import FormatError
 from qsync.lowering.lowered_graph import Cast
 from qsync.records.graph import OpGraph
 from qsync.records.profiles import Profile
-from qsync.replayer.costs import cast_cost, run_cost
+from qsync.replayer.costs.class_costs import cast_cost, run_cost
 from qsync.replayer.timeline import Timeline
 
 _PRODUCTS_OF_ACTIVATIONS = ("matmul", "bmm", "baddbmm")

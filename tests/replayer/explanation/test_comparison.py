@@ -9,7 +9,7 @@ from graphs import cluster_of, mlp, profile_of
 
 from qsync.records.precision import Precision
 from qsync.replayer import replay
-from qsync.replayer.comparison import Comparison, Measured, compare, percentile, predicted_by_kind
+from qsync.replayer.explanation.comparison import Comparison, Measured, compare, percentile, predicted_by_kind
 
 GRAPH = mlp(3)
 PROFILES = {"train": replace(profile_of(GRAPH, "train"), error=0.02, loading_s=1e-4)}

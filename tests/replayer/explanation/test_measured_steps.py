@@ -11,8 +11,8 @@ from graphs import cluster_of, mlp, profile_of
 
 from qsync.errors import FormatError
 from qsync.replayer import replay, write_trace
-from qsync.replayer.measured_steps import MeasuredSteps, log_file
-from qsync.replayer.phases import Phases, expected
+from qsync.replayer.explanation.measured_steps import MeasuredSteps, log_file
+from qsync.replayer.explanation.phases import Phases, expected
 
 FAST = Phases(0.01, 0.20, 0.12, 0.02, 0.01, 0.07)
 SLOW = Phases(0.01, 0.28, 0.04, 0.02, 0.01, 0.10)

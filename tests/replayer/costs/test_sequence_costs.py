@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import qsync
 from qsync.errors import FormatError
 from qsync.replayer import replay
-from qsync.replayer.sequence_costs import (
+from qsync.replayer.costs.sequence_costs import (
     SequenceCost,
     hand_out,
     quadratic_ops,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.replayer.phases import Drift, Phases, find_drift, median
+from qsync.replayer.explanation.phases import Drift, Phases, find_drift, median
 
 STEPS_PER_WINDOW = 50
 

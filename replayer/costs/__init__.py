@@ -1,0 +1,1 @@
+"""Prices: the time of every node of a lowered graph on a device class, one by one and all at once."""
