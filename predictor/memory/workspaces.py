@@ -283,7 +283,7 @@ def _in_blocks(op: Op, context: OpContext) -> int:
     a kernel of its own.
     """
     outputs, inner, *window = context.shapes[1]
-    groups = context.shapes[0][1] // max(inner, 1)
+    groups = max(1, context.shapes[0][1] // max(inner, 1))
     if groups == 1 or (inner == 1 and outputs == groups and max(window) <= _SHORT_WINDOW):
         return num_elements(context.shapes[1])
     padded = (-(-outputs // groups // _BLOCK) * -(-inner // _BLOCK)) * _BLOCK**2
