@@ -126,6 +126,8 @@ def _unpacked(value: Any, tensors: Sequence[Tensor]) -> Any:
 def _name(target: Callable[..., Any]) -> str:
     """Return the name by which `_target` finds a function of torch's."""
     name = torch.overrides.resolve_name(target) or f"{target.__module__}.{target.__name__}"
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        name = f"torch.ops.{target}"
     if _target(name) is not target:
         raise UnsupportedError(f"{name} has no custom operator: leave its operator in fp32")
     return name
@@ -279,6 +281,10 @@ class _Call:
             return inputs, [result.data] if result.scale is None else [result.data, result.scale], saved
         return inputs, [result], saved
 
+    def gives(self, needed: Sequence[bool]) -> bool:
+        """Return whether it was traced with the gradients of all inputs that need one."""
+        return all(one.wanted or not need for one, need in zip(self._inputs, needed, strict=True))
+
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the results, and what backward needs beside them and the inputs."""
         tensors = [one.taken(tensor) for one, tensor in zip(self._inputs, tensors, strict=True)]
@@ -351,8 +357,11 @@ def _differentiate(name: str, ctx: Any, gradients: list[Tensor | None]) -> tuple
     found: list[Tensor | None] = [None] * ctx.num_tensors
     given = _call_of(ctx.call).given
     if gradients[0] is not None:
-        if not given:
-            raise UnsupportedError(f"qsync::{name} was traced without gradients: trace outside of no_grad()")
+        if not _call_of(ctx.call).gives(ctx.needs_input_grad[0]):
+            raise UnsupportedError(
+                f"qsync::{name} was traced without gradients that are wanted now: trace outside of "
+                "no_grad(), with inputs and parameters that require them"
+            )
         backward = getattr(torch.ops.qsync, f"{name}_backward")
         for k, gradient in zip(given, backward([gradients[0], *ctx.saved_tensors], ctx.call), strict=True):
             found[k] = gradient

@@ -26,6 +26,7 @@ from qsync.backend.kernels.fp32_fast import (
     linear_fp32_fast,
     matmul_fp32_fast,
 )
+from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.matmul import matmul_int8
 from qsync.records.kernel_support import why_not_multiplied
@@ -94,6 +95,8 @@ def _torch_candidates(
         return (_candidate("rows rounded", _EMBEDDINGS[precision], reason),)
     if kind == "conv2d" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("windows or oneDNN", conv2d_bf16, None),)
+    if kind == "grouped_mm" and precision is Precision.BF16 and device.type == "cpu":
+        return (_candidate("torch, in blocks of rows", grouped_mm_bf16, None),)
     if kind == "attention" and precision is Precision.BF16 and device.type == "cpu":
         return (_candidate("products in pieces, or torch", fastest_attention_bf16, None),)
     if precision in (Precision.FP32, Precision.BF16):

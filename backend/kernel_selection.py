@@ -285,6 +285,7 @@ def _representative(
     """
     n, images, channels, side = (104, 8, 32, 8) if small else _SIZES[device.type]
     attention = torch.nn.functional.scaled_dot_product_attention
+    ends = {"offs": torch.tensor([n // 3, n // 2, n - 1, n])}
     calls: dict[str, tuple[Kernel, list[tuple[int, ...]], dict[str, Any]]] = {
         "linear": (torch.nn.functional.linear, [(n, n), (n, n), (n,)], {}),
         "addmm": (torch.addmm, [(n,), (n, n), (n, n)], {}),
@@ -302,7 +303,7 @@ def _representative(
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
         "einsum": (_contract, [(2, n, n // 2), (2, n // 2, n)], {}),
-        "grouped_mm": (_multiply_groups, [(n, n // 2), (4, n // 2, n)], {}),
+        "grouped_mm": (_multiply_groups, [(n, n // 2), (4, n // 2, n)], ends),
         "rnn": (_recur, [(8, n // 8, n // 2), (2 * n, n // 2), (2 * n, n // 2), (2 * n,), (2 * n,)], {}),
     }
     return calls[kind]
@@ -319,9 +320,9 @@ def _contract(left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum("bij,bjk->bik", left, right)
 
 
-def _multiply_groups(rows: Tensor, weights: Tensor) -> Tensor:
-    """Multiply as many rows by each weight."""
-    groups = rows.chunk(len(weights))
+def _multiply_groups(rows: Tensor, weights: Tensor, offs: Tensor) -> Tensor:
+    """Multiply the rows of each group by its weight."""
+    groups = rows.tensor_split(offs[:-1].tolist())
     return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
 
 

@@ -202,7 +202,7 @@ _TIMED = "timed"  # begins the names of reports to an observer that only takes t
 _MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
-_KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding")
+_KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding", "grouped_mm")
 
 
 def needs_kernel(op: Op, precision: Precision) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import operator
 
 import pytest
@@ -107,8 +108,10 @@ def test_torch_finds_nothing_wrong_with_a_custom_operator(name, precision):
     seen = calls_of(lambda: run(OpaqueKernels(KERNELS), name, precision))
     assert {"cast", name.split()[0]} & {func._schema.name.removeprefix("qsync::") for func, _ in seen}
     for func, (tensors, text) in seen:
-        differentiable = "_backward" not in str(func) and "cast" not in str(func)
-        wanted = [t.requires_grad_(differentiable and t.is_floating_point()) for t in tensors]
+        layouts = ast.literal_eval(text)[-1]  # the last entry: whether a gradient is wanted
+        is_forward = "_backward" not in str(func) and "cast" not in str(func)
+        needed = [is_forward and layouts[k][-1] for k in range(len(tensors))]
+        wanted = [t.requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
         random = precision == "int8_all"  # its gradients are rounded at random
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         opcheck(func, (wanted, text), test_utils=tests if random else (*tests, "test_aot_dispatch_static"))

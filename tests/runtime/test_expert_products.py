@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qsync
 from qsync import Precision
+from qsync.backend.kernels.grouped_matmul import BLOCK_ROWS, grouped_mm_bf16
+from qsync.errors import UnsupportedError
 from qsync.runtime import operator_timing
 from qsync.runtime.program import program_of
 from tests.support.kernel_calls import agreement_db
@@ -76,6 +79,56 @@ def test_groups_that_are_timed_alone_have_rows(monkeypatch):
     monkeypatch.setattr(operator_timing, "_choices", lambda _: Undecided())
     step(qsync.wrap(copy.deepcopy(Experts()), "bf16"))
     assert {tuple(value.tolist()) for kind, value in seen if kind == "offsets"} == {(3, 6, 9, 12)}
+
+
+def test_any_groups_are_multiplied_in_blocks_of_rows():
+    """A product of another number of rows is slow in oneDNN, once for each number."""
+    target = torch.ops.transformers.grouped_mm_fallback
+    generator = torch.Generator().manual_seed(0)
+    rows, weight = torch.randn(100, 8, generator=generator), torch.randn(5, 16, 8, generator=generator)
+    rows, weight = rows.bfloat16().requires_grad_(), weight.bfloat16().mT.requires_grad_()
+    for offsets in ([7, 7, 60, 61, 95], [0, 0, 0, 0, 100], [32, 64, 64, 96, 100], [0] * 5):
+        offs = torch.tensor(offsets)
+        expected = target(rows, weight, offs=offs)
+        gradient = torch.randn(expected.shape, generator=generator).bfloat16()
+        with _Products() as products:
+            y = grouped_mm_bf16(target, "bf16", rows, weight, offs=offs)
+            found = [y, *torch.autograd.grad(y, (rows, weight), gradient)]
+        expected = [expected, *torch.autograd.grad(expected, (rows, weight), gradient)]
+        assert all(torch.allclose(a, b, 1e-2, 1e-2) for a, b in zip(found, expected, strict=True))
+        assert found[2].stride() == weight.stride()
+        assert products.sizes and all(size % BLOCK_ROWS == 0 for size in products.sizes - {8, 16})
+    (d_weight,) = torch.autograd.grad(
+        grouped_mm_bf16(target, "fp32", rows.detach(), weight, offs=offs).sum(), (weight,)
+    )
+    assert not d_weight.any()
+
+
+class _Products(TorchDispatchMode):
+    """The sizes of the products that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+            self.sizes |= {size for one in args[:2] for size in one.shape}
+        return func(*args, **kwargs or {})
+
+
+def test_exported_groups_are_those_of_the_call():
+    low = qsync.wrap(Experts(), "bf16", strict=True)
+    step(low)
+    program = torch.export.export(low, (X.clone().requires_grad_(), OFFSETS)).module()
+    other = torch.tensor([2, 6, 6, 12], dtype=torch.int32)
+    for parameter in low.parameters():
+        parameter.grad = None
+    expected = step(low, other)
+    assert all(map(torch.equal, step(program, other), expected))
+    without = torch.export.export(low, (X, OFFSETS)).module()
+    with pytest.raises(UnsupportedError, match="traced without gradients"):
+        step(without)
 
 
 class Undecided:

@@ -1,0 +1,85 @@
+"""Products of experts in BF16 on CPUs: each weight multiplies the rows that were routed to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from qsync.backend.autograd import differentiable
+from qsync.backend.kernels.linear import DTYPES
+
+# oneDNN prepares a product for every number of rows that it has not seen, longer than it multiplies 128 of
+# them. Routing changes the numbers in every step, so products take multiples of this many rows.
+BLOCK_ROWS = 32
+
+
+def grouped_mm_bf16(
+    target: Callable[..., Tensor], out_type: str, input: Tensor, weight: Tensor, offs: Tensor
+) -> Tensor:
+    """Compute y = x_e W_e for the rows x_e of every expert e, and its gradients, in BF16.
+
+    Input (rows, K) is sorted by expert, weight is (experts, K, N). `offs` says where each expert's rows end;
+    rows after the last are zeros in y.
+    """
+    return differentiable(_Groups, input, weight, offs).to(DTYPES[out_type])
+
+
+class _Groups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        need_rows, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(rows if need_weight else None, weight if need_rows else None, offs)
+        ctx.like = weight.shape, weight.stride()
+        return _products(rows, weight, offs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, offs = ctx.saved_tensors
+        d_rows = d_weight = None
+        if weight is not None:
+            d_rows = _products(gradient, weight.mT, offs)
+        if rows is not None:
+            d_weight = rows.new_empty_strided(*ctx.like)
+            for expert, start, end in _groups(offs):
+                left, right = (_padded(one[start:end], end - start) for one in (rows, gradient))
+                torch.mm(left.mT, right, out=d_weight[expert])
+        return d_rows, d_weight, None
+
+
+def _products(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """Return the products of all groups.
+
+    A product computes the first rows of the next groups too, whose own products write over them.
+    """
+    found = rows.new_empty(len(rows), weight.shape[2])
+    end = 0
+    for expert, start, end in _groups(offs):
+        stop = start + _blocks(end - start)
+        if stop <= len(rows):
+            torch.mm(rows[start:stop], weight[expert], out=found[start:stop])
+        else:
+            found[start:end] = (_padded(rows[start:end], end - start) @ weight[expert])[: end - start]
+    found[end:] = 0
+    return found
+
+
+def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield each expert with the first and the end of its rows."""
+    start = 0
+    for expert, end in enumerate(offs.tolist()):
+        yield expert, start, end
+        start = end
+
+
+def _blocks(num_rows: int) -> int:
+    return -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
+
+
+def _padded(rows: Tensor, num_rows: int) -> Tensor:
+    return pad(rows, (0, 0, 0, _blocks(num_rows) - num_rows))
