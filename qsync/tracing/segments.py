@@ -450,8 +450,12 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
 def _copies(node: torch.fx.Node, kind: str) -> bool | None:
     """Return whether a view or `contiguous` copied when it was traced; None of any other call.
 
-    A dropout that drops nothing returns its input, though the tracer's one is new.
+    A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
+    attention has a memory order that it has on no other.
     """
+    value = _example(node)
+    if value is not None and value.is_meta:
+        return None
     if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
         return None
     source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
