@@ -33,11 +33,10 @@ def contract(left, right, equation):
     return torch.einsum(equation, left, right)
 
 
-def multiply_groups(rows, weights):
-    """As many rows by each weight."""
-    return torch.cat(
-        [group @ weight for group, weight in zip(rows.chunk(len(weights)), weights, strict=True)]
-    )
+def multiply_groups(rows, weights, offs):
+    """The rows of each group by its weight."""
+    groups = rows.tensor_split(offs[:-1].tolist())
+    return torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
 
 
 def recur(sequences, *weights):
@@ -131,9 +130,9 @@ SHAPES = {
         "other orders": ([(7, 4, 5), (3, 5, 4)], {"equation": "ibj,kjb->bik"}),
     },
     "grouped_mm": {
-        "aligned": ([(12, 16), (4, 16, 8)], {}),
-        "primes": ([(21, 13), (3, 13, 7)], {}),
-        "one group": ([(5, 8), (1, 8, 3)], {}),
+        "aligned": ([(12, 16), (4, 16, 8)], {"offs": torch.tensor([3, 6, 9, 12])}),
+        "primes": ([(71, 13), (3, 13, 7)], {"offs": torch.tensor([34, 34, 71])}),
+        "one group": ([(5, 8), (1, 8, 3)], {"offs": torch.tensor([5])}),
     },
     "rnn": {
         "aligned": ([(4, 6, 16), (64, 16), (64, 16), (64,), (64,)], {}),
