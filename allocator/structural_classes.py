@@ -68,7 +68,9 @@ class StructuralClasses:
         self._adjustable = [i for i, op in enumerate(graph.ops) if op.role is Role.ADJUSTABLE]
         self._own = _numbered(_keys(graph, part, wired))
         of_graph, beside = _EDGES.of(graph, dict), bool(part.profile.switch_s)
-        self._edges = of_graph.setdefault(beside, _Edges(wired, beside))
+        if beside not in of_graph:
+            of_graph[beside] = _Edges(wired, beside)
+        self._edges = of_graph[beside]
 
     def structural_classes(self, precision: Sequence[Precision]) -> dict[int, int]:
         """Return the structural class of every adjustable operator, by position.

@@ -51,7 +51,7 @@ class KernelTable(Protocol):
 
     @property
     def keeps_copies(self) -> bool:
-        """Whether a copy of a weight may serve several calls."""
+        """Return whether a copy of a weight may serve several calls."""
 
     def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind that saves in a form."""
