@@ -21,6 +21,9 @@ Samples = Sequence[tuple[str, StepTimes]]  # (label of the assignment, times of 
 CastKey = tuple[str, str, str]  # (value, source type, target type)
 Runs = Mapping[tuple[str, str], Sequence[tuple[Run, Cost]]]  # by operator and mode
 
+_PRODUCTS_FOR_A_PRICE = 3  # of a switch between precisions
+_LEAST_OWN = 0.1  # of a node's timed seconds: what is taken out of them is an estimate, and no node is free
+
 
 class NodeCosts(NamedTuple):
     """The prices of a profile's operators, casts and switches between precisions."""
@@ -47,10 +50,10 @@ def robust_deviation(values: Sequence[float]) -> float:
 def median_cost(costs: Sequence[Cost], timer_s: float = 0.0, scale: float = 1.0) -> Cost:
     """Return the median of forward and backward seconds, and the deviation of their sum.
 
-    `timer_s` is subtracted from both in proportion; all is multiplied by `scale`.
+    `timer_s` is subtracted from both in proportion, never all of them; all is multiplied by `scale`.
     """
     forward_s, backward_s = median(c.forward_s for c in costs), median(c.backward_s for c in costs)
-    own = scale * max(0.0, 1.0 - timer_s / (forward_s + backward_s)) if timer_s else scale
+    own = scale * max(_LEAST_OWN, 1.0 - timer_s / (forward_s + backward_s)) if timer_s else scale
     return Cost(own * forward_s, own * backward_s, scale * robust_deviation([c.total_s for c in costs]))
 
 
@@ -102,7 +105,8 @@ def switch_costs(runs: Runs) -> dict[str, Cost]:
 
     Forward that is the product before it, backward the one after it. It is as long for a small product as for
     a large one (Zen 5: linear in BF16 of 0.2 and 0.8 ms, 0.05 ms each), as if caches filled again. Of every
-    product that was timed both ways the difference of the medians counts; of these, the median.
+    product that was timed both ways the difference of the medians counts; of these, the median. Fewer than
+    three products show noise, not a price.
     """
     found: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for timed in runs.values():
@@ -114,14 +118,15 @@ def switch_costs(runs: Runs) -> dict[str, Cost]:
             if beside_other and beside_like:
                 found[timed[0][0].mode][way].append(median(beside_other) - median(beside_like))
     return {
-        mode: Cost(*(max(0.0, median(way)) if way else 0.0 for way in ways)) for mode, ways in found.items()
+        mode: Cost(*(max(0.0, median(way)) if len(way) >= _PRODUCTS_FOR_A_PRICE else 0.0 for way in ways))
+        for mode, ways in found.items()
     }
 
 
 def _without_switch(run: Run, cost: Cost, price: Cost) -> Cost:
     return Cost(
-        max(0.0, cost.forward_s - run.after_other * price.forward_s),
-        max(0.0, cost.backward_s - run.before_other * price.backward_s),
+        max(_LEAST_OWN * cost.forward_s, cost.forward_s - run.after_other * price.forward_s),
+        max(_LEAST_OWN * cost.backward_s, cost.backward_s - run.before_other * price.backward_s),
     )
 
 

@@ -190,6 +190,23 @@ def test_what_a_switch_of_precision_costs_is_taken_out_of_the_products():
             assert (cost.forward_s, cost.backward_s) == pytest.approx((own, 2 * own))
 
 
+def test_noise_makes_no_node_free():
+    """A switch or a timer that seems to take longer than a product itself leaves it a part of its time."""
+    switched = Run("fc", "bf16", ("bf16",), "bf16", after_other=True, before_other=True)
+    samples = []
+    for k in range(5):
+        like, cost = k % 2 == 1, Cost(1.0 if k % 2 else 3.0, 1.0)
+        others = [(Run(f"fc{j}", "bf16", ("bf16",), "bf16", after_other=not like), cost) for j in range(3)]
+        samples.append((str(k), StepTimes([(switched, Cost(0.5, 0.5)), *others], 0.0, Cost(0.0))))
+    found = node_costs(samples, [1.0] * 5)
+    assert found.switch_s["bf16"].forward_s == pytest.approx(2.0)
+    assert 0 < found.ops["fc"]["bf16"].forward_s < 0.5 == found.ops["fc"]["bf16"].backward_s
+    timed = node_costs(samples, [1.0] * 5, timer_s=7.0).ops
+    assert all(cost.forward_s > 0 < cost.backward_s for modes in timed.values() for cost in modes.values())
+    two = [(label, StepTimes(step.nodes[:3], 0.0, Cost(0.0))) for label, step in samples]
+    assert node_costs(two, [1.0] * 5).switch_s["bf16"].forward_s == 0
+
+
 def test_torch_s_own_dropout_is_timed_apart_from_the_one_in_lowered_graphs():
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
     made = qsync.profile(
