@@ -28,13 +28,13 @@ from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_selection import Kernels, select
 from qsync.backend.kernel_timing import apart
-from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.linear import DTYPES
 from qsync.errors import UnsupportedError
+from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded
 from qsync.records.save_less import FORMS
 
-_CAST, _KERNEL, _SAVING, _DROPOUT = "cast", "kernel", "saving", "dropout"
+_CAST, _KERNEL, _SAVING, _FOLLOWING = "cast", "kernel", "saving", "following"
 _SCHEMA = "(Tensor[] tensors, str call) -> Tensor[]"
 _BELOW = (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther,
           torch._C.DispatchKey.ADInplaceOrView)  # fmt: skip
@@ -76,9 +76,11 @@ class OpaqueKernels:
             kind, (_SAVING, kind, form, _name(target)), *args, **kwargs
         )[0]
 
-    def dropout(self, target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Drop elements."""
-        return self._run(_DROPOUT, (_DROPOUT, _name(target)), *args, **kwargs)[0]
+    def in_lowered_graphs(self, kind: str) -> Callable[..., Tensor]:
+        """Return the operator of a kind in `REPLACED`."""
+        return lambda target, *args, **kwargs: self._run(
+            kind, (_FOLLOWING, kind, _name(target)), *args, **kwargs
+        )[0]
 
     def _run(self, name: str, head: tuple[str, ...], *args: Any, **kwargs: Any) -> list[Tensor]:
         tensors: list[Tensor] = []
@@ -150,7 +152,9 @@ def _function(head: tuple[str, ...], device: str) -> Callable[..., Any]:
     target = _target(rest[-1])
     if kind == _KERNEL:
         return partial(select(device).kernel(rest[0], rest[1]), target, rest[2])
-    return partial(saving(rest[0], rest[1]) if kind == _SAVING else dropout, target)
+    return partial(
+        saving(rest[0], rest[1]) if kind == _SAVING else Kernels.in_lowered_graphs(rest[0]), target
+    )
 
 
 class _Layout(NamedTuple):
@@ -380,7 +384,7 @@ def _register(name: str, run: Any, fake: Any, backward: Any, setup: Any = None) 
     torch.library.register_autograd(name, backward, setup_context=setup)
 
 
-for _kind in sorted({_CAST, _DROPOUT, *PRECISIONS_BY_KIND, *FORMS}):
+for _kind in sorted({_CAST, *REPLACED, *PRECISIONS_BY_KIND, *FORMS}):
     _register(
         f"qsync::{_kind}",
         lambda tensors, call: _call_of(call).run(tensors),

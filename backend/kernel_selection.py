@@ -19,6 +19,7 @@ from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
 from qsync.backend.kernel_timing import apart, synchronize
 from qsync.backend.kernels.dropout import dropout
+from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
@@ -69,7 +70,7 @@ class Kernels:
 
     keeps_copies = True  # of weights, from one call to the next
     saving = staticmethod(saving)
-    dropout = staticmethod(dropout)
+    in_lowered_graphs = staticmethod({"dropout": dropout, "interpolate": interpolate}.__getitem__)
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

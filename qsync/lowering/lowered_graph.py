@@ -16,7 +16,7 @@ TO_16BIT = " narrowing"
 # Added to the mode of an operator that runs torch's own kernel because no product is lowered.
 AS_TRACED = " as traced"
 # Following operators whose own kernel runs in lowered graphs alone: a graph in FP32 stays as it was traced.
-REPLACED = ("dropout",)
+REPLACED = ("dropout", "interpolate")
 # Kinds of operators that an 8-bit product computes in its epilogue; the form of an operator computed so.
 EPILOGUES = ("gelu", "relu")
 FUSED = "fused"

@@ -27,6 +27,7 @@ from torch.fx.passes.utils.fuser_utils import erase_nodes, fuse_as_graphmodule, 
 from qsync.backend.kernel_cache import Choices, processor
 from qsync.backend.kernel_timing import apart, synchronize
 from qsync.errors import shortened
+from qsync.lowering.lowered_graph import REPLACED
 from qsync.records.graph import Op, Role, digest
 from qsync.runtime.coverage import say_once
 from qsync.tracing.operator_table import FOLLOWING, call_name
@@ -40,7 +41,7 @@ PURE, CONVERTS_TO, IS_CAST, REPORTS = (
 )
 _VIEW, _CONVERSION = "view", "conversion"
 _FREE = (_VIEW, _CONVERSION, "contiguous", "float")  # an island of these alone would compute nothing
-_PURE_KINDS = {*FOLLOWING.values(), "float", "cross_entropy"}.difference(("batch_norm", "dropout"))
+_PURE_KINDS = {*FOLLOWING.values(), "float", "cross_entropy"}.difference(("batch_norm", *REPLACED))
 _PURE_NAMES = (
     "abs", "clamp", "cos", "exp", "log", "rsqrt", "sin", "softplus", "sqrt", "square", "sum", "var",
 )  # fmt: skip

@@ -56,8 +56,8 @@ class KernelTable(Protocol):
     def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind that saves in a form."""
 
-    def dropout(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Drop elements."""
+    def in_lowered_graphs(self, kind: str) -> Callable[..., torch.Tensor]:
+        """Return the operator of a kind in `REPLACED`."""
 
 
 class Observer(Protocol):
@@ -149,27 +149,15 @@ class KernelCall(torch.nn.Module):
         return result.to(DTYPES[self._output])
 
 
-class SavingCall(torch.nn.Module):
-    """One Run node of a following operator that saves less for backward."""
+class FollowingCall(torch.nn.Module):
+    """One Run node of a following operator that is not torch's own: it saves less, or is faster."""
 
-    def __init__(self, kernels: KernelTable, kind: str, form: str, target: Callable[..., Any]) -> None:
+    def __init__(self, run: Callable[..., torch.Tensor], target: Callable[..., Any]) -> None:
         super().__init__()
-        self._run, self._traced = kernels.saving(kind, form), target
+        self._run, self._traced = run, target
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the operator in its form."""
-        return self._run(self._traced, *args, **kwargs)
-
-
-class DropoutCall(torch.nn.Module):
-    """One Run node of a dropout."""
-
-    def __init__(self, kernels: KernelTable, target: Callable[..., Any]) -> None:
-        super().__init__()
-        self._run, self._traced = kernels.dropout, target
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the dropout."""
+        """Run the operator."""
         return self._run(self._traced, *args, **kwargs)
 
 
@@ -350,10 +338,11 @@ class _Rewriter:
             both = KernelCall(self._kernels, op.kind, run, target, computed)
             return _call(module, f"{op.kind}_{run.mode}_{run.form}", both, args, kwargs)
         if run.form != "plain":
-            saving_call = SavingCall(self._kernels, op.kind, run.form, target)
-            return _call(module, f"{op.kind}_{run.form}", saving_call, args, kwargs)
+            saving = FollowingCall(self._kernels.saving(op.kind, run.form), target)
+            return _call(module, f"{op.kind}_{run.form}", saving, args, kwargs)
         if native and op.kind in REPLACED and not run.as_traced and callable(node.target):
-            return _call(module, op.kind, DropoutCall(self._kernels, node.target), args, kwargs)
+            following = FollowingCall(self._kernels.in_lowered_graphs(op.kind), node.target)
+            return _call(module, op.kind, following, args, kwargs)
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
