@@ -14,16 +14,25 @@ not bend the walk.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance.
-_GAINS = (0.0, *np.geomspace(1e-4, 1e4, 25))
+# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance. A
+# walk of more would follow the noise itself: no machine repeats a step that well.
+_GAINS = (0.0, *np.geomspace(1e-4, 1.0, 13))
 # Residuals are clipped to so many standard deviations.
 _CLIP_DEVIATIONS = 3.0
+
+
+class _Fit(NamedTuple):
+    """The walk's level at each sample, and the covariance of the labels' constants."""
+
+    level: FloatArray
+    covariance: FloatArray
 
 
 def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> list[float]:
@@ -34,10 +43,30 @@ def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Se
 
     >>> drift_factors(["a", "b", "a", "b"], [1.0, 2.0, 1.1, 2.2], [0.0, 1.0, 2.0, 3.0])
     """
+    fit = _fit(labels, seconds, at_s)
+    if fit is None:
+        return [1.0] * len(seconds)
+    return [float(value) for value in np.exp(fit.level - fit.level.mean())]
+
+
+def label_error(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> float:
+    """Return the relative standard error of what a label takes against the others: root mean square.
+
+    Infinite where no label has two samples.
+    """
+    fit = _fit(labels, seconds, at_s)
+    if fit is None:
+        return np.inf
+    num = len(fit.covariance)
+    return float(np.sqrt(np.trace(fit.covariance) / num - fit.covariance.sum() / num**2))
+
+
+def _fit(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Sequence[float]) -> _Fit | None:
+    """Fit labels, walk and noise; None where no label has two samples."""
     names = list(dict.fromkeys(labels))
     num = len(seconds)
     if num == len(names):
-        return [1.0] * num
+        return None
     design = np.zeros((num, len(names)))
     design[np.arange(num), [names.index(label) for label in labels]] = 1.0
     log = np.log(np.maximum(np.asarray(seconds, dtype=np.float64), 1e-12))
@@ -45,18 +74,16 @@ def drift_factors(labels: Sequence[Hashable], seconds: Sequence[float], at_s: Se
     when = when - when.min()
     span = float(when.max()) or 1.0
     walk = np.minimum.outer(when, when) * (num / span)  # covariance of a walk that gains 1 a sample
-    level = _walk(log, design, walk)
-    rest = log - level
+    rest = log - _walk(log, design, walk).level
     rest -= design @ np.linalg.lstsq(design, rest, rcond=None)[0]
     limit = _CLIP_DEVIATIONS * 1.4826 * float(np.median(np.abs(rest)))
-    level = _walk(log - rest + np.clip(rest, -limit, limit), design, walk)
-    return [float(value) for value in np.exp(level - level.mean())]
+    return _walk(log - rest + np.clip(rest, -limit, limit), design, walk)
 
 
-def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> FloatArray:
-    """Return the walk's level at each sample, at the gain of greatest likelihood."""
+def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> _Fit:
+    """Return the walk's level and the labels' covariance, at the gain of greatest likelihood."""
     num, num_labels = design.shape
-    best, found = -np.inf, np.zeros(num)
+    best, found = -np.inf, _Fit(np.zeros(num), np.zeros((num_labels, num_labels)))
     for gain in _GAINS:
         covariance = gain * walk + np.eye(num)
         weighted = np.linalg.solve(covariance, np.column_stack([design, log]))
@@ -70,5 +97,6 @@ def _walk(log: FloatArray, design: FloatArray, walk: FloatArray) -> FloatArray:
             + (num - num_labels) * np.log(squares)
         )
         if likelihood > best:
-            best, found = likelihood, gain * (walk @ left)
+            best = likelihood
+            found = _Fit(gain * (walk @ left), squares / (num - num_labels) * np.linalg.inv(inner))
     return found

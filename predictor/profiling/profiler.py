@@ -9,7 +9,6 @@ that a drift of the machine falls on all precisions alike.
 from __future__ import annotations
 
 import gc
-import math
 import statistics
 import time
 from collections import defaultdict
@@ -22,7 +21,7 @@ import torch
 
 from qsync.predictor.profiling.clocks import Clock, ShareClock, WallClock
 from qsync.predictor.profiling.loader_wait import TimedLoader
-from qsync.predictor.profiling.machine_drift import drift_factors
+from qsync.predictor.profiling.machine_drift import drift_factors, label_error
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes, timing_hook_s
 from qsync.predictor.profiling.runner import Runner, check_finite, check_scalar
@@ -49,7 +48,7 @@ SHORT_STEP_S = 0.1
 MAX_ROUNDS = 12
 # Mixtures that are warmed up where steps are long: two show every kind of cast there is.
 NUM_WARMED_MIXTURES = 2
-# Relative error of a step's time below which no more rounds are taken: replay's own error is larger.
+# Relative standard error of a step's time against the others' below which no more rounds are taken.
 GOOD_ENOUGH = 0.005
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -271,17 +270,19 @@ class Profiler:
         if done <= self.num_choices:
             return True
         rounds = done / self.num_choices
-        is_known = (
-            done % self.num_choices == 0
-            and noise(self._samples, self.drift_factors()) / math.sqrt(rounds) < GOOD_ENOUGH
-        )
+        is_known = done % self.num_choices == 0 and label_error(*self._sampled()) < GOOD_ENOUGH
         passed_s = time.perf_counter() - self._began_s
         is_late = passed_s + (passed_s - self._warmed_up_s) / done > seconds
         return not is_known and not is_late and rounds < MAX_ROUNDS
 
     def drift_factors(self) -> list[float]:
         """Return the factor by which the machine was slow at each sample."""
-        return drift_factors(*zip(*self.samples(), strict=True)) if self._samples else []
+        return drift_factors(*self._sampled()) if self._samples else []
+
+    def _sampled(self) -> tuple[Sequence[str], Sequence[float], Sequence[float]]:
+        """Return the labels of the timed steps, their seconds, and when they ended."""
+        labels, seconds, at_s = zip(*self.samples(), strict=True)
+        return labels, seconds, at_s
 
     def _unsupported(self) -> dict[str, dict[str, str]]:
         """Return what the device does not support: operator -> precision -> reason."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qsync.predictor.profiling.machine_drift import drift_factors
+from qsync.predictor.profiling.machine_drift import drift_factors, label_error
 
 DRAW = np.random.default_rng(0)
 NUM, TURNS = 24, 5
@@ -47,3 +47,32 @@ def test_the_order_in_which_samples_are_given_does_not_matter():
 
 def test_where_nothing_was_timed_twice_nothing_is_said():
     assert drift_factors(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == [1.0, 1.0]
+    assert label_error(["a", "b"], [1.0, 5.0], [0.0, 1.0]) == np.inf
+
+
+@pytest.mark.parametrize(("noise", "gain"), [(0.01, 0.0), (0.02, 0.3), (0.01, 1.0)])
+@pytest.mark.parametrize("turns", [3, 8])
+def test_the_error_of_what_labels_take_is_known(noise, gain, turns):
+    """By generalized least squares; three turns say it as well as eight, if the walk may not follow the noise."""
+    draw, num = np.random.default_rng(1), 15
+    labels, at_s = list(range(num)) * turns, np.arange(num * turns)
+    stated, squared = [], []
+    for _ in range(40):
+        own = draw.normal(0.0, 0.3, num)
+        walk = np.cumsum(draw.normal(0.0, noise * np.sqrt(gain), len(labels)))
+        log = own[labels] + walk + draw.normal(0.0, noise, len(labels))
+        stated.append(label_error(labels, np.exp(log), at_s))
+        rest = log - np.log(drift_factors(labels, np.exp(log), at_s))
+        found = np.array([rest[np.array(labels) == k].mean() for k in range(num)]) - own
+        squared.append(np.var(found))
+    assert np.median(stated) == pytest.approx(np.sqrt(np.mean(squared)), rel=0.3)
+
+
+def test_a_walk_does_not_follow_the_noise_itself():
+    """Of a machine that wanders as much as it is noisy, three turns left no noise in four cases of ten."""
+    draw, labels = np.random.default_rng(2), list(range(15)) * 3
+    for _ in range(40):
+        log = np.cumsum(draw.normal(0.0, 0.01, 45)) + draw.normal(0.0, 0.003, 45)
+        rest = log - np.log(drift_factors(labels, np.exp(log), np.arange(45)))
+        left = rest.reshape(3, 15) - rest.reshape(3, 15).mean(0)
+        assert np.std(left) > 0.0005
