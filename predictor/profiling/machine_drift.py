@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance. A
-# walk of more would follow the noise itself: no machine repeats a step that well.
+# Grid of the variance that the walk gains from one sample to the next, as multiples of the noise's variance.
+# A walk of more would follow the noise itself: no machine repeats a step that well.
 _GAINS = (0.0, *np.geomspace(1e-4, 1.0, 13))
 # Residuals are clipped to so many standard deviations.
 _CLIP_DEVIATIONS = 3.0

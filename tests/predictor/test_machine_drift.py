@@ -53,11 +53,11 @@ def test_where_nothing_was_timed_twice_nothing_is_said():
 @pytest.mark.parametrize(("noise", "gain"), [(0.01, 0.0), (0.02, 0.3), (0.01, 1.0)])
 @pytest.mark.parametrize("turns", [3, 8])
 def test_the_error_of_what_labels_take_is_known(noise, gain, turns):
-    """By generalized least squares; three turns say it as well as eight, if the walk may not follow the noise."""
+    """Three turns say it as well as eight, for the walk may not follow the noise."""
     draw, num = np.random.default_rng(1), 15
     labels, at_s = list(range(num)) * turns, np.arange(num * turns)
     stated, squared = [], []
-    for _ in range(40):
+    for _ in range(20):
         own = draw.normal(0.0, 0.3, num)
         walk = np.cumsum(draw.normal(0.0, noise * np.sqrt(gain), len(labels)))
         log = own[labels] + walk + draw.normal(0.0, noise, len(labels))
@@ -71,7 +71,7 @@ def test_the_error_of_what_labels_take_is_known(noise, gain, turns):
 def test_a_walk_does_not_follow_the_noise_itself():
     """Of a machine that wanders as much as it is noisy, three turns left no noise in four cases of ten."""
     draw, labels = np.random.default_rng(2), list(range(15)) * 3
-    for _ in range(40):
+    for _ in range(20):
         log = np.cumsum(draw.normal(0.0, 0.01, 45)) + draw.normal(0.0, 0.003, 45)
         rest = log - np.log(drift_factors(labels, np.exp(log), np.arange(45)))
         left = rest.reshape(3, 15) - rest.reshape(3, 15).mean(0)
