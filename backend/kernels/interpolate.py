@@ -41,7 +41,8 @@ def _dense(images: Tensor) -> Tensor:
 class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, images: Tensor) -> Tensor:
-        return images.view_as(images)
+        # No view: the next operator may write over it.
+        return torch.ops.aten._unsafe_view(images, images.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

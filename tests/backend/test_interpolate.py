@@ -50,6 +50,18 @@ def test_a_gradient_that_is_a_part_of_another_is_made_dense_in_its_order():
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("write", [lambda y: y.mul_(2.0), lambda y: y[:, 0].zero_()], ids=["whole", "part"])
+def test_what_follows_may_write_over_the_result(write):
+    x, g = (part(shape, torch.float32) for shape in ((2, 6, 4, 4), (2, 6, 8, 8)))
+    x.requires_grad_()
+    found = []
+    for run in (partial(interpolate, F.interpolate), F.interpolate):
+        y = run(x, scale_factor=2.0, mode="bilinear")
+        write(y)
+        found.append((y, *torch.autograd.grad(y, x, g)))
+    assert all(map(torch.equal, *found))
+
+
 def test_antialiasing_in_bf16_computes_in_fp32():
     x = part((2, 6, 4, 4), torch.bfloat16)
     options = {"size": (3, 2), "mode": "bilinear", "antialias": True}
