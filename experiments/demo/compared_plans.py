@@ -30,6 +30,7 @@ class Planned:
         return {
             "predicted_step_s": again.step_s,
             "planned_step_s": self.timeline.step_s,
+            "planned_interval_s": self.timeline.interval_s,  # nine of ten steps lie in it
             "predicted_wait_fraction": {name: c.wait_fraction for name, c in again.classes.items()},
             "predicted_memory_bytes": {name: c.memory_bytes for name, c in again.classes.items()},
             "added_variance": variance,
