@@ -65,7 +65,7 @@ def predicted_vs_measured(
                 text = f"{1e3 * seconds:.0f} ms{_compared(run, key, limit_s)}"
                 axes.annotate(
                     text, (1e3 * seconds, position + offset),
-                    xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK,
+                    xytext=(5, 0), textcoords="offset points", va="center", fontsize=8, color=INK, zorder=4,
                     bbox={"boxstyle": "square,pad=0.15", "facecolor": "white", "edgecolor": "none"},
                 )  # fmt: skip
     axes.set_xlim(0, 1.24 * 1e3 * (longest_s or 1.0))

@@ -160,6 +160,15 @@ def test_readme_and_docs_show_the_figures_that_are_kept():
     assert all(text in (publish.ROOT / page).read_text(encoding="utf-8") for page in publish.PAGES)
 
 
+def test_the_page_says_how_many_steps_were_in_their_interval():
+    kept = json.loads((publish.ROOT / publish.FIGURES).read_text())
+    for number, run in enumerate(kept["runs"].values()):
+        step = run["measured_step_s"]
+        run["planned_interval_s"] = [step * 0.9, step * 1.1] if number else [step * 1.1, step * 1.2]
+    text = publish.markdown(kept)
+    assert f"{number} of {number + 1} steps lie in the 90 % interval" in text
+
+
 def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     kept = json.loads((publish.ROOT / publish.FIGURES).read_text())
     monkeypatch.setattr(publish, "ROOT", tmp_path)
