@@ -228,7 +228,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     E[code * scale] = g * factors. E[(code * scale - g * factors)^2] is scale^2 / 6, averaged over the
     positions between two codes: twice that of the nearest code. Draws from torch's default generator.
     """
-    library = compiled_for("round_rows", g)
+    library = None if _repeats_seeds(g) else compiled_for("round_rows", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors, (1,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _empty_scales(len(g), g.device)
@@ -239,7 +239,7 @@ def round_rows(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
 @autotuned(lambda d: (random_values(d, 4096, 1024), random_positive(d, 4096)))
 def round_columns(g: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Round g * factors (m) to stochastic INT8 codes (m, n), with one scale per column (n)."""
-    library = compiled_for("round_columns", g)
+    library = None if _repeats_seeds(g) else compiled_for("round_columns", g)
     if library is None:
         return _flat(_stochastic_codes(g.float() * factors.unsqueeze(1), (0,)))
     codes, scale = torch.empty_like(g, dtype=torch.int8), _empty_scales(g.shape[1], g.device)
@@ -375,6 +375,11 @@ def _stochastic_codes(values: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Te
 
 def _seed() -> int:
     return int(torch.randint(2**31, ()))
+
+
+def _repeats_seeds(matrix: Tensor) -> bool:
+    """Return whether a CUDA graph records this call: a seed from the host would come again in each replay."""
+    return matrix.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def compiled_for(

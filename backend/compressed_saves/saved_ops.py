@@ -28,6 +28,7 @@ from qsync.backend.compressed_saves.activation_slopes import (
     minimum,
 )
 from qsync.backend.compressed_saves.bitmask import as_laid_out, in_memory_order, pack_bits, unpack_bits
+from qsync.backend.compressed_saves.late_answers import late_answer
 from qsync.backend.encoding import Encoded, decode, encode
 from qsync.errors import UnsupportedError
 
@@ -271,16 +272,21 @@ def _normalized(y: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor
 def _recoverable(weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether (y - b) / w is more accurate than eight bits.
 
-    Its error is eps (|x| + |b| / |w|), with x normalized.
+    Its error is eps (|x| + |b| / |w|), with x normalized. On a GPU the answer is about the weights of the
+    step before.
     """
     if weight is None:
         return True
-    with torch.no_grad():
-        smallest = weight.abs().amin() > torch.finfo(dtype).tiny
+
+    def answer() -> Tensor:
+        above = weight.abs().amin() > torch.finfo(dtype).tiny
         if bias is None:
-            return bool(smallest)
+            return above
         ratio = (bias.abs() / weight.abs()).amax()
-        return bool(smallest & (ratio * torch.finfo(dtype).eps < 1 / 64))
+        return above & (ratio * torch.finfo(dtype).eps < 1 / 64)
+
+    with torch.no_grad():
+        return late_answer(weight, answer) if weight.is_cuda else bool(answer())
 
 
 # torch.batch_norm has its arguments in another order than F.batch_norm.

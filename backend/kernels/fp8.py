@@ -112,9 +112,10 @@ def _scaled_product(a: Tensor, b: Tensor, row_scale: Tensor, column_scale: Tenso
     if rows == 0:
         return a.new_zeros(rows, columns, dtype=torch.float32)
     a, b = _padded(a, -rows % 16, -inner % 16), _padded(b.t(), -columns % 16, -inner % 16)
-    row_scale = torch.nn.functional.pad(row_scale, (0, 0, 0, -rows % 16)).contiguous()
-    column_scale = torch.nn.functional.pad(column_scale, (0, -columns % 16)).contiguous()
-    out = torch._scaled_mm(a, b.t(), scale_a=row_scale, scale_b=column_scale, out_dtype=torch.bfloat16)
+    # Flat and back: torch wants a stride of 1 along the dimension of size 1, too.
+    of_row = torch.nn.functional.pad(row_scale.flatten(), (0, -rows % 16)).contiguous().unsqueeze(1)
+    of_column = torch.nn.functional.pad(column_scale.flatten(), (0, -columns % 16)).contiguous().unsqueeze(0)
+    out = torch._scaled_mm(a, b.t(), scale_a=of_row, scale_b=of_column, out_dtype=torch.bfloat16)
     return out[:rows, :columns].float()
 
 
