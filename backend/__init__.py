@@ -8,7 +8,8 @@
 `matmul_primitives`  INT8 and 16-bit products
 `device_detection`   a rank's device class, and the machine
 `measure_peaks`      measured peak rates
-`kernel_cache`, `cuda_build`  compiled kernels on disk, and nvcc
+`kernel_cache`, `cuda_build`, `build_ahead`  compiled kernels on disk, nvcc, and all at once
+`gpu_state`          clocks of GPUs, and what holds them down
 `autograd`, `kernel_timing`, `block_sizes`  differentiable calls, short timings, block sizes of CPU kernels
 `kernels/`           products and attention
 `casts/`             passes over a matrix between products

@@ -48,6 +48,11 @@ def _doubt(profile: Profile) -> str:
     """Return why to doubt a measured profile (a busy machine, too few steps); empty if there is no reason."""
     if profile.origin != "measured":
         return ""
+    if profile.held_down:
+        return (
+            f"the clock of {profile.device_class} was held down by {' and '.join(profile.held_down)} during "
+            "its profile, so its times are a hot card's; profile again once it is cooler"
+        )
     unsteady = max(profile.noise, profile.drift)
     if unsteady > UNSTEADY:
         return (

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+from qsync.backend.gpu_state import gpu_states, why_held_down
+
 
 class Clock(Protocol):
     """A clock that marks instants cheaply and tells the time between two of them once the step is over."""
@@ -20,6 +22,10 @@ class Clock(Protocol):
 
     def settle(self) -> None:
         """Wait until all marks have happened."""
+
+    def held_down(self) -> str:
+        """Return why the device runs below its own clock now (heat); empty if it does not."""
+        ...
 
 
 class WallClock:
@@ -35,6 +41,10 @@ class WallClock:
 
     def settle(self) -> None:
         """Do nothing."""
+
+    def held_down(self) -> str:
+        """Return nothing: what slows a host shows as drift."""
+        return ""
 
 
 class ShareClock:
@@ -57,6 +67,10 @@ class ShareClock:
     def settle(self) -> None:
         """Do nothing."""
 
+    def held_down(self) -> str:
+        """Return nothing: what slows a host shows as drift."""
+        return ""
+
 
 class CudaClock:
     """CUDA events on the current stream: for devices on which a call returns before its work is done."""
@@ -74,6 +88,11 @@ class CudaClock:
     def settle(self) -> None:
         """Wait for the device."""
         torch.cuda.synchronize()
+
+    def held_down(self) -> str:
+        """Ask nvidia-smi: some tens of milliseconds."""
+        states = gpu_states(torch.device("cuda", torch.cuda.current_device()))
+        return why_held_down(states[0]) if states else ""
 
 
 def clock_for(device: torch.device, emulated_share: float | None = None) -> Clock:

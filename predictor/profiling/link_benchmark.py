@@ -1,8 +1,8 @@
 """The link between the real ranks: the time of an all-reduce, and the time it takes from compute.
 
 On a CPU the all-reduce runs on the cores that compute, so both slow down while they overlap. Work is
-conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU the loss is measured as the
-compute that is not done during an all-reduce.
+conserved: compute loses the CPU time that an all-reduce beside it needs. On a GPU an all-reduce takes
+multiprocessors: products that fill the card are timed alone and with an all-reduce beside them, by events.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from qsync.predictor.profiling.clocks import CudaClock
 from qsync.records.cluster import Link
 
 _NUM_ELEMENTS = (2**18, 2**20, 2**21, 2**22)  # 1 to 16 MiB of FP32
 _OVERLAPPED_ELEMENTS = 2**22
 _MAX_CHUNKS = 1000
+_GPU_SIDE = 2048  # of products that fill a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +58,11 @@ def measure_link(
     latency, slope = _line({size: statistics.fmean(values) for size, values in walls.items()})
     per_call, per_byte = _line({size: statistics.median(values) for size, values in tolls.items()})
     alone_s = latency + 4 * _OVERLAPPED_ELEMENTS * slope
-    overlap_rate, lost_s = _measure_overlap(device, alone_s, rounds, progress)
     if device.type == "cuda":  # the host's CPU time says nothing of the GPU's
+        overlap_rate, lost_s = _measure_overlap_on_gpu(device, alone_s, rounds, progress)
         per_call, per_byte = 0.0, lost_s / (4 * _OVERLAPPED_ELEMENTS)
+    else:
+        overlap_rate = _measure_overlap(device, alone_s, rounds, progress)
     measured = torch.tensor([latency, slope, overlap_rate], dtype=torch.float64, device=device)
     dist.all_reduce(measured)
     latency, slope, overlap_rate = (measured / dist.get_world_size()).tolist()
@@ -95,22 +99,14 @@ def _timed_all_reduce(buffer: torch.Tensor, device: torch.device) -> tuple[float
 
 def _measure_overlap(
     device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
-) -> tuple[float, float]:
-    """Measure the speed of an all-reduce beside compute, and the seconds of compute lost to it.
-
-    The speed is a share of the all-reduce's speed without compute beside it.
-    """
+) -> float:
+    """Measure the speed of an all-reduce beside compute, as a share of its speed without."""
     operand = torch.ones(256, 256, device=device)
     buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)
     chunk = _repeats_for(operand, device, 0.1 * alone_s)
-    rates, losses = [], []
+    rates = []
     for turn in range(rounds):
         progress(f"overlap of compute and communication, round {turn + 1} of {rounds}")
-        dist.barrier()
-        start = time.perf_counter()
-        for _ in range(10):
-            _compute(operand, chunk, device)
-        per_chunk = (time.perf_counter() - start) / 10
         dist.barrier()
         start = time.perf_counter()
         work = dist.all_reduce(buffer, async_op=True)
@@ -120,10 +116,45 @@ def _measure_overlap(
             _compute(operand, chunk, device)
             done += 1
         work.wait()
+        rates.append(min(alone_s / (time.perf_counter() - start), 1.0))
+    return statistics.fmean(rates)
+
+
+def _measure_overlap_on_gpu(
+    device: torch.device, alone_s: float, rounds: int, progress: Callable[[str], None]
+) -> tuple[float, float]:
+    """Measure the speed of an all-reduce beside compute, and the seconds of compute lost to it.
+
+    The products last three times as long as the all-reduce, so that all of it lies beside them.
+    """
+    operand = torch.ones(_GPU_SIDE, _GPU_SIDE, device=device)
+    buffer = torch.ones(_OVERLAPPED_ELEMENTS, device=device)
+    num = _repeats_for(operand, device, 3.0 * alone_s)
+    clock, beside = CudaClock(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def products(reduced: bool) -> tuple[float, float]:
+        """Return the seconds of the products, and of the all-reduce beside them."""
+        dist.barrier()
         _wait(device)
-        elapsed = time.perf_counter() - start
-        rates.append(min(alone_s / elapsed, 1.0))
-        losses.append(max(0.0, elapsed - done * per_chunk))
+        start = clock.now()
+        work = dist.all_reduce(buffer, async_op=True) if reduced else None
+        for _ in range(num):
+            operand @ operand
+        end = clock.now()
+        with torch.cuda.stream(beside):  # waits for the all-reduce; the products' stream does not
+            if work is not None:
+                work.wait()
+            done = clock.now()
+        clock.settle()
+        return clock.seconds(start, end), clock.seconds(start, done)
+
+    rates, losses = [], []
+    for turn in range(rounds):
+        progress(f"overlap of compute and communication, round {turn + 1} of {rounds}")
+        compute_s, _ = products(reduced=False)
+        both_s, reduce_s = products(reduced=True)
+        rates.append(min(alone_s / reduce_s, 1.0))
+        losses.append(max(0.0, both_s - compute_s))
     return statistics.fmean(rates), statistics.median(losses)
 
 

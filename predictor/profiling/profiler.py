@@ -110,6 +110,7 @@ class Profiler:
         self._wait_s = 0.0  # of the last step: its wall time less this rank's own work
         self._optimizer_s: list[float] = []
         self._bucket_s_per_byte: list[float] = []
+        self._held_down: list[str] = []  # by round: why the device ran below its clock
         self._plain_s: list[float | None] = []  # by sample: seconds of the same step without the timer
         self._began_s = time.perf_counter()
         self._num_steps = 0
@@ -177,6 +178,7 @@ class Profiler:
         self._plain_s.append(plain_s)
         self._put_weights_back()
         if k == 0:
+            self._held_down.append(self._clock.held_down())
             self._bucket_s_per_byte.append(_time_bucket_copy(self._parameters, self._clock))
 
     def assignment(self, k: int) -> dict[str, Precision]:
@@ -253,6 +255,7 @@ class Profiler:
             model=self.graph.model,
             batch=self.graph.batch_shapes,
             compiled=self._runner.compiles_islands,
+            held_down=tuple(dict.fromkeys(filter(None, self._held_down))),
         )
 
     def fill(self, seconds: float) -> None:

@@ -90,7 +90,8 @@ class Profile:
 
     `refused` maps operator -> precision -> why the device did not serve it in one that was to be measured.
 
-    `compiled`: it was taken with compile=True, and prices what runs so.
+    `compiled`: it was taken with compile=True, and prices what runs so. `held_down`: why the device ran below
+    its own clock while it was taken (heat).
 
     `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
     """
@@ -125,6 +126,7 @@ class Profile:
     setting: Setting | None = None
     compiled: bool = False
     switch_s: Mapping[str, Cost] = record_field(default_factory=dict)
+    held_down: tuple[str, ...] = ()
 
     @property
     def device(self) -> str | None:
@@ -254,6 +256,7 @@ class Profile:
             "batch",
             "compiled",
             "switch_s",
+            "held_down",
         ):  # as in files from before such a field, whose hash plans bear
             if not body[late]:
                 del body[late]
@@ -275,6 +278,7 @@ class Profile:
             body["outside"] = Cost(*value["outside"])
             body["switch_s"] = {mode: Cost(*cost) for mode, cost in value.get("switch_s", {}).items()}
             body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
+            body["held_down"] = tuple(value.get("held_down", ()))
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(

@@ -240,6 +240,7 @@ def test_no_doubt_where_time_is_known_or_memory_decides():
         ({"drift": 0.08, "noise": 0.01}, "busy machine: its steps differ by 8%"),
         ({"noise": 0.06}, "busy machine: its steps differ by 6%"),
         ({"noise": 0.0, "num_steps": 15}, "saw most of its steps once"),
+        ({"noise": 0.01, "held_down": ("heat",)}, "was held down by heat"),
         ({"noise": 0.01, "drift": 0.04, "num_steps": 15}, ""),
     ],
 )

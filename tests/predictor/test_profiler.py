@@ -58,6 +58,9 @@ class Ticks:
     def settle(self) -> None:
         pass
 
+    def held_down(self) -> str:
+        return ""
+
 
 BATCH = (torch.randn(64, 32), torch.randint(0, 8, (64,)))
 
@@ -133,6 +136,8 @@ def ticking(ticks_s: list[float]) -> Profiler:
     profiler = Profiler(program, lambda: loss(model, BATCH), list(model.parameters()), precisions, clock)
     for clock.tick_s in ticks_s:
         profiler.round()
+    # Evenly, however busy this machine is.
+    profiler._ended_at_s = [float(k) for k in range(len(profiler._ended_at_s))]
     return profiler
 
 
@@ -347,3 +352,28 @@ def test_saving_less_is_measured_beside():
             if isinstance(node, Run):
                 assert run_cost(profile, node, ops[node.op]).total_s >= 0
     assert set(plain.step_s) < set(profile.step_s)
+
+
+def test_a_profile_says_what_held_the_clock_down():
+    class Warming(WallClock):
+        """A device that gets hot in its second round."""
+
+        asked = 0
+
+        def held_down(self) -> str:
+            self.asked += 1
+            return "heat" if self.asked > 1 else ""
+
+    model = Net()
+    program = runtime.attach(model, lambda graph: {})
+    profiler = Profiler(
+        program, lambda: loss(model, BATCH), list(model.parameters()), [Precision.FP32], Warming()
+    )
+    profiler.round()
+    cool = profiler.profile("cpu", {})
+    profiler.round()
+    profiler.round()
+    hot = profiler.profile("cpu", {})
+    assert cool.held_down == () and hot.held_down == ("heat",)
+    assert Profile.from_json(hot.to_json()).held_down == ("heat",)
+    assert "held_down" not in cool.to_json()

@@ -1,0 +1,50 @@
+"""What nvidia-smi says, read; by a program of that name."""
+
+from __future__ import annotations
+
+import pytest
+
+from qsync.backend.gpu_state import FIELDS, gpu_states, why_held_down
+
+ROW = "NVIDIA H100 80GB HBM3, 570.86, 81559, 1024, 1755, 1980, 700.00, 0x0000000000000024, 98"
+
+
+def pretend(tmp_path, monkeypatch, body):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{body}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+def test_each_gpu_is_a_row(tmp_path, monkeypatch):
+    pretend(tmp_path, monkeypatch, f"echo '{ROW}'; echo '{ROW}'")
+    first, second = gpu_states()
+    assert first == second and first["clocks.sm"] == "1755" and tuple(first) == FIELDS
+    assert why_held_down(first) == "heat"
+
+
+@pytest.mark.parametrize("body", ["exit 9", "echo 'No devices were found'", "exit 0"])
+def test_one_that_says_nothing_is_no_gpu(body, tmp_path, monkeypatch):
+    pretend(tmp_path, monkeypatch, body)
+    assert all(not why_held_down(state) for state in gpu_states())
+
+
+def test_without_nvidia_smi_nothing_is_known(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_states() == []
+
+
+@pytest.mark.parametrize(
+    ("active", "why"),
+    [
+        ("0x0000000000000000", ""),
+        ("0x0000000000000001", ""),  # idle
+        ("0x0000000000000004", ""),  # its power cap
+        ("0x0000000000000060", "heat"),
+        ("0x0000000000000088", "a slowdown by its hardware and its power brake"),
+        ("[N/A]", ""),
+        ("", ""),
+    ],
+)
+def test_what_holds_a_clock_down(active, why):
+    assert why_held_down({"clocks_event_reasons.active": active}) == why
