@@ -1,13 +1,32 @@
-"""`qsync doctor`: what this machine has, and why any kernel is missing."""
+"""`qsync doctor`: what this machine has, and why any kernel is missing; compile kernels ahead."""
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from qsync.commands import doctor_tables as tables
 from qsync.commands.options import Json, console, print_json, working
+from qsync.errors import QSyncError
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    as_json: Json = False,
+    build: Annotated[
+        bool, typer.Option("--build", help="Compile every kernel of this machine's devices, and time none.")
+    ] = False,
+    architecture: Annotated[
+        list[str] | None,
+        typer.Option(help="With --build: a GPU's compute capability (7.5), here or not. Repeatable."),
+    ] = None,
+) -> None:
     """Report what this machine has: devices, precisions, kernels chosen, and why any is missing."""
+    if architecture and not build:
+        raise QSyncError("--architecture says what to compile for; give --build with it")
+    if build:
+        _build(architecture, as_json)
+        return
     with working("timing the kernels of this machine"):
         from qsync.commands import device_report
 
@@ -20,3 +39,21 @@ def doctor(as_json: Json = False) -> None:
     for device in found["devices"]:
         for shown in (tables.kernels_table(device), *tables.remarks(device), tables.reasons_table(device)):
             console.print(shown, highlight=False)
+
+
+def _build(architectures: list[str] | None, as_json: bool) -> None:
+    """Compile ahead, show each library, and end with exit code 1 if one cannot be built."""
+    with working("compiling kernels") as say:
+        from qsync.backend import build_ahead
+
+        wanted = build_ahead.checked(architectures or build_ahead.architectures_here())
+        rows = []
+        for row in build_ahead.build(wanted):
+            rows.append(row)
+            say(f"compiling kernels: {row['library']} for {row['device']} done")
+    if as_json:
+        print_json(rows)
+    else:
+        console.print(tables.build_table(rows), highlight=False)
+    if any("why_not" in row for row in rows):
+        raise typer.Exit(1)

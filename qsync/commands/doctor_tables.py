@@ -95,6 +95,16 @@ def reasons_table(device: dict[str, Any]) -> Table:
     return shown
 
 
+def build_table(rows: list[dict[str, Any]]) -> Table:
+    """Return a row per library that was to be compiled: for what, in how many seconds, or why not."""
+    shown = Table(box=box.SIMPLE_HEAD)
+    for heading in ("library", "for", "seconds", ""):
+        shown.add_column(heading, justify="right" if heading == "seconds" else "left")
+    for row in rows:
+        shown.add_row(row["library"], row["device"], f"{row['seconds']:.1f}", row.get("why_not", ""))
+    return shown
+
+
 def _giga(rate: float) -> str:
     return f"{rate / 1e9:.1f}" if rate < 1e10 else f"{rate / 1e9:,.0f}"
 

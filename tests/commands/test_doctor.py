@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import torch
 from rich.console import Console
 
 from qsync import backend
+from qsync.backend import build_ahead, cuda_build
 from qsync.backend.casts import compiled_casts as compiled
 from qsync.backend.cutlass import compiled_products
 from qsync.backend.measure_peaks import peak_of
@@ -198,3 +200,50 @@ def test_json_is_json_where_nothing_is_compiled_yet(tmp_path):
     found = json.loads(done.stdout, parse_constant=refuse)
     assert found["devices"][0]["build"][0].startswith("casts")
     assert "compiling" in done.stderr
+
+
+def test_kernels_are_compiled_ahead_for_cards_that_are_elsewhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "FAMILIES", ("fp16_gemm",))
+    made = []
+    monkeypatch.setattr(cuda_build, "library", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(
+        compiled, "note", lambda architecture=None: None if architecture == "75" else "no TVM"
+    )
+    monkeypatch.setattr(sys, "argv", ["qsync", "doctor", "--build", "--architecture", "7.5", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["library"], row["device"]) for row in rows] == [
+        ("casts", "cpu"), ("casts", "sm_75"), ("fp16_gemm", "sm_75"),
+    ]  # fmt: skip
+    assert rows[0]["why_not"] == "no TVM" and "why_not" not in rows[1] and made == [("75", ["fp16_gemm"])]
+    assert ended.value.code == 1  # one could not be built
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--build", "--architecture", "sm_6x"], "'sm_6x' is no architecture"),
+        (["--build", "--architecture", "6.1"], "'6.1' is no architecture"),
+        (["--architecture", "75"], "give --build with it"),
+    ],
+)
+def test_architectures_that_are_none_are_refused(options, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["qsync", "doctor", *options])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_is_compiled_ahead_is_found_by_a_job(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_build, "FAMILIES", ("fp16_gemm",))
+    done = {(row["library"], row["device"]): row for row in build_ahead.build(["80"])}
+    assert not any("why_not" in row for row in done.values()), done
+    again = list(build_ahead.build(["80"]))
+    assert all(row["seconds"] < 5 for row in again if row["library"] == "fp16_gemm")
+    assert compiled_products.unavailable("80", ("fp16_gemm",)) is None
