@@ -370,3 +370,11 @@ def test_the_documentation_builds_without_warnings(tmp_path):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "reference" / "api.html").is_file()
+
+
+def test_every_kernel_of_gpus_says_what_it_stands_on():
+    from qsync.backend.casts import autotune, epilogues  # noqa: F401  # registers
+    from qsync.backend.cutlass.compiled_products import PRODUCTS
+
+    text = PAGES["docs/guide/gpu.md"].partition("## Every kernel")[2]
+    assert [name for name in (*PRODUCTS, *autotune.REGISTERED) if f"`{name}`" not in text] == []

@@ -158,6 +158,17 @@ class Experiment:
         """Measure a piece anew, whatever lies in the folder."""
         self._path(name).unlink(missing_ok=True)
 
+    def note(
+        self, figures: Mapping[str, Any], *, bars: Iterable[Bar] = (), measured: str | bool = True
+    ) -> dict[str, Any]:
+        """Write figures.json with what there is so far; return its content."""
+        content: dict[str, Any] = {
+            "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
+            "commits_of_pieces": sorted(self._commits), "bars": list(bars), **figures,
+        }  # fmt: skip
+        write_json(self.out / "figures.json", content)
+        return content
+
     def finish(
         self,
         figures: Mapping[str, Any],
@@ -173,11 +184,7 @@ class Experiment:
         """
         bars = list(bars)
         tables = [*tables, *([bars_table(bars)] if bars else [])]
-        content: dict[str, Any] = {
-            "experiment": self.name, "measured": measured, **provenance(self.seed), **self.settings,
-            "commits_of_pieces": sorted(self._commits), "bars": bars, **figures,
-        }  # fmt: skip
-        write_json(self.out / "figures.json", content)
+        content = self.note(figures, bars=bars, measured=measured)
         if picture is not None:
             picture(content, self.out / "figures.png")
         if tables:

@@ -117,7 +117,7 @@ class Trained:
         saved = saved_bytes(lambda: self.model(self.batch[0]), known, leave_out=copies.addresses)
         self._choose(choice, None)
         self.step()  # its end lets go of the copies of weights, so that the next one is seen to make them
-        measured = self._throughout() + step_peak_bytes(self.step, torch.device("cpu"))
+        measured = self._throughout() + step_peak_bytes(self.step, next(self.model.parameters()).device)
         found = self.predicted().at_peak()
         return {
             "saved_bytes": saved,

@@ -1,7 +1,7 @@
 """What is measured of one family of the suite, each in a fresh process: speeds, profile, plans, memory.
 
-All run on one thread. Variants of a step take turns in one process, so that their ratios are free of drift.
-A failure is a result: the sentence that the user would read.
+On CPUs all run on one thread. Variants of a step take turns in one process, so that their ratios are free of
+drift. A failure is a result: the sentence that the user would read.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from qsync.errors import shortened
 from qsync.experiments.harness import peers
 from qsync.experiments.harness.emulated_profiles import GLOO, HERE
 from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.measured_memory import step_peak_bytes
 from qsync.experiments.harness.pairing import Samples, measure, ratios
 from qsync.experiments.harness.ranks import Place, run_on_ranks
 from qsync.experiments.kernels.cases import Bench, Case
@@ -37,9 +38,8 @@ from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.workloads.families import Batch, family_named
 from qsync.runtime import coverage, program
 
-CPU = torch.device("cpu")
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
-_PROFILE_S = 30.0  # of steps, for a profile
+_PROFILE_S, _TINY_PROFILE_S = 30.0, 1.0  # of steps, for a profile
 _PATIENCE_S = 60.0  # with a rank that says nothing
 Assignment = Mapping[str, str]
 
@@ -57,45 +57,67 @@ def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
     return found
 
 
-def _begin(name: str, tiny: bool) -> tuple[nn.Module, list[Batch]]:
+def _begin(name: str, tiny: bool, device: str) -> tuple[nn.Module, list[Batch]]:
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 64  # every variant of a model is one more entry for the same code
     keep_freed_memory()
-    return family_named(name).make(tiny)
+    model, batches = family_named(name).make(tiny)
+    on_device = [
+        {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+        for batch in batches
+    ]
+    return model.to(device), on_device
 
 
-def peaks(rounds: int, tiny: bool = False) -> dict[str, Any]:
-    """Return the measured peaks of this machine."""
+def peaks(rounds: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
+    """Return the measured peaks of a device."""
     torch.set_num_threads(1)
-    return measure_peaks(CPU, rounds, 64 if tiny else SQUARE).to_json()
+    return measure_peaks(torch.device(device), rounds, 64 if tiny else SQUARE).to_json()
 
 
 def speeds(
-    name: str, rounds: int, modes: Sequence[str], with_peers: bool, peaks: Any, tiny: bool = False
-) -> dict[str, Any]:
+    name: str, rounds: int, modes: Sequence[str], with_peers: bool, peaks: Any, tiny: bool = False,
+    device: str = "cpu", compiled: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Time FP32 eager, torch.autocast, these modes and (if asked) every other peer in turns.
 
-    Of each variant: seconds by round, and the bound by the roofline. Of each mode: its FLOPs by precision.
+    With `compiled` every mode once more with compiled islands, and once more under torch.compile. Of each
+    variant: seconds by round, and the bound by the roofline; on GPUs the bytes of a step's peak. Of each
+    mode: its FLOPs by precision.
     """
-    model, batches = _begin(name, tiny)
-    bench, case, wrapped = Bench(CPU, Peaks.from_json(peaks)), Case("", name, FP32), {}
+    (model, batches), where = _begin(name, tiny, device), torch.device(device)
+    bench, case, wrapped = Bench(where, Peaks.from_json(peaks)), Case("", name, FP32), {}
 
     def in_mode(mode: str) -> Callable[[], None]:
         wrapped[mode] = qsync.wrap(copy.deepcopy(model), mode)
         return training_step(wrapped[mode], batches)
 
     case.add(FP32, lambda: training_step(copy.deepcopy(model), batches))
+
+    def in_islands(mode: str) -> Callable[[], None]:
+        return training_step(qsync.wrap(copy.deepcopy(model), mode, compile=True), batches)
+
+    def as_one(mode: str) -> Callable[[], None]:
+        whole = qsync.wrap(copy.deepcopy(model), mode)
+        return training_step(whole, batches, torch.compile(whole, mode="reduce-overhead"))
+
     for mode in modes:
         case.add(mode, partial(in_mode, mode), theirs=True)
+        if compiled:
+            case.add(f"{mode}, islands", partial(in_islands, mode), theirs=True)
+            case.add(f"{mode}, torch.compile", partial(as_one, mode), theirs=True)
     linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
-    for peer in peers.peers_on(CPU, inductor=with_peers, linear=with_peers and linear):
+    for peer in peers.peers_on(where, inductor=with_peers, linear=with_peers and linear):
         case.add(peer.name, partial(peer_step, bench, peer, model, batches), theirs=True)
     ran = tuple(mode for mode in modes if mode in case.runs)
     least = least_times(bench, model, batches, case.runs[FP32], ran) if ran else {}
-    samples = measure(case.runs, rounds, CPU)
+    samples = measure(case.runs, rounds, where)
+    on_gpu = where.type == "cuda"
+    peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
     return {
         "variants": {
-            of: {"seconds": found.seconds, "least_s": least.get(of)} for of, found in samples.items()
+            of: {"seconds": found.seconds, "least_s": least.get(of), "peak_bytes": peaks_of[of]}
+            for of, found in samples.items()
         },
         "coverage": {mode: _coverage(program.program_of(wrapped[mode]), mode) for mode in ran},
         "segments": program.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
@@ -115,16 +137,18 @@ def _coverage(ran: program.Program, mode: str) -> dict[str, Any]:
 
 
 @_or_failure
-def profiled(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str, Any]:
+def profiled(name: str, num_plans: int, seed: int, tiny: bool = False, device: str = "cpu") -> dict[str, Any]:
     """Profile a family; return random plans, and the seconds of a step that replay predicts for each.
 
     The first plan is FP32 everywhere.
     """
-    model, batches = _begin(name, tiny)
-    own = replace(detect_class(CPU), name=HERE)
+    model, batches = _begin(name, tiny, device)
+    own = replace(detect_class(torch.device(device)), name=HERE)
     able = (*default_precisions(own), Precision.INT8_ALL)
     graph = api.trace_step(model, batches[0], None)
-    profile = qsync.profile(model, batches[0], device_class=own, precisions=able, seconds=_PROFILE_S)
+    profile = qsync.profile(
+        model, batches[0], device_class=own, precisions=able, seconds=_TINY_PROFILE_S if tiny else _PROFILE_S
+    )
     cluster = Cluster((own,), GLOO)
     plans: list[Any] = [{HERE: {}}, *random_plans(graph, cluster, {HERE: able}, num_plans, seed)]
     return {
@@ -139,14 +163,15 @@ def _predicted_s(graph: OpGraph, plan: Mapping[str, Any], profile: Profile, clus
 
 
 @_or_failure
-def planned(name: str, assignment: Assignment, rounds: int, tiny: bool = False) -> dict[str, Any]:
+def planned(
+    name: str, assignment: Assignment, rounds: int, tiny: bool = False, device: str = "cpu"
+) -> dict[str, Any]:
     """Time a plan in turns with FP32 eager; return the seconds of both, and the plan's over FP32's."""
-    model, batches = _begin(name, tiny)
+    model, batches = _begin(name, tiny, device)
     lowered = copy.deepcopy(model)
     program.attach(lowered, program.following({op: Precision(p) for op, p in assignment.items()}))
-    found: dict[str, Samples] = measure(
-        {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}, rounds, CPU
-    )
+    steps = {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}
+    found: dict[str, Samples] = measure(steps, rounds, torch.device(device))
     return {
         **{of: samples.median_s for of, samples in found.items()},
         "ratio": median(ratios(found["plan"], found["fp32"])),
@@ -163,12 +188,9 @@ def ranks(name: str, num_plans: int, seed: int, tiny: bool = False) -> dict[str,
 
 def _validated(config: Mapping[str, Any], place: Place) -> dict[str, Any]:
     """Compare plans on one rank with their replay, as `qsync.validate` does."""
-    model, batches = _begin(config["name"], config["tiny"])
-    batch = {name: value.to(place.device) for name, value in batches[0].items()}
+    model, batches = _begin(config["name"], config["tiny"], str(place.device))
     with liveness.start(_PATIENCE_S):
-        validation, _ = qsync.validate(
-            model.to(place.device), batch, num_plans=config["num_plans"], seed=config["seed"]
-        )
+        validation, _ = qsync.validate(model, batches[0], num_plans=config["num_plans"], seed=config["seed"])
     return {
         "errors": [one.error for one in validation.comparisons],
         "inside": [one.inside for one in validation.comparisons],
@@ -188,14 +210,16 @@ class _OfBatch(nn.Module):
 
 
 @_or_failure
-def memory(name: str, tiny: bool = False) -> dict[str, Any]:
+def memory(
+    name: str, tiny: bool = False, device: str = "cpu", modes: Sequence[str] = MODES
+) -> dict[str, Any]:
     """Return the bytes of a step in FP32 and in each mode: saved for backward and at the peak, both ways."""
-    model, batches = _begin(name, tiny)
+    model, batches = _begin(name, tiny, device)
     with alone():
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
-        for mode in (FP32, *MODES):
-            trained.program.choose(program.uniform(Precision(mode), select(CPU)), strict=False)
+        for mode in (FP32, *modes):
+            trained.program.choose(program.uniform(Precision(mode), select(device)), strict=False)
             trained.step()
             found[mode] = trained.measure(Choice(trained.program.assignment()))
     return found

@@ -120,9 +120,9 @@ class Family:
 
 def family_named(name: str) -> Family:
     """Return the family of this name. Raises QSyncError for an unknown one."""
-    if name not in FAMILIES:
+    if name not in FAMILIES | LARGE:
         raise QSyncError(f"there is no family {name!r}; choose from {', '.join(FAMILIES)}")
-    return FAMILIES[name]
+    return (FAMILIES | LARGE)[name]
 
 
 def _shrunk(sizes: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,3 +277,36 @@ HELD_OUT = tuple(
     sorted(FAMILIES, key=lambda name: hashlib.sha256(f"{HELD_OUT_SEED} {name}".encode()).hexdigest())
 )[:NUM_HELD_OUT]
 SEEN = tuple(name for name in FAMILIES if name not in HELD_OUT)
+
+# Models for GPUs: as published, with random weights.
+LARGE: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(
+            "bert_base", TRANSFORMER, "BertForSequenceClassification",
+            {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
+             "intermediate_size": 3072, "vocab_size": 30522}, Inputs(32, (128,)),
+        ),
+        Family(
+            "resnet50_224", CONVOLUTION, "ResNetForImageClassification",
+            {**_LABELS, "depths": [3, 4, 6, 3], "embedding_size": 64,
+             "hidden_sizes": [256, 512, 1024, 2048]}, Inputs(64, side=224),
+        ),
+        Family(
+            "gpt2_small", TRANSFORMER, "GPT2LMHeadModel",
+            {"n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257},
+            Inputs(8, (512,), labels="text"),
+        ),
+        Family(
+            "gpt2_medium", TRANSFORMER, "GPT2LMHeadModel",
+            {"n_layer": 24, "n_embd": 1024, "n_head": 16, "vocab_size": 50257},
+            Inputs(8, (512,), labels="text"),
+        ),
+        Family(
+            "llama_1b", TRANSFORMER, "LlamaForCausalLM",
+            {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+             "num_key_value_heads": 8, "intermediate_size": 8192, "vocab_size": 32000},
+            Inputs(4, (512,), labels="text"),
+        ),
+    )
+}  # fmt: skip

@@ -1,0 +1,95 @@
+"""The pieces of evidence, most valuable first: each is a command of its own, with the seconds it may take."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.experiments.gpu.measured import GPU_AND_CPU, ONE_GPU
+from qsync.experiments.kernels.compare_kernels import SECTIONS
+from qsync.experiments.workloads.families import LARGE
+
+_TESTS = Path(__file__).parents[2] / "tests"
+_CUDA_MARK = "mark.cuda"
+# Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
+_LAYERS = ("linear training", "conv training", "linear forward", "conv forward", "quantize", "host")
+assert set(_LAYERS) <= set(SECTIONS)
+# The modes that are timed beside FP32 and torch.autocast, in one process each: copies of a model take memory.
+_MODES = (("bf16", "int8", "fp8"), ("int8_all", "tf32"))
+_LARGEST_MODES = (("bf16",), ("int8",), ("fp8",))
+_QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
+_ON_CPU = {"fp8": "fp32_fast", "tf32": "fp32_fast"}
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece: its group and name, its command, the seconds it may take, and the file that it writes."""
+
+    group: str
+    name: str
+    command: tuple[str, ...]
+    most_s: float
+    result: Path
+
+    @property
+    def key(self) -> str:
+        """The name of the piece within the experiment."""
+        return f"{self.group} {self.name}"
+
+
+def pieces(out: Path, device: str, tiny: bool) -> list[Piece]:
+    """List the pieces, whose results go to `out`."""
+    return list(_pieces(out, device, tiny))
+
+
+def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
+    def measured(group: str, name: str, most_s: float, function: str, *arguments: Any) -> Piece:
+        result = out / "measured" / f"{group}-{name}.json".replace(" ", "-")
+        given = json.dumps([function, list(arguments), str(result)])
+        return Piece(group, name, _module("qsync.experiments.gpu.measured", given), most_s, result)
+
+    yield measured("environment", "machine", 120, "environment", device)
+    for file in tests():
+        result = out / "tests" / f"{file.stem}.xml"
+        options = ("-m", "cuda", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", str(file))
+        yield Piece("tests", file.stem, _module("pytest", *options), 150, result)
+    for section in _LAYERS:
+        folder = out / "kernels" / section.replace(" ", "-")
+        chosen = ("--only", section, "--device", device, "--out", str(folder))
+        quick = ("--quick",) if tiny else ()
+        command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
+        yield Piece("kernels", section, command, 120, folder / "figures.json")
+    for name in LARGE:
+        parts = _LARGEST_MODES if name == "llama_1b" else _MODES
+        for number, modes in enumerate([sum(parts, ())] if tiny else parts):
+            arguments = (name, _able(modes, device), number == 0, tiny, device)
+            yield measured("steps", f"{name} {'+'.join(modes)}", 120, "steps", *arguments)
+    for name in ("bert_base", "resnet50_224", "gpt2_small"):
+        yield measured("prediction", name, 120, "prediction", name, tiny, device)
+        yield measured("memory", name, 60, "memory", name, _able(_MODES[0], device), tiny, device)
+    for where in (ONE_GPU, GPU_AND_CPU):
+        yield measured("ranks", where, 90, "ranks", where, tiny, device)
+    for backend in ("nccl", "gloo"):
+        yield measured("collectives", backend, 60, "collectives", backend, device)
+    folder = out / "demo"
+    demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
+    yield Piece("demo", "two ranks", demo, 240, folder / "report.json")
+
+
+def tests() -> Sequence[Path]:
+    """Return the files of tests that need a GPU; none where the package has no tests beside it."""
+    files = sorted(_TESTS.rglob("test_*.py"))
+    return [file for file in files if _CUDA_MARK in file.read_text(encoding="utf-8")]
+
+
+def _able(modes: Sequence[str], device: str) -> list[str]:
+    """Return the modes that a kind of device has; on a CPU others stand for those that it lacks."""
+    return list(dict.fromkeys(mode if device == "cuda" else _ON_CPU.get(mode, mode) for mode in modes))
+
+
+def _module(name: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", name, *arguments)
