@@ -16,6 +16,12 @@ TEST_ARGS ?=
 TEST_WORKERS ?= 2
 # setuptools warns of every editable install that the current directory might shadow the package.
 INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
+# The package as it installs, of links.
+define lay_out
+rm -rf $(1) && mkdir -p $(1)/qsync
+ln -s $(CURDIR)/qsync/* $(1)/qsync/
+for folder in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$folder $(1)/qsync/$$folder; done
+endef
 .PHONY: demo test gpu docs lint types format clean
 
 demo: $(VENV)/installed
@@ -25,16 +31,12 @@ test: $(VENV)/testable
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 # With the torch that $(PYTHON) has, whatever its version: a build for CUDA is gigabytes, and most GPU machines have one.
-# What it has of the other packages is used, and no network is needed.
-gpu: build/gpu/installed
-	build/gpu/bin/python -m qsync.experiments.gpu $(GPU_ARGS)
-
-build/gpu/installed: pyproject.toml setup.py
-	$(PYTHON) -c 'import torch; assert torch.cuda.is_available() or "cpu" in "$(GPU_ARGS)"' 2>/dev/null || \
-		{ echo "$(PYTHON) has no torch that sees a GPU; name one that has: make gpu PYTHON=/path/to/python3" >&2; exit 2; }
-	$(PYTHON) -m venv --system-site-packages build/gpu
-	build/gpu/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
-	touch $@
+# Nothing is installed, and no network is needed.
+gpu:
+	@$(PYTHON) -c 'import torch, numpy, scipy, optuna, matplotlib, sklearn, rich, typer' || \
+		{ echo "$(PYTHON) lacks a package that qsync needs; install it, or name another: make gpu PYTHON=/path/to/python3" >&2; exit 2; }
+	$(call lay_out,build/gpu)
+	PYTHONPATH=$(CURDIR)/build/gpu $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
 
 # Warnings are errors. Once the tools are installed, this needs no network.
 docs: $(VENV)/documentable
@@ -44,11 +46,9 @@ lint: $(VENV)/testable types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# mypy reads files, not setup.py's mapping of folders to qsync.<folder>: lay the package out for it as it installs.
+# mypy reads files, not setup.py's mapping of folders to qsync.<folder>.
 types: $(VENV)/testable
-	rm -rf build/typed && mkdir -p build/typed/qsync
-	ln -s $(CURDIR)/qsync/* build/typed/qsync/
-	for folder in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$folder build/typed/qsync/$$folder; done
+	$(call lay_out,build/typed)
 	cd build/typed && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p qsync
 
 format: $(VENV)/testable

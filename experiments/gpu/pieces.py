@@ -13,7 +13,7 @@ from qsync.experiments.gpu.measured import GPU_AND_CPU, ONE_GPU
 from qsync.experiments.kernels.compare_kernels import SECTIONS
 from qsync.experiments.workloads.families import LARGE
 
-_TESTS = Path(__file__).parents[2] / "tests"
+_TESTS = Path(__file__).resolve().parents[2] / "tests"
 _CUDA_MARK = "mark.cuda"
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
 _LAYERS = ("linear training", "conv training", "linear forward", "conv forward", "quantize", "host")

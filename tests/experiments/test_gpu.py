@@ -150,3 +150,10 @@ def test_the_report_judges_what_there_is():
     cells = [str(cell) for table in report.tables(found) for column in table.columns for cell in column.cells]
     assert "cut: cut after 240 s" in cells and "3 passed, 0 skipped, 1 failed, 4 s" in cells
     assert {bar["holds"] for bar in report.bars({})} == {None}
+
+
+def test_make_gpu_runs_the_package_as_it_lies_here():
+    root = Path(__file__).parents[2]
+    options = [f"PYTHON={sys.executable}", "GPU_ARGS=--device cpu --only nothing"]
+    done = subprocess.run(["make", "gpu", *options], cwd=root, capture_output=True, text=True, check=False)
+    assert "there is no group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
