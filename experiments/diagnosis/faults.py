@@ -37,8 +37,8 @@ def prepare_nothing(job: Training) -> None:
 class Fault:
     """A fault of one rank, or of all where `rank` is None.
 
-    The monitor must blame that rank and one of `phases`, within so many comparisons; or another rank must
-    print a sentence that names that rank and matches `sentence`.
+    The monitor must blame that rank and one of `phases`; or another rank must print a sentence that names
+    that rank and matches `sentence`.
     """
 
     what: str
@@ -46,7 +46,6 @@ class Fault:
     begin: Callable[[Training], None]
     phases: tuple[str, ...] = ()
     sentence: str = ""
-    num_comparisons: int = 1
     prepare: Callable[[Training], None] = prepare_nothing
 
     @property
@@ -214,7 +213,7 @@ _LOADING, _HOST, _COMPUTE, _OPTIMIZER, _LINK = (
 FAULTS: dict[str, Fault] = {
     "loading-0": Fault("slow data loading on rank 0", 0, _slow_loading, _LOADING),
     "loading-1": Fault("slow data loading on rank 1", 1, _slow_loading, _LOADING),
-    "bursts": Fault("a loader that stalls in every eighth step", 1, _bursts, _LOADING, num_comparisons=2),
+    "bursts": Fault("a loader that stalls in every eighth step", 1, _bursts, _LOADING),
     "host-0": Fault("a sleep between steps", 0, _sleep_between, _HOST),
     "collect": Fault("gc.collect between steps, with a million objects", 1, _collect, _HOST),
     "pickle": Fault("a pickle of Python's state in every step", 1, _pickle, _HOST),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -13,14 +14,13 @@ import torch
 import torch.distributed as dist
 
 import qsync
-from qsync.distributed.drift_monitor import STEPS_PER_COMPARISON, monitors, prediction_of
+from qsync.distributed.drift_monitor import LASTING_S, STEPS_PER_COMPARISON, Monitor, monitors, prediction_of
 from qsync.experiments.diagnosis.faults import FAULTS
 from qsync.experiments.diagnosis.job import Rows, Training, loss
 from qsync.experiments.harness.emulation import pin_to_core
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.records.json_files import write_json
-from qsync.replayer.explanation.phases import Drift
 
 CLASSES = ("train", "infer")
 # The first step is not timed, nor the one after those of a comparison.
@@ -29,19 +29,24 @@ _EARLY = 5  # the step after which a fault begins that stops the job
 
 
 class Comparisons:
-    """What the monitor found at each comparison, and how many cores other processes took before it."""
+    """What the monitor found at each comparison, and how many cores other processes took before it.
+
+    `slow_s` is for how long every comparison has found steps that are slower than predicted.
+    """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.found: list[dict[str, Any]] = []
         self._pids = [int((folder / f"pid-{rank}").read_text()) for rank in range(num_ranks)]
         self._before = self._now()
 
-    def add(self, drift: Drift | None) -> None:
+    def add(self, monitor: Monitor) -> None:
         """Note what was found now."""
-        now = self._now()
+        now, drift = self._now(), monitor.drift
         (busy_s, own_s, at_s), self._before = (b - a for a, b in zip(self._before, now, strict=True)), now
         drifted = drift and {"rank": drift.rank, "phase": drift.phase, "sentence": str(drift)}
-        self.found.append({"drift": drifted, "others": max(0.0, (busy_s - own_s) / at_s)})
+        self.found.append(
+            {"drift": drifted, "slow_s": monitor.slow_s, "others": max(0.0, (busy_s - own_s) / at_s)}
+        )
 
     def _now(self) -> tuple[float, float, float]:
         """Return the CPU seconds of the machine and of the ranks, and the time."""
@@ -84,13 +89,16 @@ def main(config: dict[str, Any]) -> None:
         fault.prepare(job)
     # Rank 0 compares in the first step after those that were timed; a fault begins after that.
     begin = _EARLY if fault is not None and fault.sentence else _STEPS_BETWEEN + 1
+    monitors[parallel].lasting_s = lasting_s = 0.0 if tiny else LASTING_S
+    # A slow stretch may begin within a comparison, and means are judged by two.
+    num_faulty = 2 + math.ceil(lasting_s / step_s / _STEPS_BETWEEN)
     num_clean = max(1, int(config["seconds"] / step_s) // _STEPS_BETWEEN)
-    num_comparisons = 1 + fault.num_comparisons if fault is not None else num_clean
+    num_comparisons = 1 + num_faulty if fault is not None else num_clean
     batches, began_s, comparisons = iter(loader), time.monotonic(), Comparisons(folder, len(CLASSES))
     for step in range(1, num_comparisons * _STEPS_BETWEEN + 2):
         job.step(next(batches))
         if rank == 0 and step > 1 and step % _STEPS_BETWEEN == 1:
-            comparisons.add(monitors[parallel].drift)
+            comparisons.add(monitors[parallel])
         if step == begin and fault is not None and fault.rank in (None, rank):
             fault.begin(job)
     if rank == 0:

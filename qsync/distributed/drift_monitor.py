@@ -5,7 +5,10 @@ later: that step has gradients of all ranks, so all have published theirs by the
 and no collective is added.
 
 Medians do not see a stall in every tenth step. So means are compared as well; a single pause makes them
-longer, too, and one rank and phase must be to blame for them twice in a row.
+longer, too, so means must be longer in two comparisons in a row.
+
+A machine has slow seconds of its own (another virtual machine on its host, heat). A job drifts only where
+every comparison of the last `LASTING_S` found it slower, and all these steps together tell who is to blame.
 
 A prediction is of the profiled step. A step that calls the model several times as often (gradient
 accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
@@ -14,13 +17,14 @@ trains something else in the step (a GAN's other network), or calls the model in
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import statistics
 import weakref
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,7 @@ from qsync.runtime.wrapping import wrapped_module
 logger = logging.getLogger("qsync")
 
 STEPS_PER_COMPARISON = 50
+LASTING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,58 @@ def times_profiled(timer: PhaseTimer, prediction: Prediction, device_class: str)
     return num_calls // profiled, ""
 
 
+ByRank = Sequence[tuple[str, Phases]]
+
+
+class SlowStretch:
+    """The comparisons in a row that found a job slower than predicted; `seconds` is how long it has been so.
+
+    `combine` makes the phases of several comparisons into one; the stretch has `least` of them at least.
+    """
+
+    def __init__(self, combine: Callable[[Sequence[Phases]], Phases], least: int) -> None:
+        self.seconds = 0.0
+        self._combine, self._least = combine, least
+        self._found: deque[tuple[ByRank, float]] = deque()
+
+    def add(
+        self,
+        predicted: Mapping[str, Phases],
+        measured: ByRank,
+        seconds: float,
+        lasting_s: float,
+        tolerance: float,
+    ) -> Drift | None:
+        """Add a comparison, whose steps took `seconds`; return a drift if the stretch lasts long enough.
+
+        The last `lasting_s` together tell who is to blame.
+        """
+        if find_drift(predicted, measured, tolerance) is None:
+            self.end()
+            return None
+        self.seconds += seconds
+        self._found.append((measured, seconds))
+        while (
+            len(self._found) > self._least
+            and sum(took for _, took in islice(self._found, 1, None)) >= lasting_s
+        ):
+            self._found.popleft()
+        if len(self._found) < self._least or self.seconds < lasting_s:
+            return None
+        by_rank = zip(*(one for one, _ in self._found), strict=True)
+        together = [(entries[0][0], self._combine([phases for _, phases in entries])) for entries in by_rank]
+        return find_drift(predicted, together, tolerance)
+
+    def end(self) -> None:
+        """Forget what was found."""
+        self.seconds = 0.0
+        self._found.clear()
+
+
 class Monitor:
     """A watch over the steps of a model: rank 0 logs once when they drift from the prediction.
 
-    `model` is what the loop calls: the model `trained`, or DDP around it.
+    `model` is what the loop calls: the model `trained`, or DDP around it. A drift lasts `lasting_s` at least.
 
     >>> monitor = Monitor(ddp, ddp.module, prediction, "infer")
     >>> monitor.drift            # on rank 0: the last drift, None if all is as predicted
@@ -132,7 +185,8 @@ class Monitor:
     ) -> None:
         self.drift: Drift | None = None
         self.incomparable = ""
-        self._of_means: Drift | None = None  # the last one
+        self.lasting_s = LASTING_S
+        self._stretches = (SlowStretch(median, 1), SlowStretch(mean, 2))
         self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
         self.timer = PhaseTimer(model, trained, num_steps)
         self.timer.when_full = self._publish
@@ -147,17 +201,24 @@ class Monitor:
         """Time no more steps."""
         self.timer.stop()
 
-    def _publish(self) -> None:
-        own = [of(self.timer.steps).to_json() for of in (median, mean)]
-        times, self.incomparable = times_profiled(self.timer, self._prediction, self._class)
-        self._num_published += 1
-        self._store.set(str(self._rank), json.dumps([self._num_published, times, self._class, *own]))
-        if self._rank == 0:
-            self.timer.when_resumed = self._compare
+    @property
+    def slow_s(self) -> float:
+        """Return for how long, in seconds, every comparison has found the job slower than predicted."""
+        return max(stretch.seconds for stretch in self._stretches)
 
     def expect(self, prediction: Prediction) -> None:
         """Compare with another prediction from now on."""
         self._prediction = prediction
+        self._forget("")
+
+    def _publish(self) -> None:
+        own = [of(self.timer.steps).to_json() for of in (median, mean)]
+        times, self.incomparable = times_profiled(self.timer, self._prediction, self._class)
+        seconds = sum(phases.period_s for phases in self.timer.steps)
+        self._num_published += 1
+        self._store.set(str(self._rank), json.dumps([self._num_published, times, self._class, seconds, *own]))
+        if self._rank == 0:
+            self.timer.when_resumed = self._compare
 
     def _compare(self) -> None:
         self.timer.when_resumed = None
@@ -165,30 +226,36 @@ class Monitor:
         texts = self._store.multi_get(keys) if self._store.check(keys) else []
         entries = [json.loads(text) for text in texts]
         if {number for number, *_ in entries} != {self._num_published}:
-            self.incomparable, self.drift = "ranks take different numbers of steps", None
+            self._forget("ranks take different numbers of steps")
             return
         times = {times for _, times, *_ in entries}
         if times == {0} or len(times) > 1:
-            self.incomparable = self.incomparable or "ranks call the model in different patterns"
-            self.drift = None
+            self._forget(self.incomparable or "ranks call the model in different patterns")
             return
         predicted = self._prediction.repeated(*times)
-        medians = [(name, Phases(**seconds)) for *_, name, seconds, _ in entries]
-        means = [(name, Phases(**seconds)) for *_, name, _, seconds in entries]
-        found = find_drift(predicted, medians, self._tolerance)
-        of_means, self._of_means = self._of_means, find_drift(predicted, means, self._tolerance)
-        if found is None and _same_blame(of_means, self._of_means):
-            found = self._of_means
+        seconds = max(seconds for _, _, _, seconds, _, _ in entries)
+        medians = [(name, Phases(**one)) for _, _, name, _, one, _ in entries]
+        means = [(name, Phases(**one)) for _, _, name, _, _, one in entries]
+        drifts = [
+            stretch.add(predicted, measured, seconds, self.lasting_s, self._tolerance)
+            for stretch, measured in zip(self._stretches, (medians, means), strict=True)
+        ]
+        found = next(filter(None, drifts), None)
         if found is not None and not _same_blame(found, self.drift):
             logger.warning("qsync: %s", found)
         self.drift = found
+
+    def _forget(self, incomparable: str) -> None:
+        self.drift, self.incomparable = None, incomparable
+        for stretch in self._stretches:
+            stretch.end()
 
 
 def _same_blame(one: Drift | None, other: Drift | None) -> bool:
     return one is not None and other is not None and (one.rank, one.phase) == (other.rank, other.phase)
 
 
-_numbers = itertools.count()
+_numbers = count()
 _predictions: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Prediction, str]] = weakref.WeakKeyDictionary()
 
 

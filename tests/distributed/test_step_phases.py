@@ -118,8 +118,10 @@ def job(tmp_path):
 PREDICTED = Prediction({"train": Phases(0.0, 0.01, 0.0, 0.0)}, {"train": 1})
 
 
-def watched(model: nn.Module, prediction: Prediction = PREDICTED) -> Monitor:
-    return Monitor(model, model, prediction, "train", num_steps=3, tolerance=1.0)
+def watched(model: nn.Module, prediction: Prediction = PREDICTED, lasting_s: float = 0.0) -> Monitor:
+    monitor = Monitor(model, model, prediction, "train", num_steps=3, tolerance=1.0)
+    monitor.lasting_s = lasting_s
+    return monitor
 
 
 @pytest.mark.usefixtures("job")
@@ -181,7 +183,7 @@ def test_only_entries_of_the_same_steps_are_compared():
 
     def publish(number: int, compute_s: float) -> None:
         phases = Phases(0.0, compute_s, 0.0, 0.0).to_json()
-        monitor._store.set("1", json.dumps([number, 1, "train", phases, phases]))
+        monitor._store.set("1", json.dumps([number, 1, "train", 3 * compute_s, phases, phases]))
 
     publish(1, 0.01)
     compared(monitor, 0.01)
@@ -203,6 +205,39 @@ def test_a_stall_in_some_steps_is_blamed_where_it_recurs_and_a_single_pause_is_n
         assert monitor.drift is None
     compared(monitor, *stalled)
     assert (monitor.drift.rank, monitor.drift.phase) == (0, "compute")
+    monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
+def test_slow_seconds_of_a_machine_are_no_drift_and_a_slowdown_that_lasts_is():
+    monitor = watched(Slow(), lasting_s=30.0)
+    slow, fine = (4.0,) * 3, (0.01,) * 3
+    compared(monitor, *slow)
+    compared(monitor, *slow)
+    assert monitor.drift is None and monitor.slow_s == pytest.approx(24.0)
+    compared(monitor, *fine)
+    assert monitor.slow_s == 0.0
+    for _ in range(2):
+        compared(monitor, *slow)
+        assert monitor.drift is None
+    compared(monitor, *slow)
+    assert monitor.slow_s == pytest.approx(36.0)
+    assert monitor.drift.phase_s == pytest.approx(4.0)
+    monitor.expect(PREDICTED)  # another plan: what was slow before says nothing of it
+    assert monitor.drift is None and monitor.slow_s == 0.0
+    monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
+def test_all_steps_of_a_slow_stretch_tell_who_is_to_blame():
+    monitor = watched(Slow(), lasting_s=30.0)
+    monitor._world_size = 2
+    for number, (own_s, others_s) in enumerate([(8.0, 6.0), (1.0, 8.0)], start=1):
+        phases = Phases(0.0, others_s, 0.0, 0.0).to_json()
+        monitor._store.set("1", json.dumps([number, 1, "train", 3 * others_s, phases, phases]))
+        assert monitor.drift is None
+        compared(monitor, *[own_s] * 3)
+    assert (monitor.drift.rank, monitor.drift.phase_s) == (1, pytest.approx(7.0))
     monitor.stop()
 
 
