@@ -41,7 +41,7 @@ def build(architectures: Sequence[str]) -> Iterator[dict[str, str | float]]:
     for architecture in architectures:
         device = f"sm_{architecture}"
         yield _built("casts", device, partial(compiled_casts.note, architecture))
-        for family in cuda_build.FAMILIES:
+        for family in cuda_build.families_of(architecture):
             yield _built(family, device, partial(_why_not, architecture, family))
 
 

@@ -204,8 +204,13 @@ def _assemblers() -> list[str]:
     ]
 
 
+def families_of(architecture: str) -> list[str]:
+    """Return the families of products that an architecture has the tensor cores for."""
+    return [name for name in FAMILIES if int(architecture) >= 75 or not name.startswith("int8")]
+
+
 def _check_families(architecture: str, families: Sequence[str]) -> None:
-    if int(architecture) < 75 and any(family.startswith("int8") for family in families):
+    if not set(families) <= set(families_of(architecture)):
         raise BuildError("Volta (sm_70) has no INT8 tensor cores: use FP16 there")
 
 

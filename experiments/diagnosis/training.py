@@ -99,13 +99,12 @@ def main(config: dict[str, Any]) -> None:
         job.step(next(batches))
         if rank == 0 and step > 1 and step % _STEPS_BETWEEN == 1:
             comparisons.add(monitors[parallel])
+            write_json(folder / "result.json", {
+                "seconds": time.monotonic() - began_s, "step_s": step_s, "comparisons": comparisons.found,
+                "incomparable": monitors[parallel].incomparable,
+            })  # fmt: skip
         if step == begin and fault is not None and fault.rank in (None, rank):
             fault.begin(job)
-    if rank == 0:
-        write_json(folder / "result.json", {
-            "seconds": time.monotonic() - began_s, "step_s": step_s, "comparisons": comparisons.found,
-            "incomparable": monitors[parallel].incomparable,
-        })  # fmt: skip
     dist.barrier()  # rank 0 reads the CPU time of all ranks until here
 
 

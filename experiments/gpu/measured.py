@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import qsync
 from qsync.backend import cuda_build
@@ -117,19 +119,26 @@ def ranks(where: str, tiny: bool, device: str) -> dict[str, Any]:
 
 
 def _trained(config: dict[str, Any], place: Place) -> dict[str, Any]:
-    """Plan and train on this rank; return the steps, measured and predicted, of rank 0."""
+    """Plan and train on this rank; return rank 0's steps, measured and predicted, and its steps alone."""
     is_shared = config["where"] == ONE_GPU and config["device"] == "cuda"
     device = torch.device("cuda", 0) if is_shared else place.device
     model, batches = family_named("gpt2").make(config["tiny"])
     batch = {key: value.to(device) for key, value in batches[0].items()}
+    model = model.to(device)
+    unwrapped = copy.deepcopy(model)
     with liveness.start(60.0):
-        trained = qsync.hybrid(model.to(device), batch)
+        trained = qsync.hybrid(model, batch)
         found = measure({"step": training_step(trained, [batch])}, _STEPS, device)["step"]
     plan = plan_of(trained)
     assert plan is not None
+    alone: Sequence[float] = ()
+    if dist.get_rank() == 0:
+        step = training_step(qsync.wrap(unwrapped, str(plan.base)), [batch])
+        alone = measure({"step": step}, _STEPS, device)["step"].seconds
+    dist.barrier()  # the other rank leaves the machine to rank 0 until here
     lowered = {name: Counter(map(str, own.assignment.values())) for name, own in plan.classes.items()}
     return {
-        "seconds": found.seconds, "predicted_s": plan.step_s, "target_s": plan.target_s,
+        "seconds": found.seconds, "alone_s": alone, "predicted_s": plan.step_s, "target_s": plan.target_s,
         "lowered": lowered, "base": str(plan.base),
     }  # fmt: skip
 

@@ -74,8 +74,14 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         for name, result in _of(pieces, "memory") for mode, one in result.items() if isinstance(one, Mapping)
     ]  # fmt: skip
     ranks = [
-        [name, milliseconds(median(result["seconds"])), milliseconds(result["predicted_s"] or 0.0)]
+        [
+            name,
+            milliseconds(step_s),
+            milliseconds(result["predicted_s"] or 0.0),
+            f"{step_s / median(result['alone_s']):.2f}",
+        ]
         for name, result in _of(pieces, "ranks")
+        for step_s in [median(result["seconds"])]
     ]
     links = [
         [name, f"{1e6 * link['latency_s']:.0f} µs", f"{link['bytes_per_s'] / 1e9:.2f} GB/s",
@@ -89,7 +95,7 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         table_of("Whole steps", ("model", "variant", "step", "x autocast"), steps, left=2),
         table_of("Predicted / measured - 1 of plans, against FP32", ("model", "plans"), errors, left=2),
         table_of("Peak memory of a step", ("model", "mode", "measured", "predicted"), memory, left=2),
-        table_of("Two ranks", ("", "measured", "predicted"), ranks),
+        table_of("Two ranks", ("", "measured", "predicted", "x limit: rank 0 alone"), ranks),
         table_of(
             "All-reduces of two ranks",
             ("", "latency", "rate", "rate beside compute, of alone", "compute lost a MiB"),

@@ -236,6 +236,15 @@ def test_architectures_that_are_none_are_refused(options, said, monkeypatch, cap
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
+def test_an_architecture_is_built_what_it_has_tensor_cores_for(monkeypatch):
+    monkeypatch.setattr(build_ahead.compiled_casts, "note", lambda architecture=None: None)
+    monkeypatch.setattr(cuda_build, "library", lambda architecture, families: None)
+    for architecture, families in (("70", ["fp16_gemm", "fp16_conv"]), ("75", list(cuda_build.FAMILIES))):
+        built = list(build_ahead.build([architecture]))
+        assert not any("why_not" in row for row in built)
+        assert [row["library"] for row in built if row["library"] != "casts"] == families
+
+
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc on the PATH")
 @pytest.mark.slow
 @pytest.mark.timeout(900)

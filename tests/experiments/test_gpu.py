@@ -140,6 +140,9 @@ def test_the_report_judges_what_there_is():
         "memory bert_base": {
             "result": {"fp32": {"peak_bytes": 100, "predicted_peak_bytes": 97}}, "seconds": 1.0,
         },
+        "ranks one GPU": {
+            "result": {"seconds": [0.2, 0.3, 0.4], "alone_s": [0.2], "predicted_s": 0.31}, "seconds": 2.0,
+        },
         "demo gpt": {"cut": "cut after 240 s"},
     }  # fmt: skip
     bars = {bar["name"]: (bar["measured"], bar["holds"]) for bar in report.bars(found)}
@@ -148,6 +151,7 @@ def test_the_report_judges_what_there_is():
     assert bars["|predicted / measured - 1| of plans, worst"] == (pytest.approx(0.1), False)
     assert bars["|predicted / measured - 1| of peak memory, worst"] == (pytest.approx(0.03), True)
     cells = [str(cell) for table in report.tables(found) for column in table.columns for cell in column.cells]
+    assert "1.50" in cells  # of two ranks, x the first alone
     assert "cut: cut after 240 s" in cells and "3 passed, 0 skipped, 1 failed, 4 s" in cells
     assert {bar["holds"] for bar in report.bars({})} == {None}
 
