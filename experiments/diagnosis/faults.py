@@ -85,7 +85,7 @@ def _collect(job: Training) -> None:
 
 
 def _pickle(job: Training) -> None:
-    state = {str(number): [number] for number in range(50_000)}
+    state = {str(number): [number] for number in range(150_000)}
     job.between = lambda: pickle.dumps(state)
 
 

@@ -8,7 +8,8 @@ Medians do not see a stall in every tenth step. So means are compared as well; a
 longer, too, so means must be longer in two comparisons in a row.
 
 A machine has slow seconds of its own (another virtual machine on its host, heat). A job drifts only where
-every comparison of the last `LASTING_S` found it slower, and all these steps together tell who is to blame.
+it stays slower for `LASTING_S`: no comparison finds less than half of the tolerance, and the steps of all
+of them together, which tell who is to blame, take longer by the tolerance.
 
 A prediction is of the profiled step. A step that calls the model several times as often (gradient
 accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
@@ -122,7 +123,8 @@ ByRank = Sequence[tuple[str, Phases]]
 class SlowStretch:
     """The comparisons in a row that found a job slower than predicted; `seconds` is how long it has been so.
 
-    `combine` makes the phases of several comparisons into one; the stretch has `least` of them at least.
+    A stretch begins with a comparison beyond the tolerance, and ends with one within half of it. `combine`
+    makes the phases of several comparisons into one; the stretch has `least` of them at least.
     """
 
     def __init__(self, combine: Callable[[Sequence[Phases]], Phases], least: int) -> None:
@@ -142,7 +144,7 @@ class SlowStretch:
 
         The last `lasting_s` together tell who is to blame.
         """
-        if find_drift(predicted, measured, tolerance) is None:
+        if find_drift(predicted, measured, tolerance / 2 if self._found else tolerance) is None:
             self.end()
             return None
         self.seconds += seconds

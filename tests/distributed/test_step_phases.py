@@ -229,6 +229,17 @@ def test_slow_seconds_of_a_machine_are_no_drift_and_a_slowdown_that_lasts_is():
 
 
 @pytest.mark.usefixtures("job")
+def test_a_slowdown_near_the_tolerance_is_judged_by_all_its_steps():
+    predicted = Prediction({"train": Phases(0.0, 4.0, 0.0, 0.0)}, {"train": 1})
+    for computes_s, drifts in (((9.0, 7.8, 9.0), True), ((8.1, 7.5, 7.5), False), ((9.0, 5.0, 9.0), False)):
+        monitor = watched(Slow(), predicted, lasting_s=60.0)  # twice as long is beyond the tolerance
+        for compute_s in computes_s:
+            compared(monitor, *[compute_s] * 3)
+        assert (monitor.drift is not None) is drifts, computes_s
+        monitor.stop()
+
+
+@pytest.mark.usefixtures("job")
 def test_all_steps_of_a_slow_stretch_tell_who_is_to_blame():
     monitor = watched(Slow(), lasting_s=30.0)
     monitor._world_size = 2
