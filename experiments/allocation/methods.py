@@ -65,7 +65,7 @@ def uniforms(basis: Basis, target_s: float, weak: Sequence[str]) -> list[Row]:
     some = {p for name in weak for p in basis.cluster[name].precisions if p is not Precision.FP32}
     rows = []
     for precision in [Precision.FP32, *sorted(some, key=lambda p: -PRECISION_ORDER[p])]:
-        chosen = {name: _next_up(basis.cluster, name, precision) for name in weak}
+        chosen = {name: next_up(basis.cluster, name, precision) for name in weak}
         begun = time.process_time()
         plan = uniform(basis.graph, basis.profiles, basis.cluster, chosen, sensitivity=basis.sensitivity)
         rows.append(_row(basis, target_s, f"uniform {precision}", plan, begun))
@@ -112,6 +112,7 @@ def _row(basis: Basis, target_s: float, method: str, plan: Plan, begun: float) -
     }  # fmt: skip
 
 
-def _next_up(cluster: Cluster, name: str, precision: Precision) -> Precision:
+def next_up(cluster: Cluster, name: str, precision: Precision) -> Precision:
+    """Return this precision, or the next one up that the class has."""
     able: Mapping[Precision, int] = {p: PRECISION_ORDER[p] for p in cluster[name].precisions}
     return min((p for p in able if able[p] >= PRECISION_ORDER[precision]), key=lambda p: able[p])

@@ -22,12 +22,17 @@ def of_share(profile: Profile, name: str, share: float) -> Profile:
     return replace(slowed(profile, 1 / share), device_class=name, emulated_share=share)
 
 
-def here_and_half(profile: Profile) -> tuple[Cluster, dict[str, Profile]]:
-    """Return this machine beside half of it, and the profiles of both, from that of this machine."""
+def here_and_half(
+    profile: Profile, share: float = SHARE, count: int = 1
+) -> tuple[Cluster, dict[str, Profile]]:
+    """Return so many of this machine beside as many halves (shares) of it, and the profiles of both.
+
+    Both are from the profile of this machine.
+    """
     own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=default_precisions(own), hardware=None)
-    cluster = Cluster((own, replace(own, name=HALF, emulated_share=SHARE)), GLOO)
-    return cluster, {HERE: profile, HALF: of_share(profile, HALF, SHARE)}
+    own = replace(own, precisions=default_precisions(own), hardware=None, count=count)
+    cluster = Cluster((own, replace(own, name=HALF, emulated_share=share)), GLOO)
+    return cluster, {HERE: profile, HALF: of_share(profile, HALF, share)}
 
 
 def with_batch_share(profile: Profile, share: float) -> Profile:

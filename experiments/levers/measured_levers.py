@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,25 +22,23 @@ import torch.distributed as dist
 import typer
 from rich.table import Table
 
-import qsync
-from qsync import Plan, api
+from qsync import Plan
 from qsync.allocator import allocate, search, uniform
 from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
-from qsync.distributed.data_parallel import in_ddp
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
-from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.harness.planned_steps import PlannedSteps
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
+from qsync.experiments.speedup.ways import every_share
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.records.base import parse_base
 from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plan_folder import Basis
 from qsync.records.precision import Precision
 from qsync.replayer import Sized, profiles_under_levers
-from qsync.replayer.levers.batch_size import reach
 from qsync.replayer.levers.recomputation import blocks
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -118,7 +115,7 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     peaks: dict[str, list[int]] = {}
     for _ in range(config["turns"]):
         for title, plan in plans.items():
-            steps = _Steps(model, plan, name, batch, loss)
+            steps = PlannedSteps(model, plan, name, batch, loss)
             times[title].append(statistics.median([steps.timed() for _ in range(STEPS)][WARM:]))
             peaks[title] = agree("memory", steps.peak_bytes)
     return [
@@ -179,14 +176,8 @@ def _plans_above(basis: Basis, other: Sized, trials: int, base: str) -> dict[str
     shares reach with lowered precisions.
     """
     parts = (basis.graph, basis.profiles, basis.sensitivity, basis.cluster)
-    all_samples = basis.cluster.num_ranks * basis.graph.batch_shapes[0][0]
-    ends = {name: reach(basis.profiles[name], basis.graph, other) for name in (FAST, WEAK)}
     plain, lowered = [], []
-    for weak in range(ends[WEAK][0], ends[WEAK][1] + 1):
-        if not ends[FAST][0] <= all_samples - weak <= ends[FAST][1]:
-            continue
-        levers = Levers({FAST: ClassLevers(all_samples - weak), WEAK: ClassLevers(weak)})
-        profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
+    for profiles in every_share(basis, other):
         plain.append(uniform(basis.graph, profiles, basis.cluster, {}, base=base))
         lowered.append(allocate(basis.graph, profiles, *parts[2:], base=base, solver="greedy").target_s)
     by_speed = min(plain, key=lambda plan: plan.step_s or math.inf)
@@ -235,47 +226,6 @@ def predicted_bytes(plan: Plan, device_class: str) -> int:
     predicted = plan[device_class].predicted
     assert predicted is not None
     return predicted.memory_bytes
-
-
-class _Steps:
-    """A model in training on this rank, as a plan says."""
-
-    def __init__(
-        self, model: torch.nn.Module, plan: Plan, name: str, batch: Any, loss: Callable[..., torch.Tensor]
-    ) -> None:
-        torch._dynamo.reset()
-        api.wrap(model, plan, device_class=name)
-        cap = plan.bucket_cap_bytes
-        self._ddp, self._loss = in_ddp(model, cap / 2**20 if cap else None), loss
-        share = plan.levers[name] if plan.levers else ClassLevers()
-        samples = share.samples or len(batch[0])
-        twice = [torch.cat([t, t]) for t in batch]  # shares of more than the batch that was profiled
-        self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes
-        if share.samples is not None:
-            qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
-        self._optimizer = make_optimizer(1e-3)(list(model.parameters()))
-        self._buckets = 0
-
-    def timed(self) -> float:
-        """Return the seconds of one step."""
-        begun = time.perf_counter()
-        self._step()
-        return time.perf_counter() - begun
-
-    def peak_bytes(self) -> int:
-        """Return the bytes at the peak of one step: those that stay, and those of the step."""
-        self._step()
-        comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
-        tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]
-        held = sum(t.nbytes for t in tensors) + state_bytes(self._optimizer)
-        return held + self._buckets + comes_and_goes
-
-    def _step(self) -> None:
-        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
-            self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
-        self._buckets = sum(bucket_bytes(self._ddp))
-        self._optimizer.zero_grad(set_to_none=True)
 
 
 if __name__ == "__main__":

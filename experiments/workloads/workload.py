@@ -36,7 +36,7 @@ class Workload:
     name: str
     make_model: Callable[[int], nn.Module]
     batch: Callable[[int, int, int], Batch]
-    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss_fn: Callable[[Any, torch.Tensor], torch.Tensor]
     heldout: Callable[[int], list[Batch]]
     steps: int
     lr: float

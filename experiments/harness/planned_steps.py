@@ -1,0 +1,68 @@
+"""Steps of a model under a plan, on one rank of a job: timed, and with the bytes at their peak."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import qsync
+from qsync import Plan, api
+from qsync.distributed.data_parallel import in_ddp
+from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
+from qsync.experiments.workloads.workload import make_optimizer
+from qsync.records.levers import ClassLevers
+
+
+class PlannedSteps:
+    """A model in training on this rank, as a plan says: precisions, samples, passes, recomputed blocks.
+
+    Without `parallel` this rank trains alone. Shares of more than the batch repeat its samples.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Plan,
+        name: str,
+        batch: Any,
+        loss: Callable[..., torch.Tensor],
+        parallel: bool = True,
+    ) -> None:
+        torch._dynamo.reset()
+        api.wrap(model, plan, device_class=name)
+        cap = plan.bucket_cap_bytes
+        self._ddp: torch.nn.Module = in_ddp(model, cap / 2**20 if cap else None) if parallel else model
+        self._loss = loss
+        share = plan.levers[name] if plan.levers else ClassLevers()
+        samples = share.samples or len(batch[0])
+        twice = [torch.cat([t, t]) for t in batch]
+        self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes
+        if share.samples is not None:
+            qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
+        self._optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._buckets = 0
+
+    def timed(self) -> float:
+        """Return the seconds of one step."""
+        begun = time.perf_counter()
+        self._step()
+        return time.perf_counter() - begun
+
+    def peak_bytes(self) -> int:
+        """Return the bytes at the peak of one step: those that stay, and those of the step."""
+        self._step()
+        comes_and_goes = step_peak_bytes(self._step, torch.device("cpu"))
+        tensors = [*self._ddp.parameters(), *self._ddp.buffers(), *self._batch[:1]]
+        held = sum(t.nbytes for t in tensors) + state_bytes(self._optimizer)
+        return held + self._buckets + comes_and_goes
+
+    def _step(self) -> None:
+        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
+            self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._buckets = sum(bucket_bytes(self._ddp)) if isinstance(self._ddp, DistributedDataParallel) else 0
+        self._optimizer.zero_grad(set_to_none=True)

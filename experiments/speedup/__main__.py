@@ -1,0 +1,133 @@
+"""How many more samples per second a weak card brings, by every way to use it.
+
+    python -m qsync.experiments.speedup --out FOLDER
+    python -m qsync.experiments.speedup --out FOLDER --model gpt --share 0.5
+
+Models are profiled on this machine. Steps of two ranks, the weak one at a share of the fast one's speed, are
+replayed (simulated) at every share, and measured on two real ranks at some. Steps of 4 and 8 ranks, and of
+pairs of GPUs from their data sheets, are simulated.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from qsync import Cluster, OpGraph, Precision, Profile, QSyncError, Sensitivity
+from qsync.experiments.allocation.bases import card, measure
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, as_markdown, run_command, write_between
+from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
+from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness.ranks import run_on_ranks
+from qsync.experiments.speedup import ranks, report
+from qsync.experiments.speedup.ways import ways
+from qsync.experiments.workloads.subjects import NAMES
+from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.records.datasheets import datasheet
+from qsync.records.plan_folder import Basis
+from qsync.records.plans import Plan
+from qsync.replayer import Sized
+
+SHARES, MEASURED = (0.2, 0.35, 0.5, 0.7, 0.85), (0.35, 0.5, 0.7)
+MODELS = ("gpt", "bert", "resnet")
+PAIRS = (("A100", "T4"), ("H100", "L4"), ("V100", "T4"))
+_RANKS = (4, 8)
+_PAGE, _PICTURE = Path("docs/results/speedup.md"), Path("docs/figures/speedup.png")
+_ABOUT = "profiles, and rows called measured; all else is simulated, and the weak rank emulated"
+
+
+def main(
+    out: Out = Path("speedup"),
+    model: Models = None,
+    share: Annotated[
+        list[float] | None, typer.Option(help="Measure at this share of the fast card's speed; repeatable.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
+    turns: Annotated[int, typer.Option(min=1, help="How often each way takes its turn.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
+    replay_only: Annotated[bool, typer.Option("--replay-only", help="Measure no ranks.")] = False,
+    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    fresh: Fresh = False,
+) -> None:
+    """Compare every way at every share; an interrupted run continues."""
+    names, measured = model or list(MODELS), share or list(MEASURED)
+    for name in names:
+        if name not in NAMES:
+            raise QSyncError(f"there is no model {name!r}; choose from {', '.join(NAMES)}")
+    for one in measured:
+        if not 0 < one <= 1:
+            raise QSyncError(f"--share must lie in (0, 1], found {one}; 0.5 is half as fast")
+    torch.set_num_threads(1)
+    experiment, problems = Experiment("speedup", out, fresh=fresh), []
+    with experiment.progress():
+        for name in names:
+            folder = out / name
+            experiment.piece(f"profile {name}", partial(measure, name, folder, seconds=seconds))
+            for of in SHARES:
+                make = partial(_replayed, folder, of, 1)
+                problems.append(experiment.piece(f"{name} at {of}", make))
+            for num in _RANKS:
+                make = partial(_replayed, folder, 0.5, num // 2)
+                problems.append(experiment.piece(f"{name} on {num} ranks", make))
+            for pair in PAIRS:
+                make = partial(_simulated, folder, pair)
+                problems.append(experiment.piece(f"{name} on {'-'.join(pair)}", make))
+        for name in () if replay_only else names:
+            for of in measured:
+                make = partial(_measured, name, of, turns, steps)
+                problems.append(experiment.piece(f"{name} measured at {of}", make))
+    tables, bars = report.tables(problems), report.bars(problems)
+    content = experiment.finish(
+        {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw
+    )
+    if publish:
+        report.draw(content, _PICTURE)
+        machine = content["machine"]
+        origin = f"{machine['processor']}, gloo, one thread a rank, torch {machine['torch']}; commits "
+        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
+        write_between([_PAGE], "results", "\n".join([*map(as_markdown, [bars_table(bars), *tables]), origin]))
+
+
+def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:
+    """Replay every way for so many ranks of this machine and as many of a share of it."""
+    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
+    profile = Profile.load(folder / f"profile-{HERE}.json")
+    cluster, profiles = here_and_half(profile, share, count)
+    basis = Basis(graph, cluster, profiles, Sensitivity.load(folder / "sensitivity.json"))
+    found = _rows(ways(basis, Sized(large, {}), Precision.FP32_FAST), basis)
+    return {"model": folder.name, "share": share, "ranks": 2 * count, "ways": found}
+
+
+def _simulated(folder: Path, pair: tuple[str, str]) -> dict[str, Any]:
+    """Replay every way for two GPUs as their data sheets have them."""
+    graph, large = (OpGraph.load(folder / f"{which}.json") for which in ("graph", "graph-large"))
+    larger = fill(Profile.load(folder / f"profile-{HERE}.json"), large, measured_on=graph)
+    cards = {name: card(name) for name in pair}
+    profiles = {c.name: simulate(larger, large, datasheet(name), c.name) for name, c in cards.items()}
+    sensitivity = Sensitivity.load(folder / "sensitivity.json")
+    basis = Basis(large, Cluster(tuple(cards.values()), NETWORK), profiles, sensitivity)
+    found = _rows(ways(basis, Sized(graph, {}), Precision.FP32), basis)
+    return {"model": folder.name, "pair": " + ".join(pair), "ranks": 2, "ways": found}
+
+
+def _measured(name: str, share: float, turns: int, steps: int) -> dict[str, Any]:
+    """Measure every way on two real ranks, the weak one with a share of its core."""
+    config = {
+        "model": name, "weak_share": share, "turns": turns, "steps": steps,
+        "base": str(Precision.FP32_FAST),
+    }  # fmt: skip
+    found = run_on_ranks(ranks.measure, config, command="speedup", timeout_s=600.0)
+    return {"model": name, "share": share, "ranks": 2, "measured": True, "ways": found}
+
+
+def _rows(plans: dict[str, Plan], basis: Basis) -> dict[str, Any]:
+    samples = basis.graph.batch_shapes[0][0]
+    return {way: report.row(plan, basis.cluster, samples) for way, plan in plans.items()}
+
+
+if __name__ == "__main__":
+    run_command(main)

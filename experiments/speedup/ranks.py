@@ -1,0 +1,64 @@
+"""Two real unequal ranks that take turns at every way to train. The weak one is emulated."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qsync import Plan, Precision
+from qsync.distributed import job
+from qsync.distributed.agreement import agree
+from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
+from qsync.experiments.harness.planned_steps import PlannedSteps
+from qsync.experiments.harness.ranks import FAST, WEAK, Place
+from qsync.experiments.speedup.report import row
+from qsync.experiments.speedup.ways import ALONE, ways
+from qsync.experiments.workloads.subjects import subject
+from qsync.experiments.workloads.workload import make_optimizer
+from qsync.replayer import Sized
+
+PRECISIONS = ("fp32", "fp32_fast", "bf16", "int8")
+_WARM = 2  # steps of a turn that are left out
+
+
+def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Profile and plan on this rank's share; return a row for each way, which takes turns with the others.
+
+    The fast rank alone has the machine to itself: the weak one waits, at rest.
+    """
+    rank, share = dist.get_rank(), place.measured_share()
+    name, workload = WEAK if rank else FAST, subject(config["model"])
+    model, batch = workload.make_model(0), workload.batch(0, 0, rank)
+    own = job.detect_rank(model, share, name)
+    step = job.TrainingStep(model, batch, workload.loss)
+    graph = job.form_graph(step)
+    options = ProfileOptions(PRECISIONS, make_optimizer(workload.lr))
+    basis = form_basis(step, own, graph, job.form_cluster(own), options)
+    torch._dynamo.reset()
+    smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))
+
+    def planned() -> dict[str, Any] | None:
+        if rank:
+            return None
+        base = Precision.parse(config["base"])
+        found = ways(basis, Sized(smaller, {}), base)
+        return {way: plan.to_json() for way, plan in found.items()}
+
+    found = agree("planning", planned)[0]
+    assert found is not None
+    plans = {way: Plan.from_json(plan) for way, plan in found.items()}
+    turns: dict[str, list[float]] = {way: [] for way in plans}
+    for _ in range(config["turns"]):
+        for way, plan in plans.items():
+            if way != ALONE or rank == 0:
+                steps = PlannedSteps(model, plan, name, batch, workload.loss, parallel=way != ALONE)
+                taken = [steps.timed() for _ in range(config["steps"] + _WARM)]
+                turns[way].append(statistics.median(taken[_WARM:]))
+            dist.barrier()
+    if rank:
+        return {}
+    samples = len(batch[0])
+    return {way: row(plan, basis.cluster, samples, turns[way]) for way, plan in plans.items()}

@@ -1,0 +1,118 @@
+"""The ways to train on a fast and a weak class of ranks, each as a plan with its predicted step. Pure."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from qsync import Cluster, Plan, Precision
+from qsync.allocator import allocate, uniform
+from qsync.errors import InfeasibleError
+from qsync.experiments.allocation.methods import next_up
+from qsync.experiments.harness.ranks import MARGIN
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.plan_folder import Basis
+from qsync.records.profiles import Profile
+from qsync.replayer import Sized, profiles_under_levers
+from qsync.replayer.levers.batch_size import reach
+
+ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
+WEAK_16, WEAK_INT8, ALL_INT8 = UNIFORM = ("weak_16", "weak_int8", "all_int8")
+QSYNC, QSYNC_SHARE, QSYNC_FASTEST = "qsync", "qsync_share", "qsync_fastest"
+# What a reader sees of each.
+TITLES: Mapping[str, str] = {
+    ALONE: "without the weak cards",
+    DDP: "plain DDP",
+    LB_BSP: "LB-BSP (shares by speed)",
+    WEAK_16: "weak cards all in 16 bits",
+    WEAK_INT8: "weak cards all in INT8",
+    ALL_INT8: "every card in INT8",
+    QSYNC: "qsync",
+    QSYNC_SHARE: "qsync, shares too",
+    QSYNC_FASTEST: "qsync, shares too, fastest",
+}
+_SLACK, _ROUNDING, _MOST_SHARES = 0.02, 1e-6, 30
+
+
+def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
+    """Return each way as a plan; the basis has two classes, the fast one first.
+
+    `other` is the model captured with another number of samples. A class without INT8 takes the next one up.
+    LB-BSP takes the shares whose predicted step is least. With shares too, qsync adds least variance at the
+    better step of LB-BSP and of its own plan without shares; fastest, it adds least at the least step that
+    any shares reach. Both try every share.
+    """
+    fast, weak = basis.cluster.classes
+    at = (basis.graph, basis.profiles)
+    kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
+    sixteen = Precision.BF16 if Precision.BF16 in weak.precisions else Precision.FP16
+    int8 = {c.name: next_up(basis.cluster, c.name, Precision.INT8) for c in (fast, weak)}
+    alone = replace(basis.cluster, classes=(fast,))
+    own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
+    shares = list(every_share(basis, other))
+    by_speed = min(
+        (uniform(basis.graph, profiles, basis.cluster, {}, **kept) for profiles in shares), key=_step_s
+    )
+    least_s = min(
+        allocate(basis.graph, one, basis.sensitivity, basis.cluster, base=base, solver="greedy").target_s
+        or math.inf
+        for one in shares
+    )
+    return {
+        ALONE: uniform(basis.graph, {fast.name: basis.profiles[fast.name]}, alone, {}, **kept),
+        DDP: uniform(*at, basis.cluster, {}, **kept),
+        LB_BSP: by_speed,
+        WEAK_16: uniform(*at, basis.cluster, {weak.name: sixteen}, **kept),
+        WEAK_INT8: uniform(*at, basis.cluster, {weak.name: int8[weak.name]}, **kept),
+        ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
+        QSYNC: own,
+        QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
+        QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_s, base),
+    }
+
+
+def _best(basis: Basis, shares: Sequence[Mapping[str, Profile]], target_s: float, base: Precision) -> Plan:
+    """Return the plan of least variance that reaches the target at any shares."""
+    found = []
+    for profiles in shares:
+        with contextlib.suppress(InfeasibleError):
+            target = {"target_s": target_s * (1 + _ROUNDING), "base": base}
+            found.append(allocate(basis.graph, profiles, basis.sensitivity, basis.cluster, **target))
+    return min(found, key=lambda plan: (plan.added_variance or 0.0, _step_s(plan)))
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.step_s is not None
+    return plan.step_s
+
+
+def every_share(basis: Basis, other: Sized) -> Iterator[dict[str, Profile]]:
+    """Yield the profiles of two classes at every share of the batch that their costs reach, 30 at the most.
+
+    The samples of all ranks together stay the same.
+    """
+    fast, weak = basis.cluster.classes
+    samples = basis.cluster.num_ranks * basis.graph.batch_shapes[0][0]
+    ends = {c.name: reach(basis.profiles[c.name], basis.graph, other) for c in (fast, weak)}
+    first, last = ends[weak.name]
+    for of_weak in range(first, last + 1, 1 + (last - first) // _MOST_SHARES):
+        of_fast, rest = divmod(samples - weak.count * of_weak, fast.count)
+        if rest or not ends[fast.name][0] <= of_fast <= ends[fast.name][1]:
+            continue
+        levers = Levers({fast.name: ClassLevers(of_fast), weak.name: ClassLevers(of_weak)})
+        yield profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
+
+
+def samples_of(plan: Plan, samples: int) -> dict[str, int]:
+    """Return the samples that each rank of a class takes; so many were profiled."""
+    return {name: (plan.levers[name].samples if plan.levers else None) or samples for name in plan.classes}
+
+
+def rate(plan: Plan, cluster: Cluster, samples: int, step_s: float | None = None) -> float:
+    """Return the samples per second of a plan: all classes' that it has, by its predicted or this step."""
+    taken = samples_of(plan, samples)
+    total = sum(c.count * taken[c.name] for c in cluster.classes if c.name in taken)
+    return total / (step_s or _step_s(plan))

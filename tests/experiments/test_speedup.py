@@ -1,0 +1,143 @@
+"""The ways to use a weak card as plans, and what the report says of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import cluster_of, mlp, profile_of, sensitivity_of
+
+from qsync.errors import QSyncError
+from qsync.experiments.harness.tables import as_markdown
+from qsync.experiments.speedup import __main__ as command
+from qsync.experiments.speedup import report
+from qsync.experiments.speedup.ways import (
+    ALL_INT8,
+    ALONE,
+    DDP,
+    LB_BSP,
+    QSYNC,
+    QSYNC_FASTEST,
+    QSYNC_SHARE,
+    TITLES,
+    WEAK_16,
+    WEAK_INT8,
+    every_share,
+    rate,
+    samples_of,
+    ways,
+)  # fmt: skip
+from qsync.records.plan_folder import Basis
+from qsync.records.precision import Precision
+from qsync.replayer import Sized, replay
+
+ROWS = 16
+
+
+def basis_of(slow: float = 2.0, counts: dict[str, int] | None = None) -> Basis:
+    graph = mlp(4, width=64, rows=ROWS)
+    profiles = {name: profile_of(graph, name, slow=of) for name, of in (("train", 1.0), ("infer", slow))}
+    return Basis(graph, cluster_of(counts), profiles, sensitivity_of(graph))
+
+
+OTHER = Sized(mlp(4, width=64, rows=ROWS // 2), {})
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return ways(basis_of(), OTHER, Precision.FP32)
+
+
+def test_every_way_is_a_plan_of_what_its_name_says(plans):
+    assert list(plans) == list(TITLES)
+    lowered = {
+        way: {name: len(own.lowered) for name, own in plan.classes.items()} for way, plan in plans.items()
+    }
+    every = lowered[WEAK_INT8]["infer"]
+    assert lowered[ALONE] == {"train": 0}
+    assert lowered[DDP] == lowered[LB_BSP] == {"train": 0, "infer": 0}
+    assert lowered[WEAK_16] == lowered[WEAK_INT8] == {"train": 0, "infer": every} and every == 4
+    assert lowered[ALL_INT8] == {"train": every, "infer": every}
+
+
+def test_lb_bsp_takes_the_shares_of_least_step(plans):
+    basis, nothing = basis_of(), {"train": {}, "infer": {}}
+    shares = list(every_share(basis, OTHER))
+    steps = [replay(basis.graph, nothing, profiles, basis.cluster).step_s for profiles in shares]
+    assert len(shares) == 9 and plans[LB_BSP].step_s == pytest.approx(min(steps))
+    assert samples_of(plans[LB_BSP], ROWS)["infer"] < ROWS
+    assert sum(samples_of(plans[LB_BSP], ROWS).values()) == 2 * ROWS
+
+
+def test_with_shares_a_plan_is_no_slower_than_without_or_than_shares_alone_and_adds_no_more(plans):
+    assert plans[QSYNC_SHARE].step_s <= min(plans[QSYNC].step_s, plans[LB_BSP].step_s) * (1 + 1e-5)
+    assert plans[QSYNC_SHARE].added_variance <= plans[QSYNC].added_variance
+    assert plans[QSYNC_FASTEST].step_s < plans[QSYNC_SHARE].step_s
+    assert plans[LB_BSP].added_variance == 0.0
+
+
+def test_rates_count_the_samples_of_all_ranks():
+    basis = basis_of(counts={"train": 2, "infer": 2})
+    found = ways(basis, OTHER, Precision.FP32)
+    rates = {way: rate(plan, basis.cluster, ROWS) for way, plan in found.items()}
+    assert rates[ALONE] * found[ALONE].step_s == pytest.approx(2 * ROWS)
+    assert rates[DDP] * found[DDP].step_s == pytest.approx(4 * ROWS)
+    assert rate(found[DDP], basis.cluster, ROWS, step_s=2.0) == pytest.approx(2 * ROWS)
+    samples = samples_of(found[LB_BSP], ROWS)
+    assert 2 * samples["train"] + 2 * samples["infer"] == 4 * ROWS
+
+
+def test_a_class_without_int8_takes_the_next_one_up():
+    basis = basis_of()
+    fast, weak = basis.cluster.classes
+    without = replace(fast, precisions=(Precision.FP32, Precision.BF16))
+    found = ways(
+        replace(basis, cluster=replace(basis.cluster, classes=(without, weak))), OTHER, Precision.FP32
+    )
+    assert set(found[ALL_INT8]["train"].assignment.values()) == {Precision.BF16}
+    assert set(found[ALL_INT8]["infer"].assignment.values()) == {Precision.INT8}
+
+
+def problem(**rates: float) -> dict:
+    variances = {WEAK_16: 1e-3, WEAK_INT8: 1e-2, ALL_INT8: 2e-2, QSYNC: 5e-3}
+    found = {
+        way: {"samples_per_s": 10.0 * rates.get(way, 1.9), "added_variance": variances.get(way, 0.0),
+              "predicted_s": 1.1, "step_s": 1.0}
+        for way in TITLES
+    }  # fmt: skip
+    found[ALONE]["samples_per_s"] = 10.0
+    return {"model": "gpt", "share": 0.5, "ranks": 2, "ways": found}
+
+
+def test_the_report_names_what_is_faster_at_no_more_variance():
+    bars = report.bars([problem()])
+    assert [one["holds"] for one in bars] == [True, True]
+    # INT8 adds more than the plan, so that it may be faster; 16 bits add less, and may not.
+    assert report.bars([problem(weak_int8=2.5)])[0]["holds"]
+    (faster, _) = report.bars([problem(weak_16=2.0)])
+    assert not faster["holds"] and faster["which"] == ["gpt, 0.5: weak cards all in 16 bits"]
+    (_, by_shares) = report.bars([problem(lb_bsp=2.0)])
+    assert not by_shares["holds"] and by_shares["which"] == ["gpt, 0.5"]
+    *_, error = report.bars([{**problem(), "measured": True}])
+    assert error["measured"] == pytest.approx(0.1) and not error["holds"]
+
+
+def test_the_table_and_the_picture_show_every_way(tmp_path):
+    pair = {**problem(), "pair": "A100 + T4"}
+    del pair["share"]
+    problems = [problem(), {**problem(lb_bsp=1.5), "measured": True}, pair]
+    (table,) = map(as_markdown, report.tables(problems))
+    assert "|  | 0.5 | 0.5, measured | A100 + T4 |" in table
+    assert "| LB-BSP (shares by speed) | 1.90x | 1.50x | 1.90x |" in table
+    assert "| qsync | 1.90x (5e-03) |" in table
+    report.draw({"problems": problems}, tmp_path / "figures.png")
+    assert (tmp_path / "figures.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"model": ["lenet"]}, "no model 'lenet'"), ({"share": [1.5]}, "in \\(0, 1\\], found 1.5")],
+)
+def test_bad_options_are_refused(tmp_path, options, said):
+    with pytest.raises(QSyncError, match=said):
+        command.main(out=tmp_path, **options)
