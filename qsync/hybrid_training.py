@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,7 @@ def hybrid(
     ddp: bool = True,
     ddp_options: Mapping[str, Any] | None = None,
     log_steps: str | Path | None = None,
+    report: str | Path | None = None,
     check: bool = False,
     compile: bool | None = None,
     **options: Any,
@@ -114,6 +115,7 @@ def hybrid(
             them too; with `ddp=False` they are those that the framework gives its DDP.
         log_steps: a folder in which every rank logs the phases of its steps, a line of JSON each, for
             `qsync explain --measured`. The same on every rank, or None.
+        report: rank 0 writes the page of `qsync report` about the plan here (.html). Not with a `plan`.
         check: compare the first 20 steps of training with the prediction; where a class computes more than
             3 % longer or shorter, correct the profiles and plan again, once. Every rank must take the same
             number of optimizer steps. Not with a `plan` or `levers`.
@@ -146,12 +148,14 @@ def hybrid(
     ddp_options = ddp_options if ddp_options is not None else {}
     agree_locally("checking options", lambda: _check_options(model, options, ddp, ddp_options, bucket_cap_mb))
     agree_locally("checking options", lambda: _check_first_steps_option(check, plan, options))
+    agree_locally("checking options", lambda: _check_report_option(report, plan))
     bucket_cap_mb = ddp_options.get("bucket_cap_mb") if bucket_cap_mb is None else bucket_cap_mb
     job.check_models(model, {
         "bucket_cap_mb": bucket_cap_mb, "the plan": digest(plan.to_json()) if plan else "none",
         "a loader": "given" if loader is not None else "none", "the base": base,
         ddp_profiling.PROFILE_S_VARIABLE: os.environ.get(ddp_profiling.PROFILE_S_VARIABLE, ""),
-        "ddp": ddp, "check": check, "compile": compile, **_accelerate_facts(plan, options),
+        "ddp": ddp, "check": check, "compile": compile, "a report": report is not None,
+        **_accelerate_facts(plan, options),
         **{f"DDP's {name}": value for name, value in ddp_options.items() if isinstance(value, bool)},
     })  # fmt: skip
     job.check_options(emulated_share, device_class, bucket_cap_mb)
@@ -181,6 +185,8 @@ def hybrid(
     own = rank.device_class.name
     is_first = job.is_first_of(own)
     agree_locally("wrapping the model", lambda: api.wrap_as(model, plan, own, speaks=is_first))
+    if report is not None and folder is not None:
+        from_rank_zero("writing the report", partial(_write_report, Path(report), plan, folder))
     prediction = Prediction.of(plan, folder) if folder is not None else None
     planned = _PlannedRank(plan, own, prediction, folder, options)
     if prediction is not None:
@@ -294,6 +300,24 @@ def _check_first_steps_option(check: object, plan: Plan | None, options: Mapping
         )
     if check and options.get("levers"):
         raise FormatError("check=True would change shares under a running loop; leave it out with levers")
+
+
+def _check_report_option(report: object, plan: Plan | None) -> None:
+    """Raise FormatError for a `report` that cannot be written."""
+    if report is None:
+        return
+    if not isinstance(report, (str, Path)) or Path(report).suffix != ".html":
+        raise FormatError(f"report is the path of a page, found {shortened(str(report))}; end it in .html")
+    if plan is not None:
+        raise FormatError("a given plan has no profiles here; leave report out, or use qsync report FOLDER")
+
+
+def _write_report(file: Path, plan: Plan, folder: Path) -> None:
+    from qsync.figures import page  # imports plotly
+
+    basis = Basis.load(folder)
+    profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)
+    page.write(file, plan, replace(basis, profiles=profiles))
 
 
 def _may_save_less(options: Mapping[str, Any]) -> bool:

@@ -26,8 +26,8 @@ LAYERS = (
 # Where torch may not be imported at all: planning works on a laptop.
 TORCH_FREE = ("records", "lowering", "replayer", "allocator", "planning")
 HEAVY = (
-    "torch", "numpy", "scipy", "matplotlib", "sklearn", "transformers", "accelerate", "lightning", "rich",
-    "typer",
+    "torch", "numpy", "scipy", "matplotlib", "sklearn", "transformers", "accelerate", "lightning", "plotly",
+    "rich", "typer",
 )  # fmt: skip
 
 

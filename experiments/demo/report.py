@@ -13,7 +13,7 @@ from rich.table import Table
 from qsync.experiments.demo import picture
 from qsync.experiments.demo.compared_plans import Planned
 from qsync.experiments.harness import table_of
-from qsync.figures import memory, precision_map, timeline
+from qsync.figures import memory, page, precision_map, timeline
 from qsync.records.json_files import write_json
 from qsync.records.plan_folder import Basis
 from qsync.replayer import Timeline, peaks
@@ -74,7 +74,7 @@ def heldout_difference(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, float
 
 
 def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], basis: Basis) -> None:
-    """Write report.json, trace.json and the pictures, each whole or not at all."""
+    """Write report.json, trace.json, the pictures and the page, each whole or not at all."""
     weak = {c.name for c in basis.cluster.classes if c.emulated_share}
     entry = planned["qsync"]
     write_trace(entry.timeline, out / "trace.json")
@@ -91,6 +91,7 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
     memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
+    page.write(out / "report.html", entry.plan, basis, page.Measured.of_demo(content))
 
 
 def table(content: Mapping[str, Any]) -> Table:
@@ -154,5 +155,6 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
         f"Parameters are bitwise {same} on all ranks at the end of every run.",
         f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
         "timeline.png, steps.png, memory.png",
+        f"All of it as a page to click through: {out / 'report.html'}",
         f"Why each operator is lowered: qsync explain {out / 'plan.json'}",
     ]

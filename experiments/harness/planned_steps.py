@@ -13,7 +13,6 @@ import qsync
 from qsync import Plan, api
 from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import bucket_bytes, state_bytes, step_peak_bytes
-from qsync.experiments.workloads.workload import make_optimizer
 from qsync.records.levers import ClassLevers
 
 
@@ -30,6 +29,7 @@ class PlannedSteps:
         name: str,
         batch: Any,
         loss: Callable[..., torch.Tensor],
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
         parallel: bool = True,
     ) -> None:
         torch._dynamo.reset()
@@ -43,7 +43,7 @@ class PlannedSteps:
         self._batch, self._passes = tuple(t[:samples].clone() for t in twice), share.passes
         if share.samples is not None:
             qsync.weigh_gradients(self._ddp, samples, passes=share.passes)
-        self._optimizer = make_optimizer(1e-3)(list(model.parameters()))
+        self._optimizer = make_optimizer(list(model.parameters()))
         self._buckets = 0
 
     def timed(self) -> float:

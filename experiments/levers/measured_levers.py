@@ -115,7 +115,7 @@ def measure(config: dict[str, Any], place: Place) -> list[dict[str, Any]]:
     peaks: dict[str, list[int]] = {}
     for _ in range(config["turns"]):
         for title, plan in plans.items():
-            steps = PlannedSteps(model, plan, name, batch, loss)
+            steps = PlannedSteps(model, plan, name, batch, loss, make_optimizer(1e-3))
             times[title].append(statistics.median([steps.timed() for _ in range(STEPS)][WARM:]))
             peaks[title] = agree("memory", steps.peak_bytes)
     return [

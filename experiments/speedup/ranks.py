@@ -31,11 +31,12 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     """
     rank, share = dist.get_rank(), place.measured_share()
     name, workload = WEAK if rank else FAST, subject(config["model"])
+    optimizer = make_optimizer(workload.lr)
     model, batch = workload.make_model(0), workload.batch(0, 0, rank)
     own = job.detect_rank(model, share, name)
     step = job.TrainingStep(model, batch, workload.loss)
     graph = job.form_graph(step)
-    options = ProfileOptions(PRECISIONS, make_optimizer(workload.lr))
+    options = ProfileOptions(PRECISIONS, optimizer)
     basis = form_basis(step, own, graph, job.form_cluster(own), options)
     torch._dynamo.reset()
     smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))
@@ -54,7 +55,7 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     for _ in range(config["turns"]):
         for way, plan in plans.items():
             if way != ALONE or rank == 0:
-                steps = PlannedSteps(model, plan, name, batch, workload.loss, parallel=way != ALONE)
+                steps = PlannedSteps(model, plan, name, batch, workload.loss, optimizer, way != ALONE)
                 taken = [steps.timed() for _ in range(config["steps"] + _WARM)]
                 turns[way].append(statistics.median(taken[_WARM:]))
             dist.barrier()

@@ -23,6 +23,7 @@ from qsync.commands import (
     lighthouse,
     plan,
     replay,
+    report,
     validate,
 )  # fmt: skip
 from qsync.errors import QSyncError, shortened
@@ -34,7 +35,8 @@ app = typer.Typer(
 )
 for command in (
     doctor.doctor, demo.demo, learn.learn, plan.plan, expand.expand, explain.explain, replay.replay,
-    validate.validate, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse, lighthouse.release,
+    report.report, validate.validate, diff.diff, checkpoint.checkpoint, lighthouse.lighthouse,
+    lighthouse.release,
 ):  # fmt: skip
     app.command()(command)
 

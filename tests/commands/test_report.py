@@ -1,0 +1,180 @@
+"""The page of `qsync report`: complete, self-contained, and working in a real browser."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from graphs import cluster_of, encoder, profile_of, sensitivity_of
+
+import qsync
+from qsync.allocator import allocate
+from qsync.commands import main
+from qsync.records.json_files import write_json
+from qsync.records.plan_folder import Basis, save_plan
+from qsync.runtime.wrapping import plan_of
+
+SECTIONS = (
+    "Precision of every operator", "What each precision would cost", "One step", "Step time against variance",
+    "Memory over a step", "Predicted against measured",
+)  # fmt: skip
+RUN = {"measured_step_s": 0.9, "planned_step_s": 0.88, "training_losses": [[3.0, 2.0], [3.2, 2.2]]}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A plan, its basis, and the report of a demo."""
+    made = tmp_path_factory.mktemp("plan")
+    graph = replace(encoder(2), model="Encoder</script><script>alert(1)</script>")
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in (("train", 1.0), ("infer", 1.6))}
+    basis = Basis(graph, cluster_of(), profiles, sensitivity_of(graph))
+    plan = allocate(graph, profiles, basis.sensitivity, basis.cluster)
+    assert plan["infer"].lowered
+    save_plan(made, plan, basis)
+    write_json(made / "report.json", {"runs": {"fast_alone": RUN, "qsync": RUN}})
+    return made
+
+
+def run(monkeypatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["qsync", "report", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    return ended.value.code
+
+
+def test_the_page_has_every_section_and_needs_nothing_else(folder, tmp_path, monkeypatch):
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, folder, "--out", page) == 0
+    text = page.read_text()
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert [re.sub("<.*?>", "", found) for found in re.findall("<h2>.*?</h2>", own)] == [
+        *SECTIONS,
+        "Training losses",
+    ]
+    assert not re.findall(r"(?:src|href)=[\"'](?!data:)", own)  # no plan.json lies beside this page
+    assert "alert(1)" not in own.replace("&lt;script&gt;alert(1)", "")
+
+
+def test_what_lies_beside_the_page_is_linked(folder, monkeypatch):
+    assert run(monkeypatch, folder) == 0
+    text = (folder / "report.html").read_text()
+    assert '<a href="plan.json">' in text and '<a href="report.json">' in text and "trace.json" not in text
+
+
+def test_a_page_says_what_is_missing(folder, tmp_path, monkeypatch):
+    for file in folder.glob("*.json"):
+        if file.name != "report.json":
+            shutil.copy(file, tmp_path)
+    assert run(monkeypatch, tmp_path) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert "No measured steps: train with qsync.hybrid(..., log_steps=FOLDER)" in text
+    assert "No losses here" in text and "<h2>Memory over a step" in text
+
+
+def test_with_json_it_prints_where_the_page_is(folder, tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, folder, "--out", page, "--json") == 0
+    assert json.loads(capsys.readouterr().out) == {"written": str(page)} and page.is_file()
+
+
+def test_hybrid_writes_the_page_of_its_plan(tmp_path, monkeypatch):
+    monkeypatch.setenv("QSYNC_PROFILE_S", "1")
+    model, batch = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()), torch.randn(4, 8)
+
+    def hybrid(**options: object) -> torch.nn.Module:
+        loss = lambda model, batch: model(batch).square().mean()  # noqa: E731
+        return qsync.hybrid(copy.deepcopy(model), batch, loss, cache_dir=tmp_path / "cache", **options)
+
+    for wrong in ("report.pdf", 3):
+        with pytest.raises(qsync.QSyncError, match="end it in .html"):
+            hybrid(report=wrong)
+    assert not (tmp_path / "cache").exists()
+    planned = hybrid(report=tmp_path / "pages" / "report.html")
+    assert "<h2>Memory over a step" in (tmp_path / "pages" / "report.html").read_text()
+    with pytest.raises(qsync.QSyncError, match="use qsync report FOLDER"):
+        hybrid(report=tmp_path / "report.html", plan=plan_of(planned))
+
+
+def test_losses_of_the_accuracy_experiment_are_shown(folder, tmp_path, monkeypatch):
+    content = {"experiment": "accuracy", "tasks": {"gpt": {"curves": {"FP32": [[1.0, 3.0], [2.0, 2.5]]}}}}
+    write_json(tmp_path / "figures.json", content)
+    assert run(monkeypatch, folder, "--out", tmp_path / "page.html", "--accuracy", tmp_path) == 0
+    assert "<h2>Held-out loss: gpt" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        ("plan.json", [], "has no plan.json; give a folder"),
+        ("graph.json", [], "there is no graph.json beside"),
+        ("profile-infer.json", [], "profile-infer.json"),
+        (None, ["--accuracy", "{folder}"], "figures.json"),
+        (None, ["--measured", "{folder}"], "has no step that every rank logged"),
+    ],
+)
+def test_what_cannot_be_shown_is_one_sentence(folder, tmp_path, monkeypatch, capsys, change, options, said):
+    for file in folder.glob("*.json"):
+        if file.name != change:
+            shutil.copy(file, tmp_path)
+    assert run(monkeypatch, tmp_path, *(o.format(folder=tmp_path) for o in options)) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+
+
+@pytest.fixture
+def browser(tmp_path):
+    from selenium.webdriver import Chrome, ChromeOptions
+    from selenium.webdriver.chrome.service import Service
+
+    options = ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--window-size=1200,1600",
+        "--disable-background-networking", "--no-first-run", f"--user-data-dir={tmp_path / 'browser'}",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = Chrome(options, Service(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.skipif(not CHROMIUM or not DRIVER, reason="no chromium and chromedriver on the PATH")
+def test_in_a_browser_it_draws_shows_more_under_the_mouse_and_prints(folder, browser, monkeypatch):
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    assert run(monkeypatch, folder) == 0
+    browser.get((folder / "report.html").as_uri())
+    plots = browser.find_elements("css selector", ".js-plotly-plot .main-svg")
+    assert len(plots) >= len(SECTIONS)
+    drag = browser.find_element("css selector", "#plot-0 .nsewdrag")
+    ActionChains(browser).move_to_element_with_offset(drag, 5 - drag.size["width"] // 2, 10).perform()
+    until = time.monotonic() + 20
+    while not (shown := browser.find_elements("css selector", "#plot-0 .hoverlayer text")):
+        assert time.monotonic() < until
+    assert re.search("layer.0.query|layer.0.key", " ".join(one.text for one in shown))
+
+    def ink() -> str:
+        return browser.execute_script("return document.getElementById('plot-0').layout.font.color")
+
+    light = ink()
+    browser.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    )
+    while ink() == light:
+        assert time.monotonic() < until
+    assert len(browser.print_page()) > 10_000
+    complaints = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    assert not complaints, json.dumps(complaints)
