@@ -1,0 +1,174 @@
+"""Differences between methods, paired by seed, with their 95 % intervals; tables, bars, pictures."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.table import Table
+from scipy.stats import t as student
+
+from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
+from qsync.experiments.harness import Bar, bar, table_of
+from qsync.experiments.speedup.ways import DDP, LB_BSP, QSYNC, QSYNC_SHARE, UNIFORM, WEAK_INT8
+
+# What runs are compared at: equal steps, or the seconds that the plan takes for them.
+STEPS, SECONDS = "steps", "seconds"
+_WITHIN = 1.02  # of the plan's step, so that a uniform choice counts as no slower
+_BETTER = "comparisons in which a plan beats the fastest uniform choice of at most its step"
+LEAST_SEEDS = 5
+
+
+class Difference(NamedTuple):
+    """The mean of paired differences, and the half width of its 95 % interval (Student's t)."""
+
+    mean: float
+    half: float
+
+    @property
+    def above(self) -> bool:
+        """Return whether the interval lies above zero: worse, of a loss."""
+        return self.mean - self.half > 0.0
+
+    @property
+    def below(self) -> bool:
+        """Return whether the interval lies below zero: better, of a loss."""
+        return self.mean + self.half < 0.0
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> Difference:
+    """Return one minus other, paired.
+
+    >>> difference([1.0, 2.0], [1.0, 1.0])
+    """
+    pairs = [a - b for a, b in zip(one, other, strict=True)]
+    if len(pairs) < 2:
+        return Difference(statistics.fmean(pairs), math.inf)
+    error = statistics.stdev(pairs) / math.sqrt(len(pairs))
+    return Difference(statistics.fmean(pairs), float(student.ppf(0.975, len(pairs) - 1)) * error)
+
+
+def fastest_uniform(methods: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Return the uniform choice of least step that takes at most the plan's; None if all take longer."""
+    most = methods[QSYNC]["step_s"] * _WITHIN
+    able = [name for name in UNIFORM if methods[name]["step_s"] <= most]
+    return min(able, key=lambda name: float(methods[name]["step_s"]), default=None)
+
+
+def losses(task: Mapping[str, Any], method: str, at: str = STEPS) -> list[float]:
+    """Return the final held-out losses of a method, by seed."""
+    return [float(run["final_loss"]) for run in task["runs"][at][method].values()]
+
+
+def bars(tasks: Mapping[str, Mapping[str, Any]], real: Sequence[Mapping[str, Any]] = ()) -> list[Bar]:
+    """Return the promises: no plan worse than FP32, and none worse than the fastest uniform choice.
+
+    Where weak cards have no type of 16 bits, INT8 is the only uniform choice. Tasks with fewer than 5 seeds
+    say nothing yet.
+    """
+    found = [
+        (name, task) for name, task in tasks.items()
+        if task["runs"][STEPS] and len(losses(task, DDP)) >= LEAST_SEEDS
+    ]  # fmt: skip
+    pairs = [
+        (f"{name}: {NAMES[plan]} - {NAMES[uniform]}", difference_of(task, plan, uniform))
+        for name, task in found
+        for plan, uniform in ((QSYNC, fastest_uniform(task["methods"])), (QSYNC_INT8, WEAK_INT8))
+        if uniform is not None
+    ]
+    worse = [name for name, task in found if difference_of(task, QSYNC, DDP).above]
+    better, losing = ([name for name, one in pairs if getattr(one, side)] for side in ("below", "above"))
+
+    def count(names: Sequence[str]) -> int | None:
+        return len(names) if found else None
+
+    apart = max((abs(one["real"] / one["one_process"] - 1) for one in real), default=None)
+    return [
+        bar("tasks whose final loss under the plan is above FP32's", count(worse), 0, which=worse),
+        bar(_BETTER, count(better), 2, at_least=True, which=better),
+        bar("comparisons in which the plan loses to it", count(losing), 0, which=losing),
+        bar("|loss on real ranks / in one process - 1|, largest", apart, 0.02),
+    ]
+
+
+def curves(task: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Return the held-out losses of every method, means over seeds: (simulated seconds, loss)."""
+    found = {}
+    for method, runs in task["runs"][STEPS].items():
+        step_s, kept = task["methods"][method]["step_s"], [run["heldout"] for run in runs.values()]
+        means = [statistics.fmean(loss for _, loss in points) for points in zip(*kept, strict=True)]
+        found[NAMES[method]] = [(step * step_s, mean) for (step, _), mean in zip(kept[0], means, strict=True)]
+    return found
+
+
+def difference_of(task: Mapping[str, Any], one: str, other: str, at: str = STEPS) -> Difference:
+    """Return the final loss of a method minus that of another, paired by seed."""
+    return difference(losses(task, one, at), losses(task, other, at))
+
+
+def tables(tasks: Mapping[str, Mapping[str, Any]]) -> list[Table]:
+    """Return a table per task: each method's step, loss, and difference from FP32."""
+    return [_table(name, task) for name, task in tasks.items() if task["runs"][STEPS]]
+
+
+def _table(name: str, task: Mapping[str, Any]) -> Table:
+    slowest, rows = task["methods"][DDP]["step_s"], []
+    for method in METHODS:
+        cells = [
+            NAMES[method],
+            f"{task['methods'][method]['step_s'] / slowest:.2f}",
+            f"{task['methods'][method]['added_variance']:.1e}",
+        ]
+        for at in (STEPS, SECONDS):
+            if method not in task["runs"].get(at, {}):
+                cells += ["-", "-"]
+                continue
+            paired = difference_of(task, method, DDP, at)
+            cells += [
+                f"{statistics.fmean(losses(task, method, at)):.4f}",
+                f"{paired.mean:+.4f} ± {paired.half:.4f}" if method != DDP else "",
+            ]
+        accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
+        cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
+        rows.append(cells)
+    seeds = len(losses(task, DDP))
+    return table_of(
+        f"{name}: {task['description']}; {task['steps']} steps, {seeds} seeds",
+        ("", "step / FP32's (simulated)", "added variance", "loss, equal steps", "- FP32",
+         "loss, equal seconds", "- FP32",
+         "accuracy, equal steps"), rows,
+    )  # fmt: skip
+
+
+def draw(content: Mapping[str, Any], path: Path) -> None:
+    """Draw each task's differences from FP32 with their intervals, and its loss against seconds."""
+    from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure  # imports matplotlib
+    from qsync.figures.style import INK, SERIES_COLOURS, save_png
+
+    shown = {name: task for name, task in content["tasks"].items() if task["runs"][STEPS]}
+    if not shown:
+        return
+    figure = new_figure(2.9 * len(shown) + 1.2, 6.0, "Final held-out loss, paired by seed, 95 % intervals")
+    panels = figure.subplots(2, len(shown), squeeze=False)
+    others = [method for method in METHODS if method != DDP]
+    for column, (name, task) in enumerate(shown.items()):
+        axes = panels[0][column]
+        for row, method in enumerate(others):
+            found = difference_of(task, method, DDP)
+            colour = SERIES_COLOURS[0] if method in (QSYNC, QSYNC_SHARE) else INK
+            axes.errorbar(found.mean, -row, xerr=found.half, fmt="o", capsize=3, color=colour)
+        axes.axvline(0.0, color=INK, linewidth=0.8)
+        axes.set_yticks(
+            [-row for row in range(len(others))], [NAMES[m] for m in others] if not column else []
+        )
+        axes_of(axes, name, "loss - loss of FP32, equal steps")
+        axes = panels[1][column]
+        drawn = zip(SERIES_COLOURS, (QSYNC, DDP, LB_BSP, WEAK_INT8), strict=False)
+        for colour, name in ((colour, NAMES[method]) for colour, method in drawn):
+            axes.plot(*zip(*task["curves"][name], strict=True), color=colour, label=name)
+        axes_of(axes, "", "seconds (simulated)", "held-out loss" if not column else "")
+    legend_below(figure, panels[1])
+    save_png(figure, path)

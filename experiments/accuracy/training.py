@@ -1,0 +1,213 @@
+"""Train both ranks' parts of every step in one process, as their job computes them; or on real ranks.
+
+Gradients are weighted by samples, as DDP's mean is of equal batches. Buffers (running statistics) are those
+of the first rank, which DDP broadcasts. The learning rate warms up and
+follows a cosine to zero, so that a run ends converged. Losses are evaluated in FP32.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from qsync import Precision
+from qsync.distributed.data_parallel import in_ddp
+from qsync.experiments.accuracy.tasks import task_named
+from qsync.experiments.harness.emulated_profiles import HALF, HERE
+from qsync.experiments.harness.freed_memory import keep_freed_memory
+from qsync.experiments.harness.ranks import Place
+from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make_optimizer
+from qsync.records.json_files import write_bytes
+from qsync.runtime import program
+
+_HELDOUT_BATCHES, _CURVE_POINTS, _WARM_UP = 24, 16, 0.05
+_SMOOTHED = 20  # steps whose training loss is averaged
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """A task, how its ranks train it (a `Method` as JSON), a seed, and the steps.
+
+    `starts` is the folder of the weights that fine-tuning starts from.
+    """
+
+    task: str
+    method: Mapping[str, Any]
+    seed: int
+    steps: int
+    starts: Path
+    tiny: bool = False
+
+
+def trained(run: TrainingRun) -> dict[str, Any]:
+    """Train both ranks in this process; return held-out losses (step, loss), accuracy, training losses."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    return BothRanks(_started(run), run.method).train(run)
+
+
+def trained_on_ranks(config: dict[str, Any], place: Place) -> dict[str, Any]:
+    """Train on this rank of a real job; return what rank 0 finds. `config` has the fields of the run."""
+    run = TrainingRun(**{**config["run"], "starts": Path(config["run"]["starts"])})
+    return OneRank(_started(run), run.method, dist.get_rank()).train(run)
+
+
+def _started(run: TrainingRun) -> nn.Module:
+    """Return the model of a seed: new, or with the weights that fine-tuning starts from.
+
+    Those are trained in FP32 if there is no file of them yet.
+    """
+    job = task_named(run.task)
+    model = job.workload().make_model(run.seed)
+    if job.start is None:
+        return model
+    file = run.starts / f"{run.task}-{run.seed}.safetensors"
+    if not file.is_file():
+        size = len(job.start().batch(run.seed, 0, 0)[0])
+        plain = {"assignments": {HERE: {}, HALF: {}}, "samples": dict.fromkeys((HERE, HALF), size)}
+        before = replace(run, method=plain, seed=run.seed + 1_000, steps=2 if run.tiny else job.start_steps)
+        BothRanks(model, plain).train(before, job.start())
+        write_bytes(file, safetensors.torch.save(model.state_dict()))
+    model.load_state_dict(safetensors.torch.load(file.read_bytes()))
+    return model
+
+
+class Training:
+    """A model in training; `step` adds a step's gradients and returns its loss."""
+
+    def __init__(self, model: nn.Module, method: Mapping[str, Any]) -> None:
+        self.model, self.method = model, method
+
+    def step(self, workload: Workload, seed: int, step: int) -> float:
+        """Add up the gradients of a step; return the mean loss of its samples."""
+        raise NotImplementedError
+
+    def train(self, run: TrainingRun, workload: Workload | None = None) -> dict[str, Any]:
+        """Take a run's steps on the batches of its seed, of the task or of another workload."""
+        workload, steps = workload or task_named(run.task).workload(), run.steps
+        optimizer = make_optimizer(workload.lr)(self.model.parameters())
+        rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+        every = max(steps // _CURVE_POINTS, 1)
+        losses: list[float] = []
+        curve: list[tuple[int, float]] = []
+        for step in range(steps):
+            losses.append(self.step(workload, run.seed, step))
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+            if (step + 1) % every == 0 or step + 1 == steps:
+                curve.append((step + 1, _heldout(self.model, workload)))
+        smoothed = [losses[k : k + _SMOOTHED] for k in range(0, steps, _SMOOTHED)]
+        return {
+            "steps": steps, "heldout": curve, "final_loss": curve[-1][1],
+            "final_accuracy": _accuracy(self.model, workload),
+            "training_losses": [sum(part) / len(part) for part in smoothed],
+        }  # fmt: skip
+
+    def lowered(self, model: nn.Module, name: str) -> nn.Module:
+        """Let a model run in the precisions of a class."""
+        chosen = {op: Precision(p) for op, p in self.method["assignments"][name].items()}
+        program.attach(model, program.following(chosen))
+        return model
+
+    def part(
+        self, called: nn.Module, workload: Workload, key: tuple[int, int, int], weight: float = 1.0
+    ) -> float:
+        """Add the gradients of a rank's samples, weighted by their number; return their part of the loss.
+
+        `key` is (seed, step, rank), which fixes the samples and the random numbers.
+        """
+        samples = self.method["samples"]
+        batch = _dealt(workload, *key[:2], samples)[list(samples)[key[2]]]
+        with _random_of(key):
+            loss = workload.loss(called, batch) * (len(batch[0]) / sum(samples.values()))
+            (loss * weight).backward()
+        return float(loss.detach())
+
+
+class BothRanks(Training):
+    """Both ranks in one process: copies that share parameters, each under its own precisions."""
+
+    def __init__(self, model: nn.Module, method: Mapping[str, Any]) -> None:
+        super().__init__(model, method)
+        self._ranks = [self.lowered(tied(model, name == HERE), name) for name in method["samples"]]
+
+    def step(self, workload: Workload, seed: int, step: int) -> float:
+        """Add up both ranks' gradients."""
+        return sum(
+            self.part(called, workload, (seed, step, rank))
+            for rank, called in enumerate(self._ranks)
+            if list(self.method["samples"].values())[rank] > 0
+        )
+
+
+class OneRank(Training):
+    """One rank of a real job, in DDP."""
+
+    def __init__(self, model: nn.Module, method: Mapping[str, Any], rank: int) -> None:
+        super().__init__(model, method)
+        self._rank, name = rank, list(method["samples"])[rank]
+        self._parallel = in_ddp(self.lowered(tied(model, with_buffers=True), name))
+
+    def step(self, workload: Workload, seed: int, step: int) -> float:
+        """Reduce the gradients of all ranks, which DDP takes the mean of."""
+        weight = float(len(self.method["samples"]))
+        return self.part(self._parallel, workload, (seed, step, self._rank), weight)
+
+
+def tied(model: nn.Module, with_buffers: bool) -> nn.Module:
+    """Return a copy that has the model's own parameters, and its buffers too or copies of them."""
+    kept: dict[int, Any] = {id(p): p for p in model.parameters()}
+    if with_buffers:
+        kept |= {id(b): b for b in model.buffers()}
+    return copy.deepcopy(model, kept)
+
+
+def _dealt(workload: Workload, seed: int, step: int, samples: Mapping[str, int]) -> dict[str, Batch]:
+    """Deal the samples of a step, the same for every method, to the ranks."""
+    both = [workload.batch(seed, step, rank) for rank in range(len(samples))]
+    parts = [torch.cat(part).split(list(samples.values())) for part in zip(*both, strict=True)]  # type: ignore[no-untyped-call]
+    return dict(zip(samples, zip(*parts, strict=True), strict=True))
+
+
+def _rate(step: int, steps: int) -> float:
+    begun = min(1.0, (step + 1) / max(_WARM_UP * steps, 1.0))
+    return begun * 0.5 * (1.0 + math.cos(math.pi * step / steps))
+
+
+def _heldout(model: nn.Module, workload: Workload) -> float:
+    with _random_of((0,)):
+        return evaluate(model, workload, num_batches=_HELDOUT_BATCHES)
+
+
+def _accuracy(model: nn.Module, workload: Workload) -> float | None:
+    """Return the share of held-out targets that are found; None where there are no classes."""
+    model.eval()
+    found = total = 0
+    with torch.no_grad():
+        for inputs, targets in workload.heldout(_HELDOUT_BATCHES):
+            outputs = model(inputs)
+            if not isinstance(outputs, torch.Tensor):
+                return None
+            found += int((outputs.argmax(-1) == targets).sum())
+            total += targets.numel()
+    model.train()
+    return found / total
+
+
+@contextmanager
+def _random_of(key: tuple[int, ...]) -> Iterator[None]:
+    """Draw random numbers of this key inside, whatever was drawn before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash(key) % 2**63)
+        yield
