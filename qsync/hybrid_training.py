@@ -306,14 +306,17 @@ def _check_report_option(report: object, plan: Plan | None) -> None:
     """Raise FormatError for a `report` that cannot be written."""
     if report is None:
         return
+    from qsync.figures import page  # imports matplotlib
+
     if not isinstance(report, (str, Path)) or Path(report).suffix != ".html":
         raise FormatError(f"report is the path of a page, found {shortened(str(report))}; end it in .html")
     if plan is not None:
         raise FormatError("a given plan has no profiles here; leave report out, or use qsync report FOLDER")
+    page.check_available()
 
 
 def _write_report(file: Path, plan: Plan, folder: Path) -> None:
-    from qsync.figures import page  # imports plotly
+    from qsync.figures import page  # imports matplotlib
 
     basis = Basis.load(folder)
     profiles = profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def write(out: Path, content: dict[str, Any], planned: Mapping[str, Planned], ba
     full = peaks(basis.graph, entry.plan, basis.profiles, basis.cluster)
     memory.steps(full, out / "memory.png")
     write_json(out / "report.json", content)
-    page.write(out / "report.html", entry.plan, basis, page.Measured.of_demo(content))
+    if find_spec("plotly") is not None:  # a machine with a GPU may have no more than torch
+        page.write(out / "report.html", entry.plan, basis, page.Measured.of_demo(content))
 
 
 def table(content: Mapping[str, Any]) -> Table:
@@ -155,6 +157,8 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
         f"Parameters are bitwise {same} on all ranks at the end of every run.",
         f"Written to {out}: report.json, plan.json, trace.json (ui.perfetto.dev), allocation.png, "
         "timeline.png, steps.png, memory.png",
-        f"All of it as a page to click through: {out / 'report.html'}",
+        f"All of it as a page to click through: {out / 'report.html'}"
+        if (out / "report.html").is_file()
+        else "No page: plotly is not installed (pip install plotly, then qsync report)",
         f"Why each operator is lowered: qsync explain {out / 'plan.json'}",
     ]

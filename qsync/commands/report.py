@@ -32,13 +32,11 @@ def report(
     """Write one HTML page: precisions and why, the step, the trade, memory, and what was measured."""
     from qsync.commands.loading import load_plan
     from qsync.commands.why_slow import measured_beside_predicted
+    from qsync.figures import page
 
     if not (folder / "plan.json").is_file():
         raise QSyncError(f"{folder} has no plan.json; give a folder that qsync demo or qsync.hybrid wrote")
-    try:
-        from qsync.figures import page
-    except ModuleNotFoundError as error:
-        raise QSyncError(f"a page needs {error.name}; pip install plotly") from error
+    page.check_available()
     plan, basis = load_plan(folder / "plan.json", None, None, force=force)
     parts = (basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
     demo = read_json(folder / "report.json") if (folder / "report.json").is_file() else {}

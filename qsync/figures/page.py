@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from qsync.errors import QSyncError
 from qsync.figures import interactive
 from qsync.records.json_files import write_text
 from qsync.records.plan_folder import Basis
@@ -87,12 +89,19 @@ class _Section:
     missing: str = ""
 
 
+def check_available() -> None:
+    """Raise QSyncError where plotly is missing."""
+    if find_spec("plotly") is None:
+        raise QSyncError("a page needs plotly, which is not installed; pip install plotly")
+
+
 def write(path: str | Path, plan: Plan, basis: Basis, measured: Measured | None = None) -> Path:
     """Write the page about a plan and its basis, whole or not at all; return its path.
 
-    A plan.json beside it is linked. Raises MismatchError or UnsupportedError if plan and basis do not belong
-    together.
+    A plan.json beside it is linked. Raises QSyncError where plotly is missing; MismatchError or
+    UnsupportedError if plan and basis do not belong together.
     """
+    check_available()
     path = Path(path)
     sections = list(_sections(plan, basis, measured or Measured()))
     linked = [name for name in ("plan.json", "report.json", "trace.json") if (path.parent / name).is_file()]

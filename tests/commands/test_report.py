@@ -18,6 +18,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 import qsync
 from qsync.allocator import allocate
 from qsync.commands import main
+from qsync.figures import page
 from qsync.records.json_files import write_json
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.runtime.wrapping import plan_of
@@ -101,6 +102,13 @@ def test_hybrid_writes_the_page_of_its_plan(tmp_path, monkeypatch):
     assert "<h2>Memory over a step" in (tmp_path / "pages" / "report.html").read_text()
     with pytest.raises(qsync.QSyncError, match="use qsync report FOLDER"):
         hybrid(report=tmp_path / "report.html", plan=plan_of(planned))
+
+
+def test_without_plotly_one_sentence_says_so(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr(page, "find_spec", lambda name: None)
+    assert run(monkeypatch, folder, "--out", tmp_path / "page.html") == 2
+    assert "pip install plotly" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
 def test_losses_of_the_accuracy_experiment_are_shown(folder, tmp_path, monkeypatch):
