@@ -20,8 +20,7 @@ from qsync.experiments.accuracy import report
 from qsync.experiments.accuracy.methods import METHODS, methods_of
 from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import TrainingRun, trained, trained_on_ranks
-from qsync.experiments.harness import Experiment, Fresh, Out, as_markdown, run_command, write_between
-from qsync.experiments.harness.experiment import bars_table
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup.ways import QSYNC, WEAK_INT8
@@ -40,7 +39,7 @@ def main(
     processes: Annotated[int, typer.Option(min=1, help="Runs at a time, one thread each.")] = 2,
     kept: Annotated[bool, typer.Option("--kept", help="Measure nothing; report what there is.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="A few steps: to try the command.")] = False,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Train every task by every method and seed that has no result yet, and report all there is."""
@@ -72,16 +71,11 @@ def main(
     tasks = {name: _task(experiment, name, methods[name], seeds, tiny) for name in chosen}
     on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
     tables, bars = report.tables(tasks), report.bars(tasks, on_ranks)
-    content = experiment.finish(
+    experiment.finish(
         {"tasks": tasks, "real_ranks": on_ranks}, bars=bars, tables=tables, picture=report.draw,
         measured="losses are measured; seconds are simulated from a measured profile",
+        page=Page(_PAGE, _PICTURE, "One thread a rank.") if publish else None,
     )  # fmt: skip
-    if publish:
-        report.draw(content, _PICTURE)
-        machine = content["machine"]
-        commits = ", ".join(content["commits_of_pieces"])
-        origin = f"{machine['processor']}, torch {machine['torch']}; commits {commits}.\n"
-        write_between([_PAGE], "results", "\n".join([*map(as_markdown, [*tables, bars_table(bars)]), origin]))
 
 
 def _on_ranks(run: TrainingRun) -> dict[str, Any]:

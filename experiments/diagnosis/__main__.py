@@ -23,14 +23,13 @@ from qsync.experiments.harness import (
     Experiment,
     Fresh,
     Out,
-    as_markdown,
+    Page,
+    Publish,
     bar,
     run_command,
     table_of,
-    write_between,
     yes,
 )
-from qsync.experiments.harness.experiment import bars_table
 from qsync.replayer.explanation.phases import TOLERANCE
 
 _PAGE = Path("docs/results/diagnosis.md")
@@ -43,7 +42,7 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Only this fault; repeat for several.")] = None,
     clean_minutes: Annotated[float, typer.Option(min=0.0, help="Of a job without a fault.")] = 0.0,
     tiny: Annotated[bool, typer.Option("--tiny", help="A model of no size: to try the command.")] = False,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Plant faults in a job of two ranks, and judge what qsync says; an interrupted run continues."""
@@ -68,20 +67,18 @@ def main(
         bars.append(bar(f"false alarms in {minutes:.3g} clean minutes", len(alarms), 0))
     bars.append(bar("false alarms before a fault began", len(early), 0))
     tables = [_faults_table(planted), *([_phases_table(clean)] if clean else [])]
-    content = experiment.finish(
+    alarmed = sum(bool(one["drift"]) for one in disturbed)
+    longest_s = max((one["slow_s"] for one in compared), default=0.0)
+    note = (
+        f"Two ranks of one thread, gloo. In {len(disturbed)} of {len(compared)} comparisons of the clean job "
+        f"other processes took a tenth of a core or more; {alarmed} of these alarmed. The longest stretch in "
+        f"which the clean job was slow lasted {longest_s:.0f} s."
+    )
+    experiment.finish(
         {"faults": planted, "clean": clean, "clean_minutes": minutes, "comparisons": len(compared),
          "disturbed": len(disturbed), "alarms": [*alarms, *early]},
-        bars=bars, tables=tables,
+        bars=bars, tables=tables, page=Page(_PAGE, note=note) if publish else None,
     )  # fmt: skip
-    if publish:
-        machine = content["machine"]
-        origin = f"{machine['processor']}, two ranks of one thread, gloo, torch {machine['torch']}; commits "
-        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
-        alarmed = sum(bool(one["drift"]) for one in disturbed)
-        origin += f"In {len(disturbed)} of {len(compared)} comparisons of the clean job other processes took "
-        origin += f"a tenth of a core or more; {alarmed} of these alarmed.\n"
-        shown = [*map(as_markdown, [bars_table(bars), *tables]), origin]
-        write_between([_PAGE], "results", "\n".join(shown))
 
 
 def _clean(experiment: Experiment, work: Path, minutes: float, tiny: bool) -> list[dict[str, Any]]:

@@ -23,6 +23,8 @@ from qsync.experiments.harness.experiment import (
     Fresh,
     Models,
     Out,
+    Page,
+    Publish,
     bar,
     run_command,
     show,
@@ -38,6 +40,6 @@ from qsync.experiments.harness.tables import (
 )
 
 __all__ = [
-    "Bar", "Experiment", "Fresh", "Models", "Out", "as_markdown", "bar", "grouped", "markdown_table",
-    "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
+    "Bar", "Experiment", "Fresh", "Models", "Out", "Page", "Publish", "as_markdown", "bar", "grouped",
+    "markdown_table", "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,13 +25,16 @@ from rich.table import Table
 from qsync import QSyncError
 from qsync.errors import MismatchError
 from qsync.experiments.harness.provenance import folder_of, provenance
-from qsync.experiments.harness.tables import as_markdown, table_of, yes
+from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
 from qsync.progress import shown_on_rank_zero
 from qsync.records.json_files import read_json, write_json, write_text
 
 # Options that the experiments share.
 Out = Annotated[
     Path, typer.Option("--out", help="Folder of the results; an interrupted run continues there.")
+]
+Publish = Annotated[
+    bool, typer.Option("--publish", help="Write tables and picture into the page of the documentation.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder already holds.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
@@ -61,6 +65,19 @@ def bars_table(bars: Sequence[Bar]) -> Table:
 
 def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the documentation that a finished run is written into, between two markers.
+
+    `picture` is where the page's picture goes, `note` what is said below the tables.
+    """
+
+    path: Path
+    picture: Path | None = None
+    note: str = ""
+    marker: str = "results"
 
 
 class Experiment:
@@ -177,21 +194,25 @@ class Experiment:
         measured: str | bool = True,
         picture: Callable[[Mapping[str, Any], Path], object] | None = None,
         tables: Sequence[Table] = (),
+        page: Page | None = None,
     ) -> dict[str, Any]:
         """Write figures.json, tables and bars as .md, and a picture; print the tables. Return the content.
 
-        `measured` says what was measured and what was simulated.
+        `measured` says what was measured and what was simulated. With a `page` the same text and picture go
+        there.
         """
         bars = list(bars)
-        tables = [*tables, *([bars_table(bars)] if bars else [])]
         content = self.note(figures, bars=bars, measured=measured)
+        promises = [bars_table(bars)] if bars else []
+        text = "\n".join([*map(as_markdown, [*promises, *tables]), _origin(content, page)])
         if picture is not None:
             picture(content, self.out / "figures.png")
-        if tables:
-            where = f"{content['machine']['processor']}, torch {content['machine']['torch']}"
-            origin = f"{where}, commit {content['commit']}.\n"
-            write_text(self.out / "figures.md", "\n".join([*map(as_markdown, tables), origin]))
-        show(*tables, f"Written: {self.out / 'figures.json'}")
+        write_text(self.out / "figures.md", text)
+        if page is not None:
+            write_between([page.path], page.marker, text)
+            if picture is not None and page.picture is not None:
+                picture(content, page.picture)
+        show(*tables, *promises, f"Written: {self.out / 'figures.json'}")
         return content
 
     def _path(self, name: str) -> Path:
@@ -200,6 +221,14 @@ class Experiment:
     def _settings(self, more: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps({**self.settings, "seed": self.seed, **more}))
         return found
+
+
+def _origin(content: Mapping[str, Any], page: Page | None) -> str:
+    """Say where and from what commits figures are, below what a page notes."""
+    machine, commits = content["machine"], content["commits_of_pieces"] or [content["commit"]]
+    said = f"{page.note}\n" if page is not None and page.note else ""
+    several = "commits" if len(commits) > 1 else "commit"
+    return f"{said}{machine['processor']}, torch {machine['torch']}; {several} {', '.join(commits)}.\n"
 
 
 def show(*parts: Table | str) -> None:

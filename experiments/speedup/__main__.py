@@ -19,9 +19,16 @@ import typer
 
 from qsync import Cluster, OpGraph, Precision, Profile, QSyncError, Sensitivity
 from qsync.experiments.allocation.bases import card, measure
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, as_markdown, run_command, write_between
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Models,
+    Out,
+    Page,
+    Publish,
+    run_command,
+)
 from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
-from qsync.experiments.harness.experiment import bars_table
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup import ranks, report
 from qsync.experiments.speedup.ways import ways
@@ -50,7 +57,7 @@ def main(
     turns: Annotated[int, typer.Option(min=1, help="How often each way takes its turn.")] = 3,
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 8,
     replay_only: Annotated[bool, typer.Option("--replay-only", help="Measure no ranks.")] = False,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Compare every way at every share; an interrupted run continues."""
@@ -81,15 +88,10 @@ def main(
                 make = partial(_measured, name, of, turns, steps)
                 problems.append(experiment.piece(f"{name} measured at {of}", make))
     tables, bars = report.tables(problems), report.bars(problems)
-    content = experiment.finish(
-        {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw
+    page = Page(_PAGE, _PICTURE, "gloo, one thread a rank.") if publish else None
+    experiment.finish(
+        {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw, page=page
     )
-    if publish:
-        report.draw(content, _PICTURE)
-        machine = content["machine"]
-        origin = f"{machine['processor']}, gloo, one thread a rank, torch {machine['torch']}; commits "
-        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
-        write_between([_PAGE], "results", "\n".join([*map(as_markdown, [bars_table(bars), *tables]), origin]))
 
 
 def _replayed(folder: Path, share: float, count: int) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from qsync.experiments.harness import (
     Experiment,
     Fresh,
     Out,
-    as_markdown,
+    Page,
+    Publish,
     run_command,
     show,
-    write_between,
 )
 from qsync.experiments.harness.experiment import bars_table
 from qsync.experiments.harness.processes import in_fresh_process
@@ -48,7 +48,7 @@ def main(
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
-    publish: Annotated[bool, typer.Option("--publish", help=f"Write the tables into {_PAGE}.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure the suite and judge it; an interrupted run continues."""
@@ -80,13 +80,8 @@ def main(
     bars = report.bars(seen) if seen else []
     of_held_out = [*report.tables(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
     tables = [*report.tables(seen), *of_held_out]
-    content = experiment.finish(figures, bars=bars, tables=tables, picture=report.draw)
-    if publish:
-        report.draw(content, _PICTURE)
-        machine = content["machine"]
-        origin = f"{machine['processor']}, one thread, torch {machine['torch']}; commits "
-        origin += f"{', '.join(content['commits_of_pieces'])}.\n"
-        write_between([_PAGE], "results", "\n".join([*map(as_markdown, [*tables, bars_table(bars)]), origin]))
+    page = Page(_PAGE, _PICTURE, "One thread.") if publish else None
+    experiment.finish(figures, bars=bars, tables=tables, picture=report.draw, page=page)
 
 
 def _measured(

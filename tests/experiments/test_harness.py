@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from qsync.errors import MismatchError, QSyncError
-from qsync.experiments.harness.experiment import Experiment, bar
+from qsync.experiments.harness.experiment import Experiment, Page, bar
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
@@ -70,6 +71,36 @@ def test_figures_say_where_they_are_from_and_what_was_promised(tmp_path):
         {"name": "speed", "measured": 1.0, "limit": 2.0, "holds": False},
     ]
     assert bar("equal", False, True)["holds"] is False and bar("missing", None, 1.0)["holds"] is None
+
+
+def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
+    page, picture = tmp_path / "page.md", tmp_path / "picture.png"
+    page.write_text("before\n<!-- results:begin -->\nstale\n<!-- results:end -->\nafter\n")
+    experiment = Experiment("one", tmp_path / "out")
+    experiment.piece("a", lambda: 1)
+    kept = next((tmp_path / "out" / "pieces").iterdir())
+    kept.write_text(kept.read_text().replace(read_json(kept)["commit"], "0123abc"))
+    experiment = Experiment("one", tmp_path / "out")
+    tables = [table_of("numbers", ("", "found"), [["a", str(experiment.piece("a", lambda: 2))]])]
+
+    def finish(**options: object) -> None:
+        experiment.finish({}, bars=[bar("a", 1, 1)], tables=tables, picture=draw, **options)
+
+    def draw(content: object, path: Path) -> None:
+        path.write_text("drawn")
+
+    finish()
+    assert "stale" in page.read_text() and not picture.exists()
+    finish(page=Page(page, picture, "On one thread."))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "stale" not in text
+    assert "| a | 1 |" in text and "On one thread." in text and "commit 0123abc." in text
+    assert picture.read_text() == (tmp_path / "out" / "figures.png").read_text() == "drawn"
+    experiment.keep("b", 1)
+    finish(page=Page(page))
+    assert "commits 0123abc, " in page.read_text()
+    with pytest.raises(QSyncError, match="lacks <!-- other:begin -->"):
+        finish(page=Page(page, marker="other"))
 
 
 def test_a_file_is_no_folder_of_results(tmp_path):
