@@ -26,6 +26,8 @@ from qsync.experiments.harness import (
     Experiment,
     Fresh,
     Out,
+    Page,
+    Publish,
     bar,
     grouped,
     milliseconds,
@@ -64,6 +66,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
     ),
     "host": host_overhead.BARS,
 }  # fmt: skip
+_PAGE, _PICTURE = Path("docs/results/kernels.md"), Path("docs/figures/kernels.png")
 SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
 SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
 
@@ -92,6 +95,7 @@ def main(
     quick: Annotated[bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of everything, no Inductor.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure every kernel and whole step against its bar and its peers."""
@@ -107,7 +111,7 @@ def main(
     }  # fmt: skip
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
     with experiment.progress():
-        run(experiment, only or SECTIONS)
+        run(experiment, only or SECTIONS, page=Page(_PAGE, _PICTURE, "One thread.") if publish else None)
 
 
 def run(
@@ -115,6 +119,7 @@ def run(
     sections: Sequence[str],
     *,
     cases: Callable[[Bench, str], Iterator[Callable[[], Case]]] | None = None,
+    page: Page | None = None,
 ) -> dict[str, Any]:
     """Measure the sections, case by case; return the content of figures.json.
 
@@ -142,7 +147,7 @@ def run(
         bar(f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
             row["value"], row["bar"], at_least=not row["at_most"]) for row in rows
     ]  # fmt: skip
-    content = experiment.finish(figures, bars=bars, picture=draw, tables=tables(rows, measured))
+    content = experiment.finish(figures, bars=bars, picture=draw, tables=tables(rows, measured), page=page)
     show(*remarks(content))
     return content
 
