@@ -101,6 +101,8 @@ def test_a_run_is_written_into_its_page_with_its_commits(tmp_path):
     assert "commits 0123abc, " in page.read_text()
     with pytest.raises(QSyncError, match="lacks <!-- other:begin -->"):
         finish(page=Page(page, marker="other"))
+    with pytest.raises(QSyncError, match="there is no page"):
+        finish(page=Page(tmp_path / "nowhere.md"))
 
 
 def test_a_file_is_no_folder_of_results(tmp_path):
