@@ -135,5 +135,5 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
     panels[-1].set_xticks(range(len(pairs)), [one["pair"] for one in pairs])
     axes_of(panels[-1], f"{models[0]}: simulated from data sheets")
     panels[0].set_ylabel("x the fast card alone", fontsize=9, color=INK)
-    legend_below(figure, panels)
+    legend_below(figure, panels, ncols=3)
     save_png(figure, path)
