@@ -128,13 +128,15 @@ def _trained(config: dict[str, Any], place: Place) -> dict[str, Any]:
     unwrapped = copy.deepcopy(model)
     with liveness.start(60.0):
         trained = qsync.hybrid(model, batch)
-        found = measure({"step": training_step(trained, [batch])}, _STEPS, device)["step"]
+        # One step a sample: as many as a rank's own speed allows would differ, and ranks wait for each other.
+        step = training_step(trained, [batch])
+        found = measure({"step": step}, _STEPS, device, sample_s=0.0)["step"]
     plan = plan_of(trained)
     assert plan is not None
     alone: Sequence[float] = ()
     if dist.get_rank() == 0:
         step = training_step(qsync.wrap(unwrapped, str(plan.base)), [batch])
-        alone = measure({"step": step}, _STEPS, device)["step"].seconds
+        alone = measure({"step": step}, _STEPS, device, sample_s=0.0)["step"].seconds
     dist.barrier()  # the other rank leaves the machine to rank 0 until here
     lowered = {name: Counter(map(str, own.assignment.values())) for name, own in plan.classes.items()}
     return {

@@ -50,7 +50,8 @@ def measure(
 
     Everybody finds the caches of the one before, so who goes first rotates, and every other round goes
     backwards.
-    Each is called three times beforehand. `ticked` is called after each round.
+    Each is called three times beforehand. `ticked` is called after each round. A sample has as many calls as
+    take `sample_s`, which differs between processes: variants with collectives need 0, one call a sample.
     """
     names = list(variants)
     calls = {name: _calls(variants[name], device, sample_s) for name in names}
