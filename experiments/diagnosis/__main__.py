@@ -69,10 +69,13 @@ def main(
     tables = [_faults_table(planted), *([_phases_table(clean)] if clean else [])]
     alarmed = sum(bool(one["drift"]) for one in disturbed)
     longest_s = max((one["slow_s"] for one in compared), default=0.0)
+    slower = [one["slowdown"] for one in compared if one["slowdown"] > 1.0 + TOLERANCE]
     note = (
         f"Two ranks of one thread, gloo. In {len(disturbed)} of {len(compared)} comparisons of the clean job "
         f"other processes took a tenth of a core or more; {alarmed} of these alarmed. The longest stretch in "
-        f"which the clean job was slow lasted {longest_s:.0f} s."
+        f"which the clean job was slow lasted {longest_s:.0f} s. In {len(slower)} comparisons the machine "
+        "itself was more than a tenth slower than when it was profiled, "
+        f"{max(slower, default=1.0):.2f} times at most."
     )
     experiment.finish(
         {"faults": planted, "clean": clean, "clean_minutes": minutes, "comparisons": len(compared),

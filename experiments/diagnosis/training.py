@@ -31,7 +31,8 @@ _EARLY = 5  # the step after which a fault begins that stops the job
 class Comparisons:
     """What the monitor found at each comparison, and how many cores other processes took before it.
 
-    `slow_s` is for how long every comparison has found steps that are slower than predicted.
+    `slow_s` is for how long every comparison has found steps that are slower than predicted, `slowdown` how
+    many times slower the machine was than when it was profiled.
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
@@ -45,8 +46,9 @@ class Comparisons:
         (busy_s, own_s, at_s), self._before = (b - a for a, b in zip(self._before, now, strict=True)), now
         drifted = drift and {"rank": drift.rank, "phase": drift.phase, "sentence": str(drift)}
         self.found.append(
-            {"drift": drifted, "slow_s": monitor.slow_s, "others": max(0.0, (busy_s - own_s) / at_s)}
-        )
+            {"drift": drifted, "slow_s": monitor.slow_s, "slowdown": monitor.slowdown,
+             "others": max(0.0, (busy_s - own_s) / at_s), "step_s": at_s / _STEPS_BETWEEN}
+        )  # fmt: skip
 
     def _now(self) -> tuple[float, float, float]:
         """Return the CPU seconds of the machine and of the ranks, and the time."""

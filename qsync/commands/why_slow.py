@@ -45,8 +45,18 @@ def why_slow(
         console.print(what_ifs_table(found, profiles, path.step_s, most))
     if logged:
         console.print(measured_table(logged))
-        for line in logged["slower"] or ["No fifty steps in a row take a tenth longer than predicted."]:
+        fine = (
+            f"No fifty steps in a row take a tenth longer than predicted{machines_text(logged['slowdown'])}."
+        )
+        for line in logged["slower"] or [fine]:
             console.print(line, highlight=False, soft_wrap=True)
+
+
+def machines_text(slowdown: float) -> str:
+    """Return what the machines' speed has to do with it, in words."""
+    if slowdown < 1.05:
+        return ""
+    return f" on machines {slowdown:.2f} times slower than when they were profiled, as all of these are"
 
 
 def path_table(path: Any, profiles: Mapping[str, Profile], counts: Mapping[str, int]) -> Table:
@@ -121,7 +131,10 @@ def measured_beside_predicted(parts: tuple[Any, ...], folder: Path) -> dict[str,
         for rank, (name, found) in enumerate(zip(logged.classes, logged.by_rank(), strict=True))
     ]  # fmt: skip
     slower = [f"steps {first} to {last}: {drift}" for first, last, drift in logged.drifts(phases)]
-    return {"num_steps": len(logged.steps), "ranks": ranks, "slower": slower}
+    return {
+        "num_steps": len(logged.steps), "ranks": ranks, "slower": slower,
+        "slowdown": logged.slowdown(phases),
+    }  # fmt: skip
 
 
 def measured_table(logged: Mapping[str, Any]) -> Table:

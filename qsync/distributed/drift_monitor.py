@@ -9,7 +9,8 @@ longer, too, so means must be longer in two comparisons in a row.
 
 A machine has slow seconds of its own (another virtual machine on its host, heat). A job drifts only where
 it stays slower for `LASTING_S`: no comparison finds less than half of the tolerance, and the steps of all
-of them together, which tell who is to blame, take longer by the tolerance.
+of them together, which tell who is to blame, take longer by the tolerance. Where the machines of all ranks
+are slower than when they were profiled, no rank is to blame: `slowdown` says by how much.
 
 A prediction is of the profiled step. A step that calls the model several times as often (gradient
 accumulation) is compared with as many times the profiled passes. Nothing is compared where the loop also
@@ -40,7 +41,16 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.replayer import profiles_under_levers, replay
 from qsync.replayer.costs.sequence_costs import SequenceCost, sequence_costs
-from qsync.replayer.explanation.phases import TOLERANCE, Drift, Phases, expected, find_drift, mean, median
+from qsync.replayer.explanation.phases import (
+    TOLERANCE,
+    Drift,
+    Phases,
+    expected,
+    find_drift,
+    mean,
+    median,
+    slowdown,
+)
 from qsync.runtime.wrapping import wrapped_module
 
 logger = logging.getLogger("qsync")
@@ -173,6 +183,7 @@ class Monitor:
 
     >>> monitor = Monitor(ddp, ddp.module, prediction, "infer")
     >>> monitor.drift            # on rank 0: the last drift, None if all is as predicted
+    >>> monitor.slowdown         # on rank 0: how many times slower all machines are than when profiled
     >>> monitor.incomparable     # why nothing is compared, empty if it is
     """
 
@@ -187,6 +198,7 @@ class Monitor:
     ) -> None:
         self.drift: Drift | None = None
         self.incomparable = ""
+        self.slowdown = 1.0
         self.lasting_s = LASTING_S
         self._stretches = (SlowStretch(median, 1), SlowStretch(mean, 2))
         self._prediction, self._class, self._tolerance = prediction, device_class, tolerance
@@ -238,6 +250,7 @@ class Monitor:
         seconds = max(seconds for _, _, _, seconds, _, _ in entries)
         medians = [(name, Phases(**one)) for _, _, name, _, one, _ in entries]
         means = [(name, Phases(**one)) for _, _, name, _, _, one in entries]
+        self.slowdown = slowdown(predicted, medians)
         drifts = [
             stretch.add(predicted, measured, seconds, self.lasting_s, self._tolerance)
             for stretch, measured in zip(self._stretches, (medians, means), strict=True)
@@ -248,7 +261,7 @@ class Monitor:
         self.drift = found
 
     def _forget(self, incomparable: str) -> None:
-        self.drift, self.incomparable = None, incomparable
+        self.drift, self.incomparable, self.slowdown = None, incomparable, 1.0
         for stretch in self._stretches:
             stretch.end()
 

@@ -8,6 +8,7 @@ about a microsecond and runs once per parameter and step.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -65,6 +66,9 @@ class PhaseTimer:
         self._marks: list[_Marks] = []
         self._ended: Any = None
         self._stepping: Any = None
+        # CPU seconds of this thread, which does the optimizer's work where there is no GPU.
+        self._cpu_s: Callable[[], float] = float if cuda else time.thread_time
+        self._stepping_cpu_s = 0.0
         self._num_steps = 0
         self._reset()
         self._fetching = False
@@ -131,7 +135,9 @@ class PhaseTimer:
             )
             optimizer_s = between(step.stepping, step.end)
             host_s = between(step.ended, step.end) - loading_s - compute_s - blocked_s - optimizer_s
-            self.steps.append(Phases(host_s, compute_s, blocked_s, optimizer_s, loading_s, forward_s))
+            self.steps.append(
+                Phases(host_s, compute_s, blocked_s, optimizer_s, loading_s, forward_s, step.optimizer_cpu_s)
+            )
             self.num_calls.append(step.num_calls)
             self.numbers.append(step.number)
         self._marks.clear()
@@ -203,20 +209,20 @@ class PhaseTimer:
         self._passes.append(_Pass(self._begun, self._inside, self._returned, self._last_gradient, now))
         self._begun, self._in_backward = None, False
         if self._stepping is not None:  # the optimizer's step has called a closure
-            self._stepping = now
+            self._stepping, self._stepping_cpu_s = now, self._cpu_s()
 
     def _step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._is_ours(optimizer):
-            self._stepping = self._clock.now()
+            self._stepping, self._stepping_cpu_s = self._clock.now(), self._cpu_s()
 
     def _step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._is_ours(optimizer):
             self.others.add(type(optimizer).__name__)
             return
-        now = self._clock.now()
+        now, cpu_s = self._clock.now(), self._cpu_s() - self._stepping_cpu_s
         if self._ended is not None and self._passes:
             taken = (self._passes, self._stepping, now, self._fetches, self._num_calls, self._num_steps)
-            self._marks.append(_Marks(self._ended, *taken))
+            self._marks.append(_Marks(self._ended, *taken, cpu_s))
         elif self.when_resumed is not None:
             self.when_resumed()
             now = self._clock.now()  # the time of that call belongs to no step
@@ -259,6 +265,7 @@ class _Marks:
     fetches: list[tuple[Any, Any]]
     num_calls: int
     number: int
+    optimizer_cpu_s: float
 
 
 class _LoaderHook:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qsync.errors import FormatError
-from qsync.replayer.explanation.phases import Drift, Phases, find_drift, median
+from qsync.replayer.explanation.phases import Drift, Phases, find_drift, median, slowdown
 
 STEPS_PER_WINDOW = 50
 
@@ -69,6 +69,11 @@ class MeasuredSteps:
             parts = [split_of(ranks)[rank] for ranks in self.steps.values()]
             found.append({name: statistics.median(part[name] for part in parts) for name in parts[0]})
         return found
+
+    def slowdown(self, predicted: Mapping[str, Phases]) -> float:
+        """Return how many times slower all machines were than when profiled, by the medians of all steps."""
+        by_rank = zip(*self.steps.values(), strict=True)
+        return slowdown(predicted, list(zip(self.classes, map(median, by_rank), strict=True)))
 
     def drifts(self, predicted: Mapping[str, Phases]) -> list[tuple[int, int, Drift]]:
         """Return (first step, last step, blame) of every window of steps that are slower than predicted.

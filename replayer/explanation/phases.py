@@ -11,6 +11,9 @@ A step, as a rank sees it, from one optimizer step to the next:
     host        all else (zero_grad, clipping, logs)
 
 and `period_s` is their sum.
+
+A machine may be slower than when it was profiled (heat, other virtual machines on its host). No rank is to
+blame for what that adds to every rank, and planning again would not help. See `slowdown`.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ _PHASE_NAMES = {"blocked": "communication", "loading": "data loading"}
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Seconds of a step on a rank, by phase. `forward_s` is the part of `compute_s` in the model's call."""
+    """Seconds of a step on a rank, by phase. `forward_s` is the part of `compute_s` in the model's call.
+
+    `optimizer_cpu_s` is what the optimizer's step took of a core in seconds; 0 where it runs on a GPU.
+    """
 
     host_s: float
     compute_s: float
@@ -35,6 +41,7 @@ class Phases:
     optimizer_s: float
     loading_s: float = 0.0
     forward_s: float = 0.0
+    optimizer_cpu_s: float = 0.0
 
     @property
     def backward_s(self) -> float:
@@ -74,14 +81,16 @@ class Drift:
     phase: str
     phase_s: float
     predicted_phase_s: float
+    slowdown: float = 1.0  # of all machines since they were profiled, counted in what is predicted
 
     def __str__(self) -> str:
         late = self.step_s / self.predicted_step_s - 1.0
+        slower = f", on machines {self.slowdown:.2f} times slower than profiled" if self.slowdown > 1 else ""
         return (
             f"a step takes {self.step_s * 1e3:.0f} ms, {late:.0%} longer than the predicted "
             f"{self.predicted_step_s * 1e3:.0f} ms: {self.phase} on rank {self.rank} ({self.device_class}) "
-            f"takes {self.phase_s * 1e3:.0f} ms, predicted {self.predicted_phase_s * 1e3:.0f} ms; plan again "
-            "if it stays so"
+            f"takes {self.phase_s * 1e3:.0f} ms, predicted {self.predicted_phase_s * 1e3:.0f} ms{slower}; "
+            "plan again if it stays so"
         )
 
 
@@ -110,6 +119,31 @@ def as_measurable(predicted: Phases, measured: Phases) -> Phases:
     return replace(predicted, host_s=predicted.host_s + predicted.loading_s, loading_s=0.0)
 
 
+def slowdown(predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]]) -> float:
+    """Return how many times slower the machines of all ranks are than when they were profiled; 1 at least.
+
+    An optimizer's work is the same in every step, whatever the model is fed. Its seconds of a core, which no
+    other process makes longer, tell how fast a rank's machine is. The least slowed rank tells of all.
+    """
+    own = [(predicted[name].optimizer_s, phases.optimizer_cpu_s) for name, phases in measured]
+    return max(1.0, min(cpu_s / planned_s if planned_s else 1.0 for planned_s, cpu_s in own))
+
+
+def slowed(
+    predicted: Mapping[str, Phases], measured: Sequence[tuple[str, Phases]], most: float
+) -> dict[str, Phases]:
+    """Return the predicted phases times what is common to all ranks in each phase, from 1 to `most` times."""
+    found = dict(predicted)
+    for field in ("host_s", "compute_s", "optimizer_s"):
+        both = [(getattr(predicted[name], field), getattr(phases, field)) for name, phases in measured]
+        common = min(taken_s / planned_s if planned_s else 1.0 for planned_s, taken_s in both)
+        times = min(max(common, 1.0), most)
+        found = {
+            name: replace(phases, **{field: times * getattr(phases, field)}) for name, phases in found.items()
+        }
+    return found
+
+
 def find_drift(
     predicted: Mapping[str, Phases],
     measured: Sequence[tuple[str, Phases]],
@@ -118,8 +152,10 @@ def find_drift(
     """Return which rank makes the step longer than predicted by more than `tolerance`, or None.
 
     `measured` is (class, median phases) by rank. A rank's own work is blamed before communication: ranks that
-    wait for a slow one are blocked, but not to blame.
+    wait for a slow one are blocked, but not to blame. What slower machines add to all ranks is no drift.
     """
+    slower = slowdown(predicted, measured)
+    predicted = slowed(predicted, measured, slower)
     step_s = statistics.median(phases.period_s for _, phases in measured)
     planned_s = max(phases.period_s for phases in predicted.values())
     if step_s <= (1.0 + tolerance) * planned_s:
@@ -141,5 +177,5 @@ def find_drift(
     planned_phase_s = getattr(planned_of[rank], f"{phase}_s")
     return Drift(
         step_s, planned_s, rank, name, _PHASE_NAMES.get(phase, phase), planned_phase_s + over_s,
-        planned_phase_s,
+        planned_phase_s, slower,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from graphs import cluster_of, mlp, profile_of
 
 from qsync.records.graph import Input
 from qsync.replayer import replay
-from qsync.replayer.explanation.phases import Phases, expected, find_drift
+from qsync.replayer.explanation.phases import Phases, expected, find_drift, slowdown
 
 PREDICTED = {"train": Phases(0.01, 0.20, 0.10, 0.02), "infer": Phases(0.01, 0.28, 0.02, 0.02)}
 
@@ -83,6 +83,51 @@ def test_what_is_expected_of_a_class_makes_up_its_step():
             )  # fmt: skip
             assert (handed_out > 0.0) == (statistics in graph.inputs)
             assert phases.blocked_s >= handed_out
+
+
+def on_machines(*times: float, cpu: float | None = None, **others: float) -> list[tuple[str, Phases]]:
+    """Return what two ranks measure on machines so many times slower, some phases as `others` say."""
+    return [
+        (
+            name,
+            replace(
+                PREDICTED[name],
+                compute_s=factor * PREDICTED[name].compute_s,
+                optimizer_s=factor * 0.02,
+                optimizer_cpu_s=(factor if cpu is None else cpu) * 0.02,
+                **others,
+            ),
+        )
+        for name, factor in zip(PREDICTED, times, strict=True)
+    ]
+
+
+def test_machines_that_are_slower_than_when_profiled_are_no_rank_s_fault():
+    slower = on_machines(1.3, 1.3)
+    assert slowdown(PREDICTED, slower) == pytest.approx(1.3) and find_drift(PREDICTED, slower) is None
+    without = [(name, replace(phases, optimizer_cpu_s=0.0)) for name, phases in slower]  # as on GPUs
+    assert slowdown(PREDICTED, without) == 1.0 and find_drift(PREDICTED, without).phase == "compute"
+    # A core shared with another process: the optimizer takes no more CPU seconds.
+    assert find_drift(PREDICTED, on_machines(1.3, 1.3, cpu=1.0)).phase == "compute"
+    # One machine: its rank is to blame, by all that the other does not share.
+    found = find_drift(PREDICTED, on_machines(1.0, 1.3))
+    assert (found.rank, found.phase, found.slowdown) == (1, "compute", 1.0)
+    found = find_drift(PREDICTED, on_machines(1.2, 1.6))
+    assert (found.rank, found.slowdown) == (1, pytest.approx(1.2))
+    assert found.predicted_phase_s == pytest.approx(1.2 * 0.28)
+    assert "on machines 1.20 times slower than profiled; plan again" in str(found)
+
+
+def test_a_slower_machine_hides_nothing_that_it_does_not_explain():
+    longer = [("train", Phases(0.01, 0.40, 0.02, 0.02, optimizer_cpu_s=0.02)) for _ in range(2)]
+    # longer sequences everywhere
+    assert find_drift({"train": PREDICTED["train"]}, longer).phase == "compute"
+    # An optimizer that was predicted too short makes nothing of compute that is as predicted on one rank.
+    misjudged = on_machines(1.0, 1.3, cpu=1.5)
+    assert slowdown(PREDICTED, misjudged) == pytest.approx(1.5)
+    assert find_drift(PREDICTED, misjudged).rank == 1
+    blocked = on_machines(1.3, 1.3, blocked_s=0.5)
+    assert find_drift(PREDICTED, blocked).phase == "communication"
 
 
 SCRIPT = """

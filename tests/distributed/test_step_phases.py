@@ -70,6 +70,23 @@ def test_a_closure_s_passes_are_compute_and_not_the_optimizer_s():
         assert phases.compute_s >= 0.01 and 0 <= phases.optimizer_s < 0.009
 
 
+def test_an_optimizer_that_waits_takes_no_cpu_seconds():
+    class Waiting(torch.optim.SGD):
+        def step(self, *_):
+            time.sleep(0.03)
+            super().step()
+
+    model = Slow()
+    optimizer, timer = Waiting(model.parameters(), lr=0.1), PhaseTimer(model, model)
+
+    def step():
+        model(BATCH).sum().backward()
+        optimizer.step()
+
+    for phases in run(timer, step):
+        assert phases.optimizer_s > 0.03 and 0.0 < phases.optimizer_cpu_s < 0.5 * phases.optimizer_s
+
+
 def test_a_second_backward_after_one_forward_counts():
     model = Slow()
     optimizer, timer = torch.optim.SGD(model.parameters(), lr=0.1), PhaseTimer(model, model)
@@ -82,7 +99,8 @@ def test_a_second_backward_after_one_forward_counts():
 
     for phases in run(timer, step):
         assert all(value >= 0 for value in phases.to_json().values())
-        assert phases.period_s == pytest.approx(sum(phases.to_json().values()) - phases.forward_s)
+        parts_s = phases.forward_s + phases.optimizer_cpu_s
+        assert phases.period_s == pytest.approx(sum(phases.to_json().values()) - parts_s)
     assert set(timer.num_calls) == {1}
 
 
