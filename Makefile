@@ -1,5 +1,6 @@
 # Two commands on a machine with Python >= 3.11, make and a C++ compiler: `make demo` and `make test`.
 # `make gpu` measures every claim about GPUs on this machine's, in GPU_ARGS="--minutes 9".
+# `make results` runs every experiment again and writes the pages of their figures: hours, made up of minutes.
 # `make docs` builds the documentation in build/docs.
 # `make demo DEMO_ARGS="--workload resnet --seeds 3"` passes options to `qsync demo`,
 # `make test TEST_ARGS="-m 'not slow'"` to pytest.
@@ -11,6 +12,7 @@ BIN := $(VENV)/bin
 TORCH := torch==2.13.0
 DEMO_ARGS ?=
 GPU_ARGS ?=
+RESULTS_ARGS ?=
 TEST_ARGS ?=
 # Two workers: a test that starts ranks uses two cores by itself.
 TEST_WORKERS ?= 2
@@ -22,7 +24,7 @@ rm -rf $(1) && mkdir -p $(1)/qsync
 ln -s $(CURDIR)/qsync/* $(1)/qsync/
 for folder in backend predictor replayer allocator experiments; do ln -s $(CURDIR)/$$folder $(1)/qsync/$$folder; done
 endef
-.PHONY: demo test gpu docs lint types format clean
+.PHONY: demo test gpu results docs lint types format clean
 
 demo: $(VENV)/installed
 	$(BIN)/qsync demo $(DEMO_ARGS)
@@ -37,6 +39,9 @@ gpu:
 		{ echo "$(PYTHON) lacks a package that qsync needs; install it, or name another: make gpu PYTHON=/path/to/python3" >&2; exit 2; }
 	$(call lay_out,build/gpu)
 	PYTHONPATH=$(CURDIR)/build/gpu $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
+
+results: $(VENV)/testable
+	$(BIN)/python -m qsync.experiments.results --publish $(RESULTS_ARGS)
 
 # Warnings are errors. Once the tools are installed, this needs no network.
 docs: $(VENV)/documentable

@@ -28,11 +28,14 @@ import typer
 from qsync.experiments.allocation.bases import GPU_BATCH, ModelOnCluster, measure, problems
 from qsync.experiments.allocation.methods import compare, targets
 from qsync.experiments.allocation.methods_report import bars, draw, summary, tables
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publish, run_command
 from qsync.experiments.harness.emulated_profiles import GLOO, NETWORK, SHARE
 from qsync.experiments.workloads.subjects import NAMES
 
 OUT = Path("allocation")
+_PAGE = Page(
+    Path("docs/results/allocation.md"), Path("docs/figures/allocation_methods.png"), marker="methods"
+)
 # Targets: parts of the way from the least step to that in FP32.
 PARTS = (0.05, 0.15, 0.3, 0.5, 0.7, 0.9)
 NOTES = (
@@ -50,6 +53,7 @@ def main(
     model: Models = None,
     seconds: Annotated[float, typer.Option(help="How long to profile each model at the most.")] = 30.0,
     seed: int = 0,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Profile, compare, print tables, write figures and a picture."""
@@ -78,7 +82,7 @@ def main(
     experiment.finish(
         figures, measured="profiles, and seconds of solvers; steps and variances are simulated",
         picture=lambda content, path: draw(content["rows"], path), tables=tables(found),
-        bars=bars(found["verdicts"]),
+        bars=bars(found["verdicts"]), page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -28,7 +28,17 @@ from qsync import Cluster, Link, OpGraph, Precision, Profile, QSyncError, Sensit
 from qsync.allocator import allocate, check_plan
 from qsync.experiments.allocation.bases import card
 from qsync.experiments.allocation.compare_methods import OUT
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, bar, run_command, table_of
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Models,
+    Out,
+    Page,
+    Publish,
+    bar,
+    run_command,
+    table_of,
+)
 from qsync.experiments.harness.emulated_profiles import HERE
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.workloads import large_models
@@ -41,6 +51,7 @@ from qsync.records.plan_folder import Basis
 
 SHEETS = ("T4", "V100", "L4", "A100")
 SEED, SLACK = 0, 0.1
+_PAGE = Page(Path("docs/results/allocation.md"), note="One thread.", marker="planning")
 # Memory is no part of this: Llama-3-70B fits on none of these devices.
 MEMORY_BYTES = 1 << 50
 LINK = Link(30e-6, 10e9, num_ranks=2)
@@ -73,6 +84,7 @@ def main(
     out: Out = OUT,
     model: Models = None,
     times: Annotated[int, typer.Option(help="Runs of each solver; the median is shown.")] = 3,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Capture what is not in the folder yet, time the solvers, print a table, write FOLDER/times."""
@@ -93,6 +105,7 @@ def main(
     experiment.finish(
         {"rows": rows}, bars=[one for row in rows for one in bars(row)], tables=[table(rows)],
         measured="seconds and memory; devices are simulated, sensitivities made up",
+        page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -25,10 +25,11 @@ from qsync import QSyncError
 from qsync.experiments.expansion.growth_report import bars, picture, summary, table
 from qsync.experiments.expansion.growth_subjects import SETTINGS, Setting, setting
 from qsync.experiments.expansion.training_runs import Method, make_plan, plan_path, run, source_path
-from qsync.experiments.harness import Experiment, Fresh, Out, run_command
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 
 # The shares of the from-scratch steps that the expanded model is given by default.
 RATIOS = (0.5, 0.3)
+_PAGE = Page(Path("docs/results/growing.md"), Path("docs/figures/expansion.png"), "One thread a run.")
 
 Task = tuple[Setting, Method, int]
 
@@ -45,6 +46,7 @@ def main(
     steps: Annotated[int | None, typer.Option(help="From scratch, and of the source.")] = None,
     processes: Annotated[int, typer.Option(help="Runs at a time, one thread each.")] = 2,
     with_plan: Annotated[bool, typer.Option("--plan/--no-plan", help="Also under a hybrid plan.")] = True,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:  # fmt: skip
     """Run what is not there yet, then write figures.json, .md and .png and print the table."""
@@ -72,7 +74,7 @@ def main(
     experiment.finish(
         figures, measured="held-out losses; CPU seconds of training steps on one thread", bars=bars(found),
         tables=[table(found)],
-        picture=lambda content, path: picture(content["rows"], path),
+        picture=lambda content, path: picture(content["rows"], path), page=_PAGE if publish else None,
     )  # fmt: skip
 
 

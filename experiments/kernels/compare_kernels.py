@@ -87,7 +87,7 @@ TERMS = (
 
 
 def main(
-    out: Out = Path("experiments/results/kernels"),
+    out: Out = Path("kernels"),
     only: Annotated[
         list[str] | None, typer.Option(help=f"A section: {', '.join(SECTIONS)}. Repeatable.")
     ] = None,

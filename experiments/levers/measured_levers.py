@@ -28,7 +28,7 @@ from qsync.allocator.levers.save_less_steps import Patterns, save_less_steps
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
-from qsync.experiments.harness import Experiment, Fresh, Out, run_command, table_of
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command, table_of
 from qsync.experiments.harness.planned_steps import PlannedSteps
 from qsync.experiments.harness.ranks import FAST, WEAK, Place, run_on_ranks
 from qsync.experiments.memory.memory_runs import loss_of, parts_of
@@ -63,6 +63,7 @@ def main(
     weak_share: Annotated[float, typer.Option(help="Share of its core that the weak rank gets.")] = 0.5,
     tight: Annotated[bool, typer.Option("--tight", help="Plans for little memory on the weak rank.")] = False,
     base: Annotated[str, typer.Option(help="Plans above it: tf32, bf16 or fp16.")] = "fp32",
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run the plans, keep what was measured, and print it as docs/results/levers.md has it."""
@@ -72,7 +73,10 @@ def main(
 
     name = "tight" if tight else " ".join(["levers", *([base] if "base" in config else [])])
     rows = experiment.piece(name, lambda: run_on_ranks(measure, config, command="levers", timeout_s=600.0))
-    experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)])
+    page = Page(
+        Path("docs/results/levers.md"), note="gloo, one thread a rank.", marker=name.replace(" ", "-")
+    )
+    experiment.finish({"emulated": True, "rows": rows}, tables=[table(rows)], page=page if publish else None)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:

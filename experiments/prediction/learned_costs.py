@@ -19,7 +19,7 @@ import typer
 from rich.table import Table
 
 from qsync import OpGraph, Precision, Profile, api, cost_learning
-from qsync.experiments.harness import Experiment, Fresh, Out, bar, run_command, table_of
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, bar, run_command, table_of
 from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.prediction.cost_baselines import Linear, Roofline
 from qsync.experiments.workloads.subjects import NAMES, subject
@@ -30,7 +30,8 @@ from qsync.predictor.cost_model.samples import Sample, samples_of
 from qsync.records.datasheets import DataSheet
 from qsync.replayer import ClassCosts
 
-OUT = Path("experiments/results/learned_costs")
+OUT = Path("learned_costs")
+_PAGE = Page(Path("docs/results/prediction.md"), note="One thread.", marker="learned")
 PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 METHODS: dict[str, Fit] = {"roofline": Roofline, "linear": Linear, "learned": CostModel}
 # Shorter operators are mostly Python and the clock: a second figure leaves them out.
@@ -42,6 +43,7 @@ def main(
     out: Out = OUT,
     num: Annotated[int, typer.Option("--samples", min=1, help="How many single operators to measure.")] = 240,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of every profile.")] = 3,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure, hold out, predict, compare."""
@@ -53,7 +55,7 @@ def main(
         sheet, measured = measure(experiment, num, rounds)
     content = evaluate({"sheet": sheet}, measured)
     bars = [bar(f"beats both baselines: {name}", beats, True) for name, beats in verdicts(content).items()]
-    experiment.finish(content, bars=bars, tables=[_table(content)])
+    experiment.finish(content, bars=bars, tables=[_table(content)], page=_PAGE if publish else None)
 
 
 def measure(experiment: Experiment, num: int, rounds: int) -> tuple[dict[str, Any], dict[str, Measured]]:

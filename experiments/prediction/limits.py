@@ -23,7 +23,7 @@ import torch
 
 import qsync
 from qsync import Cluster, DeviceClass, Link, Plan, Precision
-from qsync.experiments.harness import Bar, Experiment, Fresh, Out, bar, run_command
+from qsync.experiments.harness import Bar, Experiment, Fresh, Out, Page, Publish, bar, run_command
 from qsync.experiments.harness.pairing import measure, ratios
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.workloads.large_models import (
@@ -43,12 +43,14 @@ from qsync.replayer import ClassCosts, replay
 
 SEED = 0
 STARTS, PLANS = 10, 5
+_PAGE = Page(Path("docs/results/prediction.md"), marker="limits")
+_MEASURED = "all but the profiles of planning and replay: synthetic"
 PAIRED_STEPS = 30
 REPLAYS, CHANGES, RANKS = 20, 400, 10
 LINK = Link(1e-4, 1e9, 0.6, num_ranks=2)
 
 
-def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
+def main(out: Out = Path("limits"), publish: Publish = False, fresh: Fresh = False) -> None:
     """Measure every limit, print a table, and write the figures to the folder."""
     experiment = Experiment("limits", out, seed=SEED, fresh=fresh)
     with experiment.progress():
@@ -57,7 +59,7 @@ def main(out: Out = Path("limits"), fresh: Fresh = False) -> None:
             for part in (import_time, plan_time, large_capture, replay_time, wrapped_step)
             for one in experiment.piece(part.__name__, part)
         ]
-    experiment.finish({}, bars=bars, measured="all but the profiles of planning and replay: synthetic")
+    experiment.finish({}, bars=bars, measured=_MEASURED, page=_PAGE if publish else None)
 
 
 def import_time() -> list[Bar]:

@@ -25,7 +25,17 @@ from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
 from rich.table import Table
 
 from qsync import Cluster, OpGraph, Precision, Profile
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, bar, run_command, table_of
+from qsync.experiments.harness import (
+    Experiment,
+    Fresh,
+    Models,
+    Out,
+    Page,
+    Publish,
+    bar,
+    run_command,
+    table_of,
+)
 from qsync.experiments.harness.emulated_profiles import without_casts
 from qsync.experiments.harness.pictures import axes_of, new_figure
 from qsync.experiments.harness.ranks import BUCKET_CAP_BYTES
@@ -39,6 +49,9 @@ from qsync.replayer.explanation.comparison import Comparison, Validation, percen
 # By number of ranks, the limits of the median and of the 95th percentile of |error|.
 BARS = {1: (0.02, 0.05), 2: (0.03, 0.06)}
 METHODS = ("replay", "no casts", "no overlap", "uniform")
+_PAGE = Page(
+    Path("docs/results/prediction.md"), Path("docs/figures/predictions.png"), "One thread a rank.", "steps"
+)
 MEASURED = "steps: medians of turns, at the pace of the profile's median round"
 
 
@@ -49,6 +62,7 @@ def main(
     plans: int = 30,
     turns: int = 3,
     seed: int = 0,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Run, print the table and write figures.json, .md and .png to the folder."""
@@ -65,7 +79,7 @@ def main(
     results = [experiment.piece(f"{name}-{num}", partial(measure, name, num)) for name, num in chosen]
     experiment.finish(
         {"results": results}, measured=MEASURED, bars=[one for entry in results for one in bars(entry)],
-        picture=draw, tables=[table(results)],
+        picture=draw, tables=[table(results)], page=_PAGE if publish else None,
     )  # fmt: skip
 
 

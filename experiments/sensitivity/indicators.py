@@ -31,7 +31,7 @@ from scipy.stats import spearmanr
 import qsync
 from qsync import OpGraph, Precision, Sensitivity
 from qsync.api import calibrating
-from qsync.experiments.harness import Experiment, Fresh, Models, Out, run_command
+from qsync.experiments.harness import Experiment, Fresh, Models, Out, Page, Publish, run_command
 from qsync.experiments.sensitivity.indicator_report import picture, summary, table
 from qsync.experiments.workloads.subjects import NAMES, subject
 from qsync.experiments.workloads.workload import Workload, evaluate, train
@@ -41,6 +41,7 @@ from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.runtime import program
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
+_PAGE = Page(Path("docs/results/sensitivity.md"), Path("docs/figures/sensitivity.png"), "One thread.")
 # Times as fast as FP32, forward and backward together: the table of docs/results/kernels.md, rounded.
 RATES = {
     "conv2d": {Precision.BF16: 1.8, Precision.INT8: 1.9},
@@ -80,6 +81,7 @@ def main(
     models: Models = None,
     seeds: int = 5,
     processes: int = 1,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Judge every indicator, print tables, write the figures; beside them a picture and a table."""
@@ -103,7 +105,7 @@ def main(
     experiment.finish(
         content, measured="gradient errors and losses; step times are simulated, from FLOPs and rates",
         tables=[table(content["summary"])],
-        picture=lambda content, path: picture(content["rows"], path),
+        picture=lambda content, path: picture(content["rows"], path), page=_PAGE if publish else None,
     )  # fmt: skip
 
 

@@ -1,0 +1,81 @@
+"""The experiments behind README and docs, and the commands that run each and write its page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsync.errors import QSyncError
+from qsync.records.json_files import read_json
+
+_OUT = "OUT"  # stands for the folder of the experiment
+_HERE = "qsync.experiments."
+
+
+@dataclass(frozen=True, slots=True)
+class Rerun:
+    """How an experiment is run: module and options of each command, and about how many minutes they take.
+
+    `page` of docs/results is what the commands write.
+    """
+
+    minutes: int
+    page: str
+    commands: tuple[tuple[str, ...], ...]
+    file: str = "figures.json"
+
+    def run(self, folder: Path) -> None:
+        """Run the commands. Raises QSyncError for one that fails; what it finished stays in the folder."""
+        for module, *options in self.commands:
+            given = [option.replace(_OUT, str(folder)) for option in options]
+            code = subprocess.run([sys.executable, "-m", module, *given], check=False).returncode
+            if code != 0:
+                raise QSyncError(f"python -m {module} {' '.join(given)} ended with exit code {code}")
+
+    def found(self, folder: Path) -> Mapping[str, Any]:
+        """Return the figures in the folder; none where it has no file of them."""
+        path = folder / self.file
+        content: Mapping[str, Any] = read_json(path) if path.is_file() else {}
+        return content
+
+
+def _published(module: str, *options: str, out: str = _OUT) -> tuple[str, ...]:
+    return (_HERE + module, "--out", out, *options, "--publish")
+
+
+_DEMO = (("qsync", "demo", "--out", _OUT), (_HERE + "demo.publish", _OUT))
+# What takes least comes first: an hour shows most.
+RERUNS: Mapping[str, Rerun] = {
+    "demo": Rerun(7, "demo.md", _DEMO, "report.json"),
+    "limits": Rerun(5, "prediction.md", (_published("prediction.limits"),)),
+    "levers": Rerun(
+        15, "levers.md",
+        (_published("levers.measured_levers"),
+         _published("levers.measured_levers", "--tight", out=f"{_OUT}/tight")),
+    ),
+    "kernels": Rerun(20, "kernels.md", (_published("kernels.compare_kernels"),)),
+    "speedup": Rerun(30, "speedup.md", (_published("speedup"),)),
+    "takeover": Rerun(30, "takeover.md", (_published("takeover"),)),
+    "allocation": Rerun(
+        30, "allocation.md",
+        (_published("allocation.compare_methods"), _published("allocation.planning_times")),
+    ),
+    "learned costs": Rerun(40, "prediction.md", (_published("prediction.learned_costs"),)),
+    "elastic": Rerun(60, "elastic.md", (_published("elastic"),)),
+    "integrations": Rerun(60, "integrations.md", (_published("integrations"),)),
+    "growing": Rerun(60, "growing.md", (_published("expansion.compare_growth"),)),
+    "memory": Rerun(90, "memory.md", ((_HERE + "memory.memory_error", "--out", _OUT, "--state"),)),
+    "prediction": Rerun(120, "prediction.md", (_published("prediction.replay_error"),)),
+    "diagnosis": Rerun(150, "diagnosis.md", (_published("diagnosis", "--clean-minutes", "120"),)),
+    "accuracy": Rerun(150, "accuracy.md", (_published("accuracy"),)),
+    "unseen": Rerun(
+        240, "unseen.md",
+        (_published("unseen", "--held-out", "--peers",
+                    *(f"--part={part}" for part in ("speed", "prediction", "memory", "ranks"))),),
+    ),
+    "sensitivity": Rerun(300, "sensitivity.md", (_published("sensitivity.indicators", "--processes", "2"),)),
+}  # fmt: skip

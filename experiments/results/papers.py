@@ -1,0 +1,141 @@
+"""What papers state of their systems, beside what the experiments here found, and how the conditions differ.
+
+The systems, data and machines differ, so a row shows whether the effect is here too, not which is better.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from qsync.experiments.accuracy.report import STEPS, difference_of, fastest_uniform
+from qsync.experiments.harness import table_of
+from qsync.experiments.prediction.learned_costs import whole_steps
+from qsync.experiments.speedup.ways import QSYNC
+from qsync.predictor.cost_model.model import spread
+from qsync.replayer.explanation.comparison import percentile
+
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A figure of a paper, the experiment that has ours, and how to say it.
+
+    `ours` says it of that experiment's figures, or None where they lack it.
+    """
+
+    paper: str
+    what: str
+    theirs: str
+    experiment: str
+    ours: Callable[[Figures], str | None]
+    conditions: str
+
+
+def _replay_error(figures: Figures) -> str | None:
+    errors = [abs(error) for one in figures["results"] for error in one["errors"]["replay"]]
+    return f"median {statistics.median(errors):.1%}, 95th percentile {percentile(errors, 0.95):.1%}"
+
+
+def _accuracy_gain(figures: Figures) -> str | None:
+    """Say by how much a plan's held-out accuracy is above that of the fastest uniform choice, by task."""
+    gains = []
+    for task in figures["tasks"].values():
+        uniform = fastest_uniform(task["methods"])
+        runs = task["runs"][STEPS]
+        if uniform is None or QSYNC not in runs or uniform not in runs:
+            continue
+        pairs = [
+            (runs[QSYNC][seed]["final_accuracy"], runs[uniform][seed]["final_accuracy"])
+            for seed in runs[QSYNC]
+            if seed in runs[uniform]
+        ]
+        if pairs and None not in pairs[0]:
+            gains.append(100.0 * statistics.fmean(ours - other for ours, other in pairs))
+    return f"{min(gains):+.2f} to {max(gains):+.2f} points over {len(gains)} tasks" if gains else None
+
+
+def _loss_gain(figures: Figures) -> str | None:
+    """Say on how many tasks a plan's final loss is below, or above, that of the fastest uniform choice."""
+    pairs = [
+        difference_of(task, QSYNC, uniform)
+        for task in figures["tasks"].values()
+        if task["runs"][STEPS] and (uniform := fastest_uniform(task["methods"])) is not None
+    ]
+    if not pairs:
+        return None
+    better, worse = sum(one.below for one in pairs), sum(one.above for one in pairs)
+    return f"loss lower on {better}, higher on {worse}, else no difference, of {len(pairs)} tasks"
+
+
+def _saved(workload: str) -> Callable[[Figures], str | None]:
+    def ours(figures: Figures) -> str | None:
+        methods = figures["summary"].get(workload, {"methods": {}})["methods"].values()
+        found = next((one for one in methods if one["start"] == "expanded" and one["items"]), None)
+        if found is None:
+            return None
+        share = found["items"]
+        return f"{share['mean']:.0%} ({share['least']:.0%} to {share['most']:.0%})"
+
+    return ours
+
+
+def _of_operators(figures: Figures) -> str | None:
+    medians = [entry["learned"]["all"][0] for entry in figures["held_out_models"].values()]
+    step = spread(whole_steps(figures)["learned"])[0]
+    return f"{statistics.fmean(medians):.1%} of an operator, {step:.1%} of a step"
+
+
+_QSYNC, _LEMON = "QSync (IPDPS 2024)", "LEMON (ICLR 2024)"
+CLAIMS = (
+    Claim(
+        _QSYNC, "error of the predicted step", "< 5 %", "prediction", _replay_error,
+        "theirs: V100 and T4; ours: one and two CPU ranks, the weak one emulated, random plans of 5 models",
+    ),
+    Claim(
+        _QSYNC, "final accuracy above uniform precision", "+0.27 to +1.03 %", "accuracy", _accuracy_gain,
+        "theirs: training from scratch on ImageNet, V100 and T4; ours: small models on data that packages "
+        "ship, against the fastest uniform choice that keeps up",
+    ),
+    Claim(
+        _QSYNC, "the same, as final loss", "-", "accuracy", _loss_gain,
+        "95 % intervals of differences, paired by seed",
+    ),
+    Claim(
+        _LEMON, "compute saved, Vision Transformer", "56.7 %", "growing", _saved("vit"),
+        "theirs: ImageNet, 6 to 12 blocks, 384 to 768 wide; ours: digits, 3 to 4 blocks, 64 to 96 wide; "
+        "neither counts the source's training",
+    ),
+    Claim(
+        _LEMON, "compute saved, language model", "33.2 %", "growing", _saved("gpt"),
+        "theirs: BERT on Wikipedia, 6 to 12 blocks; ours: a byte-level GPT, 2 to 3 blocks",
+    ),
+    Claim(
+        "dPRO (MLSys 2022)", "error of the predicted step", "< 5 % in most cases", "prediction",
+        _replay_error,
+        "theirs: GPU clusters in one precision; ours: as above, in mixed precision",
+    ),
+    Claim(
+        "CDMPP (EuroSys 2024)", "error for models not seen", "14.03 %", "learned costs", _of_operators,
+        "theirs: tensor programs on GPUs, CPUs and accelerators; ours: operators of 5 models, one CPU thread",
+    ),
+    Claim(
+        "CDMPP (EuroSys 2024)", "error for devices not seen", "10.85 %", "", lambda figures: None,
+        "ours needs a profile of the device, or its data sheet; no second kind of device was at hand",
+    ),
+)  # fmt: skip
+
+
+def papers_table(found: Mapping[str, Figures]) -> Table:
+    """Return a row a claim; `-` where its experiment has no figures yet. `found` is by experiment."""
+    rows = []
+    for claim in CLAIMS:
+        figures = found.get(claim.experiment)
+        ours = claim.ours(figures) if figures else None
+        rows.append([claim.paper, claim.what, claim.theirs, ours or "-", claim.conditions])
+    return table_of("Theirs and ours", ("paper", "what", "theirs", "ours", "conditions"), rows, left=5)

@@ -1,0 +1,131 @@
+"""Every experiment again: commands that exist, pages that they write, states, and the papers' table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from rich.console import Console
+
+from qsync.errors import QSyncError
+from qsync.experiments.harness import Page
+from qsync.experiments.results import __main__ as results
+from qsync.experiments.results.commands import RERUNS, Rerun
+from qsync.experiments.results.papers import CLAIMS, papers_table
+
+PAGES = Path(__file__).parents[2] / "docs" / "results"
+COMMANDS = [(name, command) for name, rerun in RERUNS.items() for command in rerun.commands]
+
+
+@pytest.mark.parametrize(("name", "command"), COMMANDS)
+def test_every_command_takes_its_options(name, command, tmp_path):
+    module, *options = command
+    if module == "qsync":
+        app = import_module("qsync.commands.main").app
+    else:
+        found = import_module(module)
+        main = (found if hasattr(found, "main") else import_module(f"{module}.__main__")).main
+        app = typer.Typer()
+        app.command()(main)
+    given = [option.replace("OUT", str(tmp_path)) for option in options]
+    parsed = typer.main.get_command(app)
+    if module == "qsync":
+        parsed, given = parsed.commands[given[0]], given[1:]
+    parsed.make_context(name, given)  # raises for an option that is not there
+
+
+def test_every_page_of_figures_is_written_by_an_experiment():
+    written = {rerun.page for rerun in RERUNS.values()}
+    assert {page.name for page in PAGES.glob("*.md")} - {"index.md"} <= written
+    for page in PAGES.glob("*.md"):
+        assert "<!-- " in page.read_text() and ":begin -->" in page.read_text(), page
+
+
+@pytest.mark.parametrize("module", sorted({command[0] for _, command in COMMANDS}))
+def test_every_page_has_its_markers(module):
+    found = import_module(module if module != "qsync" else "qsync.experiments.results.__main__")
+    page = getattr(found, "_PAGE", None)
+    if isinstance(page, Page):
+        text = (PAGES.parents[1] / page.path).read_text()
+        assert f"<!-- {page.marker}:begin -->" in text and f"<!-- {page.marker}:end -->" in text
+
+
+CODE = """
+import pathlib, sys
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
+with (folder / "runs").open("a") as log: log.write("x")
+if (folder.parent / "fails").exists(): sys.exit(3)
+(folder / "figures.json").write_text('{"commit": "abc", "bars": [{"holds": true}, {"holds": false}]}')
+"""
+
+
+@pytest.fixture
+def reruns(tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "one_run.py").write_text(CODE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    rerun = Rerun(1, "index.md", (("one_run", "OUT"),))
+    monkeypatch.setattr(results, "RERUNS", {"one run": rerun, "other": rerun})
+    return tmp_path / "out"
+
+
+def states(out: Path) -> dict[str, str]:
+    found = json.loads((out / "figures.json").read_text())["experiments"]
+    return {name: one["state"] for name, one in found.items()}
+
+
+def test_what_is_finished_is_not_run_again_and_what_failed_is(reruns):
+    results.main(reruns, only=["one run"])
+    assert states(reruns) == {"one run": "finished", "other": "not finished"}
+    one = json.loads((reruns / "figures.json").read_text())["experiments"]["one run"]
+    assert (one["commits"], one["promises"], one["held"]) == (["abc"], 2, 1)
+    (reruns / "fails").touch()
+    with pytest.raises(QSyncError, match="other did not finish"):
+        results.main(reruns)
+    assert states(reruns)["one run"] == "finished" and "exit code 3" in states(reruns)["other"]
+    (reruns / "fails").unlink()
+    results.main(reruns)
+    assert set(states(reruns).values()) == {"finished"}
+    assert [(reruns / name / "runs").read_text() for name in ("one-run", "other")] == ["x", "xx"]
+    results.main(reruns, only=["other"], fresh=True)
+    assert (reruns / "other" / "runs").read_text() == "xxx" and set(states(reruns).values()) == {"finished"}
+    results.main(reruns, listed=True)
+    assert (reruns / "other" / "runs").read_text() == "xxx"
+
+
+def test_an_experiment_that_is_not_there_is_one_sentence(tmp_path):
+    command = [sys.executable, "-m", "qsync.experiments.results", "--out", str(tmp_path), "--only", "speeed"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "there is no experiment 'speeed'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def runs(*accuracies: float) -> dict[str, dict[str, float]]:
+    return {str(i): {"final_accuracy": one, "final_loss": 1 - one} for i, one in enumerate(accuracies)}
+
+
+def test_the_papers_table_reads_the_figures_of_their_experiments():
+    step = {"ddp": 2.0, "weak_16": 1.2, "weak_int8": 0.9, "all_int8": 0.95, "qsync": 1.0}
+    task = {
+        "methods": {name: {"step_s": seconds} for name, seconds in step.items()},
+        "runs": {"steps": {"qsync": runs(0.9, 0.92, 0.91), "weak_int8": runs(0.89, 0.911, 0.9)}},
+    }
+    growing = {"start": "expanded", "items": {"mean": 0.69, "least": 0.64, "most": 0.74}}
+    found = {
+        "prediction": {"results": [{"errors": {"replay": [0.01, -0.02, 0.03]}}]},
+        "accuracy": {"tasks": {"digits": task}},
+        "growing": {"summary": {"gpt": {"methods": {"a": growing}}}},
+    }
+    table = papers_table(found)
+    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(table)
+    text = console.export_text()
+    assert text.count("median 2.0%, 95th percentile 3.0%") == 2  # QSync's row, and dPRO's
+    assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
+    assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
+    assert {claim.experiment for claim in CLAIMS} <= {*RERUNS, ""}
