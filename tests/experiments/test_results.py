@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import typer
-from rich.console import Console
 
 from qsync.errors import QSyncError
 from qsync.experiments.harness import Page
+from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.results import __main__ as results
 from qsync.experiments.results.commands import RERUNS, Rerun
 from qsync.experiments.results.papers import CLAIMS, papers_table
@@ -122,9 +122,7 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
         "growing": {"summary": {"gpt": {"methods": {"a": growing}}}},
     }
     table = papers_table(found)
-    console = Console(width=300, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table)
-    text = console.export_text()
+    text = as_markdown(table)
     assert text.count("median 2.0%, 95th percentile 3.0%") == 2  # QSync's row, and dPRO's
     assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
     assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
