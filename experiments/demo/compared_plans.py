@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
+from qsync.experiments.speedup.ways import every_share
 from qsync.records.plan_folder import Basis
-from qsync.replayer import Timeline, replay
+from qsync.records.profiles import Profile
+from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
 
 # In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
-NAMES = ("fast_alone", "ddp", "weak_bf16", "weak_int8", "all_int8", "qsync")
+NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync")
+_ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +43,16 @@ class Planned:
 
 
 def planned_runs(
-    basis: Basis, bucket_cap_bytes: int | None = None, base: Precision = Precision.FP32
+    basis: Basis,
+    bucket_cap_bytes: int | None = None,
+    base: Precision = Precision.FP32,
+    other: Sized | None = None,
 ) -> dict[str, Planned]:
     """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32, plain or fast.
 
-    The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel.
+    The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel. `other`
+    is the model captured with another number of samples. LB-BSP takes the shares of the batch by which the
+    predicted step is least; without `other`, or where no share can change, there is no such run.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
     lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
@@ -63,25 +72,39 @@ def planned_runs(
         name: (cluster, uniform(*at, cluster, precisions, **kept))
         for name, (cluster, precisions) in uniforms.items()
     }
+    shares = list(every_share(basis, other)) if other else []
+    if len(shares) > 1:
+        found = [uniform(basis.graph, profiles, basis.cluster, {}, **kept) for profiles in shares]
+        plans["lb_bsp"] = (basis.cluster, min(found, key=lambda plan: plan.step_s or math.inf))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
     plans["qsync"] = (basis.cluster, own)
     return {
-        name: Planned(plan, cluster, replay(basis.graph, plan, basis.profiles, cluster, **cap))
-        for name, (cluster, plan) in plans.items()
+        name: Planned(plan, cluster, replay(basis.graph, plan, _priced(basis, plan, other), cluster, **cap))
+        for name, (cluster, plan) in sorted(plans.items(), key=lambda one: _ORDER.index(one[0]))
     }
 
 
 def replayed(
-    planned: Mapping[str, Planned], basis: Basis, bucket_cap_bytes: int | None = None
+    planned: Mapping[str, Planned],
+    basis: Basis,
+    bucket_cap_bytes: int | None = None,
+    other: Sized | None = None,
 ) -> dict[str, Timeline]:
     """Replay the same plans from the profile and link of the whole training."""
     return {
         name: replay(
-            basis.graph, entry.plan, basis.profiles, replace(entry.cluster, link=basis.cluster.link),
-            bucket_cap_bytes=bucket_cap_bytes,
+            basis.graph, entry.plan, _priced(basis, entry.plan, other),
+            replace(entry.cluster, link=basis.cluster.link), bucket_cap_bytes=bucket_cap_bytes,
         )
         for name, entry in planned.items()
     }  # fmt: skip
+
+
+def _priced(basis: Basis, plan: Plan, other: Sized | None) -> Mapping[str, Profile]:
+    """Return the profiles with as many samples as the plan gives each class."""
+    if plan.levers is None:
+        return basis.profiles
+    return profiles_under_levers(basis.graph, basis.profiles, basis.cluster, plan.levers, other)
 
 
 def sixteen_bit(cluster: Cluster) -> Precision:

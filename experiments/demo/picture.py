@@ -16,6 +16,7 @@ from qsync.figures.style import INK, save_png, strip_axes
 RUN_TITLES = {
     "fast_alone": "fast rank alone, {base} (the limit)",
     "ddp": "DDP, {base} everywhere",
+    "lb_bsp": "LB-BSP, {base}: samples by speed",
     "weak_bf16": "weak rank all in 16 bits",
     "weak_int8": "weak rank all in INT8",
     "weak_int8_all": "weak rank, all products in INT8",

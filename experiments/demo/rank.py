@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
@@ -37,6 +38,7 @@ from qsync.experiments.workloads.workload import Workload, evaluate, make_optimi
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_measurement
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.plan_folder import Basis, save_plan
+from qsync.replayer import Sized
 from qsync.runtime import program as runtime
 
 STEPS_A_TURN = 4
@@ -56,13 +58,14 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
         base = Precision(config["base"])
         measuring = Measuring(workload, place, show, config["rounds"], base)
         basis = measuring.basis()
-        planned = planned_runs(basis, BUCKET_CAP_BYTES, base)
+        planned = planned_runs(basis, BUCKET_CAP_BYTES, base, measuring.smaller)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
         results = [_train(workload, planned, measuring, seed, steps) for seed in seeds]
         basis = measuring.basis()
     if rank == 0:
         shares = {WEAK: config["weak_share"]} if basis.cluster[WEAK].emulated_share else {}
-        content = report.assemble(basis, planned, replayed(planned, basis, BUCKET_CAP_BYTES), results, {
+        again = replayed(planned, basis, BUCKET_CAP_BYTES, measuring.smaller)
+        content = report.assemble(basis, planned, again, results, {
             "workload": workload.name, "base": str(base), "description": workload.description, "steps": steps,
             "seeds": config["seeds"], "seed": config["seed"], "machine": machine(), "commit": commit(),
             "qsync": qsync.__version__,
@@ -91,6 +94,13 @@ class Measuring:
         self._rank = job.detect_rank(self._model, place.measured_share(), name)
         self._own = self._rank.device_class
         self._graph = job.form_graph(job.TrainingStep(self._model, self._batch, self._loss_fn))
+        self.smaller: Sized | None = None
+        if (half := len(inputs) // 2) > 0:
+            torch._dynamo.reset()
+            part = tuple(tensor[:half] for tensor in self._batch)
+            step = job.TrainingStep(self._model, part, self._loss_fn)
+            self.smaller = Sized(job.form_graph(step), {})
+            torch._dynamo.reset()
         on_cpu = place.device.type == "cpu"
         profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
         precisions = [

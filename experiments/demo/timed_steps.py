@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import qsync
 from qsync import Plan
 from qsync.distributed.data_parallel import in_ddp
 from qsync.experiments.harness.measured_memory import state_bytes, step_peak_bytes
 from qsync.experiments.harness.pairing import synchronize
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
-from qsync.experiments.workloads.workload import Workload, make_optimizer
+from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
 from qsync.runtime import program as runtime
 
 
@@ -38,6 +39,7 @@ class Runner:
     seed: int
     rank: int
     device: torch.device
+    samples: int | None = None  # of this rank, where ranks divide the batch of all by speed
     optimizer: torch.optim.Optimizer = field(init=False)
     step: int = 0
     periods_s: list[float] = field(default_factory=list)
@@ -51,6 +53,8 @@ class Runner:
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._mark)  # type: ignore[no-untyped-call]
+        if self.samples is not None:
+            qsync.weigh_gradients(self.trained, self.samples)
 
     def _mark(self, _: torch.Tensor) -> None:
         self._last_gradient = time.perf_counter()
@@ -60,7 +64,7 @@ class Runner:
         reduced: float | None = None
         reduced_cpu = 0.0
         for _ in range(num_steps):
-            inputs, targets = self.workload.batch(self.seed, self.step, self.rank)
+            inputs, targets = self._batch()
             loss = self.workload.loss_fn(self.trained(inputs.to(self.device)), targets.to(self.device))
             loss.backward()  # type: ignore[no-untyped-call]
             synchronize(self.device)
@@ -74,6 +78,18 @@ class Runner:
             self.optimizer.zero_grad(set_to_none=True)
             self.losses.append(float(loss.detach()))
             self.step += 1
+
+    def _batch(self) -> Batch:
+        """Return this rank's part of what all ranks see in a step: its own batch, or so many samples of it.
+
+        The first rank has the first samples.
+        """
+        if self.samples is None:
+            return self.workload.batch(self.seed, self.step, self.rank)
+        own = [self.workload.batch(self.seed, self.step, rank) for rank in range(dist.get_world_size())]
+        inputs, targets = (torch.cat(parts) for parts in zip(*own, strict=True))
+        part = slice(None, self.samples) if self.rank == 0 else slice(len(inputs) - self.samples, None)
+        return inputs[part], targets[part]
 
     def warm_up(self) -> None:
         """Take two steps and undo them: put weights and buffers back, drop optimizer state and samples."""
@@ -124,4 +140,5 @@ def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, see
     device_class = ALONE if alone else FAST if rank == 0 else WEAK
     runtime.attach(model, runtime.following(plan[device_class].assignment), plan.check_graph)
     trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
-    return Runner(name, model, trained, workload, seed, rank, place.device)
+    samples = plan.levers[device_class].samples if plan.levers else None
+    return Runner(name, model, trained, workload, seed, rank, place.device, samples)

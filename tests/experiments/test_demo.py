@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from graphs import cluster_of, encoder, profile_of, sensitivity_of
+from graphs import cluster_of, encoder, mlp, profile_of, sensitivity_of
 
 from qsync.allocator import check_plan, explain
 from qsync.errors import QSyncError
 from qsync.experiments.demo import publish
-from qsync.experiments.demo.compared_plans import NAMES, planned_runs
+from qsync.experiments.demo.compared_plans import NAMES, planned_runs, replayed
 from qsync.experiments.demo.launch import run_demo
 from qsync.experiments.demo.picture import run_title
 from qsync.experiments.demo.report import heldout_difference, table
@@ -21,6 +21,7 @@ from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
+from qsync.replayer import Sized
 
 WEAK_SHARE = 0.35
 BELOW_FP32 = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
@@ -76,7 +77,7 @@ def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(dem
     assert all("memory" not in violation for violation in certificate.violations)
     runs = content["runs"]
     assert runs["qsync"]["low_precision_flop_fraction"] <= runs["weak_bf16"]["low_precision_flop_fraction"]
-    assert runs["fast_alone"]["added_variance"] == runs["ddp"]["added_variance"] == 0.0
+    assert all(runs[name]["added_variance"] == 0.0 for name in ("fast_alone", "ddp", "lb_bsp"))
     assert runs["all_int8"]["added_variance"] > runs["weak_int8"]["added_variance"] > 0.0
 
 
@@ -201,6 +202,21 @@ def test_a_demo_is_published_whole_or_not_at_all(tmp_path, monkeypatch):
     assert "training_losses" not in (tmp_path / publish.FIGURES).read_text()
 
 
+def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
+    graph, other = (mlp(4, width=64, rows=rows) for rows in (16, 8))
+    speeds = ((ALONE, 1.0), (FAST, 1.0), (WEAK, 2.0))
+    profiles = {name: profile_of(graph, name, slow=slow) for name, slow in speeds}
+    basis = Basis(graph, cluster_of({FAST: 1, WEAK: 1}), profiles, sensitivity_of(graph))
+    planned = planned_runs(basis, other=Sized(other, {}))
+    assert tuple(planned) == NAMES
+    plan = planned["lb_bsp"].plan
+    samples = [plan.levers[name].samples for name in (FAST, WEAK)]
+    assert sum(samples) == 32 and samples[0] > samples[1] and plan.added_variance == 0.0
+    assert planned["lb_bsp"].timeline.step_s < 0.9 * planned["ddp"].timeline.step_s
+    again = replayed(planned, basis, other=Sized(other, {}))
+    assert again["lb_bsp"].step_s == pytest.approx(planned["lb_bsp"].timeline.step_s)
+
+
 def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():
     graph = encoder(1)
     profiles = {
@@ -209,7 +225,8 @@ def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():
     }
     cluster = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
     planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)), base=Precision.BF16)
-    assert tuple(planned) == tuple("weak_int8_all" if name == "weak_bf16" else name for name in NAMES)
+    names = [name for name in NAMES if name != "lb_bsp"]  # no second capture, no shares
+    assert tuple(planned) == tuple("weak_int8_all" if name == "weak_bf16" else name for name in names)
     assert Precision.INT8_ALL in planned["weak_int8_all"].plan[WEAK].assignment.values()
     assert {entry.plan.base for entry in planned.values()} == {Precision.BF16}
     assert all(run_title(name, "bf16") != name for name in planned)
