@@ -44,6 +44,7 @@ def assemble(
         periods = [period for result in measured for period in result["periods_s"]]
         losses = [result["heldout_loss"] for result in measured]
         runs[name] = {
+            "title": picture.run_title(name, header["base"]),
             "measured_step_s": statistics.median(periods) if periods else None,
             "measured_step_quartiles_s": statistics.quantiles(periods, n=4) if len(periods) > 1 else None,
             **entry.summary(basis.graph, again[name]),

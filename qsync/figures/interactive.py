@@ -181,7 +181,7 @@ def steps_of_runs(runs: Mapping[str, Mapping[str, Any]]) -> Figure:
     bars = (("measured", "measured_step_s"), ("predicted before training", "planned_step_s"))
     for (label, key), colour in zip(bars, SERIES_COLOURS, strict=False):
         figure.add_bar(
-            orientation="h", name=label, y=[name.replace("_", " ") for name in runs],
+            orientation="h", name=label, y=[run.get("title", name) for name, run in runs.items()],
             marker={"color": colour},
             x=[1e3 * run[key] if run.get(key) else None for run in runs.values()],
             hovertemplate="%{y}: %{x:.1f} ms",
