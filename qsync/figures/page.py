@@ -73,7 +73,7 @@ class Measured:
         """Return what the demo measured: `content` is its report.json; losses are means over seeds."""
         runs = content.get("runs", {})
         curves = {
-            name: list(enumerate(map(fmean, zip(*run["training_losses"], strict=True))))
+            run.get("title", name): list(enumerate(map(fmean, zip(*run["training_losses"], strict=True))))
             for name, run in runs.items() if run.get("training_losses")
         }  # fmt: skip
         return cls(runs, losses={"Training losses": ("step", curves)} if curves else {})
