@@ -25,8 +25,9 @@ from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile, Sensitivity
-from qsync.runtime import program as runtime
+from qsync.runtime import planned_forward
 from qsync.runtime.activation_recomputation import recompute
+from qsync.runtime.program import Program
 from qsync.runtime.wrapping import Wrapping, wrapped_module
 from qsync.tracing.replaced_forward import running_plain
 from qsync.tracing.tracer import MOST_TRACES, call_arguments, capture, check_batch, undisturbed
@@ -113,7 +114,7 @@ def profile(
 
 @contextmanager
 def naming_operators(
-    program: runtime.Program, loss: Callable[[], torch.Tensor], trained: Sequence[torch.nn.Parameter]
+    program: Program, loss: Callable[[], torch.Tensor], trained: Sequence[torch.nn.Parameter]
 ) -> Iterator[None]:
     """Raise a CalibrationError from inside as one that names the operator that met NaN or Inf, if any did."""
     try:
@@ -346,7 +347,7 @@ def _take_over(model: torch.nn.Module, asked: Wrapping) -> torch.nn.Module:
     module = wrapped_module(model)
     asked.check(module)
     recompute(module, asked.recomputed)
-    runtime.take_over(module, asked)
+    planned_forward.take_over(module, asked)
     return model
 
 
@@ -367,9 +368,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         >>> torch.export.export(qsync.unwrap(copy.deepcopy(model)), (x,))
     """
     module = wrapped_module(model)
-    runtime.program_of(module)
+    planned_forward.program_of(module)
     recompute(module, ())
-    runtime.detach(module)
+    planned_forward.detach(module)
     return module if isinstance(model, DistributedDataParallel) else model
 
 
@@ -391,16 +392,16 @@ def trace_step(model: torch.nn.Module, batch: Any, loss_fn: LossFunction | None)
 
 
 @contextmanager
-def running(model: torch.nn.Module, compile: bool = False) -> Iterator[runtime.Program]:
+def running(model: torch.nn.Module, compile: bool = False) -> Iterator[Program]:
     """Let a model run through a program, to be measured; afterwards it is as before."""
-    before = runtime.programs.get(model)
+    before = planned_forward.programs.get(model)
     with undisturbed(model), running_plain(model):
         try:
-            yield runtime.attach(model, lambda graph: {}, compile_islands=compile)
+            yield planned_forward.attach(model, lambda graph: {}, compile_islands=compile)
         finally:
-            runtime.detach(model)
+            planned_forward.detach(model)
             if before is not None:
-                runtime.programs[model] = before
+                planned_forward.programs[model] = before
 
 
 def trained_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -20,9 +20,9 @@ pytest_plugins = ["compiled_and_plain"]
 @pytest.fixture(autouse=True)
 def _said_anew() -> None:
     """Let every test hear what a process says once."""
-    for module, name in (("qsync.runtime.coverage", "say_once"), ("qsync.runtime.program", "_say_once")):
+    for module in ("qsync.runtime.coverage", "qsync.runtime.choosers"):
         if module in sys.modules:
-            getattr(sys.modules[module], name).cache_clear()
+            sys.modules[module].say_once.cache_clear()
 
 
 @pytest.hookimpl(tryfirst=True)

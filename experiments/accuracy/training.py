@@ -28,7 +28,7 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.ranks import Place
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make_optimizer
 from qsync.records.json_files import write_bytes
-from qsync.runtime import program
+from qsync.runtime import choosers, planned_forward
 
 _HELDOUT_BATCHES, _CURVE_POINTS, _WARM_UP = 24, 16, 0.05
 _SMOOTHED = 20  # steps whose training loss is averaged
@@ -117,7 +117,7 @@ class Training:
     def lowered(self, model: nn.Module, name: str) -> nn.Module:
         """Let a model run in the precisions of a class."""
         chosen = {op: Precision(p) for op, p in self.method["assignments"][name].items()}
-        program.attach(model, program.following(chosen))
+        planned_forward.attach(model, choosers.following(chosen))
         return model
 
     def part(

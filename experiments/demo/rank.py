@@ -39,7 +39,7 @@ from qsync.predictor.profiling.link_benchmark import LinkMeasurement, median_mea
 from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.replayer import Sized
-from qsync.runtime import program as runtime
+from qsync.runtime import planned_forward
 
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
@@ -121,7 +121,7 @@ class Measuring:
 
     def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
         model = workload.make_model(0).to(self.place.device)
-        program = runtime.attach(model, lambda graph: {})
+        program = planned_forward.attach(model, lambda graph: {})
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
             ddp_profiling.job_clock(self.place.device, self._own.emulated_share),
@@ -185,7 +185,9 @@ def _train(
     if dist.get_rank() == 0:
         for name, runner in runners.items():
             assert runner is not None
-            runtime.detach(runner.model)  # in FP32 for every run: what was learned, not how it is served
+            planned_forward.detach(
+                runner.model
+            )  # in FP32 for every run: what was learned, not how it is served
             loss = evaluate(runner.model, workload, place.device, HELDOUT_BATCHES)
             results[name]["heldout_loss"] = loss
     dist.barrier()

@@ -20,7 +20,7 @@ from qsync.experiments.harness.measured_memory import state_bytes, step_peak_byt
 from qsync.experiments.harness.pairing import synchronize
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
-from qsync.runtime import program as runtime
+from qsync.runtime import choosers, planned_forward
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ def attached_runner(name: str, plan: Plan, workload: Workload, place: Place, see
         return None
     model = workload.make_model(seed).to(place.device)
     device_class = ALONE if alone else FAST if rank == 0 else WEAK
-    runtime.attach(model, runtime.following(plan[device_class].assignment), plan.check_graph)
+    planned_forward.attach(model, choosers.following(plan[device_class].assignment), plan.check_graph)
     trained = model if alone else in_ddp(model, BUCKET_CAP_MB)
     samples = plan.levers[device_class].samples if plan.levers else None
     return Runner(name, model, trained, workload, seed, rank, place.device, samples)

@@ -42,7 +42,7 @@ from qsync.predictor.memory import peak
 from qsync.progress import shown_on_rank_zero
 from qsync.records.precision import PRECISIONS_BY_KIND
 from qsync.records.save_less import can_save_less
-from qsync.runtime import program
+from qsync.runtime import choosers, planned_forward
 
 SEED = 0
 DROPPING = "bert-dropout"  # Hugging Face's, with a mask, and dropout in attention as elsewhere
@@ -80,7 +80,7 @@ class Trained:
         bucket_cap_mb: float | None = None,
     ) -> None:
         self.model, self.batch, self.loss_fn = model.train(), batch, loss_fn
-        self.program = program.attach(model, lambda graph: {})
+        self.program = planned_forward.attach(model, lambda graph: {})
         self.ddp = in_ddp(model, bucket_cap_mb)
         self.optimizer = make_optimizer(1e-3)(list(model.parameters()))
         self._chosen = Choice({})
@@ -137,7 +137,7 @@ class Trained:
 
     def _choose(self, choice: Choice, observer: Any) -> None:
         self._chosen = choice
-        self.program.choose(program.following(choice.assignment), observer, lambda graph: choice.saving_less)
+        self.program.choose(choosers.following(choice.assignment), observer, lambda graph: choice.saving_less)
 
     def _throughout(self) -> int:
         """Return the bytes that stay between steps; the gradients are DDP's buckets."""

@@ -38,7 +38,7 @@ from qsync.experiments.workloads.workload import Workload, evaluate, train
 from qsync.predictor.sensitivity.empirical import errors_by_batch, gradient_errors
 from qsync.predictor.sensitivity.registry import INDICATORS
 from qsync.records.precision import PRECISIONS_BY_KIND
-from qsync.runtime import program
+from qsync.runtime import choosers, planned_forward
 
 PRECISIONS = (Precision.BF16, Precision.INT8)
 _PAGE = Page(Path("docs/results/sensitivity.md"), Path("docs/figures/sensitivity.png"), "One thread.")
@@ -256,9 +256,9 @@ def heldout(
         key = tuple(sorted((op, p) for op, p in plan.items() if p is not Precision.FP32))
         if key not in done:
             trained = copy.deepcopy(model)
-            program.attach(trained, program.following(plan))
+            planned_forward.attach(trained, choosers.following(plan))
             train(trained, workload, seed, steps)
-            program.detach(trained)
+            planned_forward.detach(trained)
             done[key] = evaluate(trained, workload, num_batches=4)
         losses[name] = done[key]
     return losses

@@ -36,7 +36,8 @@ from qsync.experiments.kernels.whole_steps import least_times, peer_step, traini
 from qsync.experiments.memory.memory_error import alone
 from qsync.experiments.memory.memory_runs import Choice, Trained
 from qsync.experiments.workloads.families import Batch, family_named
-from qsync.runtime import coverage, program
+from qsync.runtime import choosers, coverage, planned_forward
+from qsync.runtime.program import Program
 
 FP32, AUTOCAST, MODES = "fp32", "autocast", ("fp32_fast", "bf16", "int8", "int8_all")
 _PROFILE_S, _TINY_PROFILE_S = 30.0, 1.0  # of steps, for a profile
@@ -119,13 +120,13 @@ def speeds(
             of: {"seconds": found.seconds, "least_s": least.get(of), "peak_bytes": peaks_of[of]}
             for of, found in samples.items()
         },
-        "coverage": {mode: _coverage(program.program_of(wrapped[mode]), mode) for mode in ran},
-        "segments": program.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
+        "coverage": {mode: _coverage(planned_forward.program_of(wrapped[mode]), mode) for mode in ran},
+        "segments": planned_forward.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
         "unavailable": case.unavailable,
     }  # fmt: skip
 
 
-def _coverage(ran: program.Program, mode: str) -> dict[str, Any]:
+def _coverage(ran: Program, mode: str) -> dict[str, Any]:
     """Return the part of the FLOPs in each precision, and why products do not run in the mode."""
     flops: Counter[str] = Counter()
     found = coverage.products(ran.lowered, Precision(mode), ran.why_not)
@@ -169,7 +170,7 @@ def planned(
     """Time a plan in turns with FP32 eager; return the seconds of both, and the plan's over FP32's."""
     model, batches = _begin(name, tiny, device)
     lowered = copy.deepcopy(model)
-    program.attach(lowered, program.following({op: Precision(p) for op, p in assignment.items()}))
+    planned_forward.attach(lowered, choosers.following({op: Precision(p) for op, p in assignment.items()}))
     steps = {"fp32": training_step(model, batches[:1]), "plan": training_step(lowered, batches[:1])}
     found: dict[str, Samples] = measure(steps, rounds, torch.device(device))
     return {
@@ -219,7 +220,7 @@ def memory(
         trained = Trained(_OfBatch(model), (batches[0], None), lambda loss, _: loss)
         found = {}
         for mode in (FP32, *modes):
-            trained.program.choose(program.uniform(Precision(mode), select(device)), strict=False)
+            trained.program.choose(choosers.uniform(Precision(mode), select(device)), strict=False)
             trained.step()
             found[mode] = trained.measure(Choice(trained.program.assignment()))
     return found

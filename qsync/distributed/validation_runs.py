@@ -36,7 +36,7 @@ from qsync.records.profiles import Sensitivity
 from qsync.replayer.explanation import phases
 from qsync.replayer.explanation.comparison import kind_of
 from qsync.replayer.explanation.phases import Phases
-from qsync.runtime import program
+from qsync.runtime import choosers, planned_forward
 
 Assignment = Mapping[str, Precision]
 _NUM_WARM_UP_STEPS = 1  # of a plan in one turn: the first step after another assignment does not count
@@ -60,7 +60,7 @@ class PlanRunner:
     def __init__(self, step: job.TrainingStep, rank: job.Rank, options: ProfileOptions) -> None:
         self._rank, self._progress = rank, options.progress
         self._batches = iter(options.loader) if options.loader is not None else None
-        self._program = program.attach(step.model, lambda graph: {}, compile_islands=options.compile)
+        self._program = planned_forward.attach(step.model, lambda graph: {}, compile_islands=options.compile)
         self._profiler = DdpProfiler(self._program, step, rank, options)
         self._model = self._profiler.model
         if job.world_size() > 1 and not self._profiler.in_ddp:
@@ -120,7 +120,7 @@ class PlanRunner:
 
     def _run(self, k: int, assignment: Assignment, num_steps: int) -> None:
         """Take steps of one plan as they are, and then one with timing hooks on its nodes."""
-        self._program.choose(program.following(assignment))
+        self._program.choose(choosers.following(assignment))
         if dist.is_initialized():
             dist.barrier()
         self._timer.restart()
@@ -137,7 +137,7 @@ class PlanRunner:
         if self._rank.device.type == "cuda":  # the host's CPU time says nothing of the GPU's
             busy_s = found.compute_s
         ended_at_s = time.perf_counter()
-        self._program.choose(program.following(assignment), self._node_timer)
+        self._program.choose(choosers.following(assignment), self._node_timer)
         self._timed_nodes()  # the first after a change of the graph
         self._runs.append(_Run(k, found, busy_s, ended_at_s, *self._timed_nodes()))
 

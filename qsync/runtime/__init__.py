@@ -1,6 +1,8 @@
 """Running a model under a plan: the FX pass and the program that executes it.
 
-`program`                   what runs in a model's place: PlannedForward, and the program behind it
+`planned_forward`           a model's forward, replaced so that it runs through its program
+`program`                   what runs in a model's place: its traced graphs, rewritten as a plan says
+`choosers`                  functions from a graph to the precision of each operator
 `wrapping`                  what `wrap` was asked for, remembered for copies of the model
 `sharded_blocks`            the part of a plan that a block runs which FSDP2 shards
 `rewriting`                 the FX pass: one call per node of the lowered graph

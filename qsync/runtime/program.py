@@ -1,46 +1,32 @@
-"""Run a model as a plan says: the backend that torch.compile calls, and the program of each model.
+"""What runs in a model's place: its traced graphs, rewritten as a plan says.
 
-`attach` makes the model run through qsync in place: its forward is replaced on the instance (PlannedForward),
-class and state_dict keys stay, and a copy runs under the plan too. The program holds each traced graph as a
-Segment, so that another assignment rewrites the segments without tracing again.
+A Program is the backend that torch.compile calls. It holds each traced graph as a Segment, so that another
+assignment rewrites the segments without tracing again. `planned_forward` makes a model run through one.
 """
 
 from __future__ import annotations
 
-import itertools
-import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch.fx
-from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._higher_order_ops.utils import setup_compilation_env
-from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
-from torch._subclasses.fake_tensor import FakeTensor
 
 from qsync import backend
 from qsync.backend.custom_operators import OpaqueKernels
 from qsync.backend.device_detection import device_of
-from qsync.backend.kernel_timing import apart
-from qsync.errors import MismatchError, QSyncError, TracingError, UnsupportedError
+from qsync.errors import QSyncError, TracingError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.records.base import base_of, base_on, bases_of
 from qsync.records.graph import OpGraph
-from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
-from qsync.records.levers import is_in_module
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.records.save_less import ops_that_save_less
-from qsync.runtime.coverage import listed
+from qsync.records.precision import Precision
+from qsync.runtime.choosers import Chooser, SavingChooser, candidates, saving, say_once, unsupported
 from qsync.runtime.operator_timing import fastest_precisions
 from qsync.runtime.python_stack import with_room
-from qsync.runtime.rewriting import Observer, needs_kernel, rewrite
+from qsync.runtime.rewriting import Observer, rewrite
 from qsync.runtime.weight_cache import (
     WeightCopy,
     check_copies,
@@ -50,13 +36,9 @@ from qsync.runtime.weight_cache import (
 )
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import (
-    ReplacedForward,
-    compile_forward,
-    replace_forward,
-    restore_forward,
     untraced,
 )
-from qsync.tracing.segments import Segment, join, name_from_model, read_segment, repeat_prefix
+from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
 from qsync.tracing.tracer import (
     autocast_type,
     cannot_trace,
@@ -70,14 +52,11 @@ from qsync.tracing.tracer import (
     without_autocast,
 )
 
-# Where the lowered form of a graph in the graph of an outer torch.compile is kept.
-_LOWERED = "qsync_lowered"
-_numbers = itertools.count()
 _MANY_TRACES = 32  # of one model: torch traces lengths that its code does not depend on once
-# Given a graph (of one segment), the precision of each of its adjustable operators.
-Chooser = Callable[[OpGraph], Mapping[str, Precision]]
-# Given a graph, its operators that save less for backward.
-SavingChooser = Callable[[OpGraph], Collection[str]]
+# What torch.compile makes of nn.MultiheadAttention and of layers with it, unless qsync sets the tracer up.
+_WHOLE_ATTENTION = {
+    "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
+}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -256,11 +235,9 @@ class Program:
         segment = read_segment(module, inputs, names)
         called = {call_name(node): node for node in segment.module.graph.nodes}
         if segment.nested:
-            raise _not_exported(name, "it computes activations again in backward")
+            raise not_exported(name, "it computes activations again in backward")
         if whole := called.keys() & _WHOLE_ATTENTION:
-            raise _not_exported(
-                name, f"torch.compile takes {min(whole)} for one call (torch.export does not)"
-            )
+            raise not_exported(name, f"torch.compile takes {min(whole)} for one call (torch.export does not)")
         graph = join([segment], name)
         if not graph.adjustable:
             raise nothing_to_lower(self.model, graph_breaks(), graph.ops)
@@ -319,7 +296,7 @@ class Program:
         self._num_reported = len(self._entries)
         num_traces = self._num_reported // max(len(self._ran), 1)
         if num_traces >= _MANY_TRACES:
-            _say_once(
+            say_once(
                 f"{type(self._model()).__name__} was traced {_MANY_TRACES} times, anew for shapes not seen "
                 "before; it runs as planned at each, but a trace takes seconds and its memory stays: pad "
                 "batches to a few lengths"
@@ -365,256 +342,6 @@ class Program:
         return lowered, slower
 
 
-programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
-
-
-_WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
-# What torch.compile makes of nn.MultiheadAttention and of layers with it, unless qsync sets the tracer up.
-_WHOLE_ATTENTION = {
-    "multi_head_attention_forward", "_native_multi_head_attention", "_transformer_encoder_layer_fwd",
-}  # fmt: skip
-
-
-def _not_exported(name: str, why: str) -> UnsupportedError:
+def not_exported(name: str, why: str) -> UnsupportedError:
+    """Return the error of a model that cannot be exported as it runs."""
     return UnsupportedError(f"{name} cannot be exported: {why}; call qsync.unwrap(model) first")
-
-
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
-def _is_one_graph() -> bool:
-    """Return whether the torch.compile that traces now may not break its graph."""
-    tracer = InstructionTranslator.current_tx()
-    return bool(tracer.one_graph or tracer.error_on_graph_break)
-
-
-class PlannedForward(ReplacedForward):
-    """The forward of a model that runs through a program.
-
-    `make(model)` makes the program: at once for the model itself, at the first call for a copy (deepcopy,
-    pickle), and anew when the model has moved to another device.
-    """
-
-    def __init__(self, module: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> None:
-        super().__init__(module)
-        self.make = make
-        self._compiled: Callable[..., Any] | None = None
-        self._kind: type | None = None  # of the module; fully_shard gives it another
-        self._set_lowering()
-
-    def _set_lowering(self) -> None:
-        """Set the function that lowers the graph in an outer torch.compile, which calls it by this name."""
-
-        def lowering(traced: torch.fx.GraphModule) -> Callable[..., Any]:
-            lowered: torch.fx.GraphModule = apart(partial(self._lowered, traced))
-            return lowered.forward
-
-        self._lowering = lowering
-        self._number = str(next(_numbers))  # one graph of an outer torch.compile serves one plan
-
-    def _lowered(self, traced: torch.fx.GraphModule) -> Any:
-        if _LOWERED not in traced.meta:
-            values = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
-            fake = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-            tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-            names = {id(fake.from_tensor(tensor)): name for name, tensor in tensors}
-            name_from_model(traced, names)
-            traced.meta[_LOWERED] = self.program().exported(traced, values, names)
-        return traced.meta[_LOWERED]
-
-    def program(self) -> Program:
-        """Return the program, made where there is none yet for the model's device."""
-        program = programs.get(self.module)
-        if self._kind is not type(self.module):
-            self._kind, self._compiled = type(self.module), None
-            self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)
-        if self._compiled is None or program is None or program.device != device_of(self.module):
-            program = programs[self.module] = self.make(self.module)
-            self._compiled = compile_forward(self.module, program.compile)
-        return program
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model once."""
-        if torch.compiler.is_compiling():
-            if not torch.compiler.is_dynamo_compiling():
-                return self._export(*args, **kwargs)
-            if self._number and _is_one_graph():
-                module, own = self.module, self.own
-
-                def plain(*args: Any, **kwargs: Any) -> Any:
-                    return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
-
-                return dynamo_bypassing_wrapper(self._lowering, plain, *args, **kwargs)
-        elif torch._C._get_tracing_state() is not None:
-            raise _not_exported(type(self.module).__name__, "torch.jit traces no kernels of qsync's")
-        return self._call(*args, **kwargs)
-
-    def _export(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model as torch.export traces it, not strictly: on tensors without numbers."""
-        program = self.program()
-
-        def lowered(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-            names = tensor_names(self.module)
-            run: Callable[..., Any] = traced(apart(partial(program.exported, module, inputs, names)), inputs)
-            return run
-
-        with dynamo_settings(), without_autocast(program.device), setup_compilation_env() as traced:
-            try:
-                return compile_forward(self.module, lowered, fullgraph=True)(*args, **kwargs)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
-                raise error.inner_exception from None
-            except torch._dynamo.exc.TorchDynamoException as error:
-                raise cannot_trace(self.module, error) from error
-
-    # An outer compile breaks its graph here instead of tracing through.
-    @untraced(_WHY_UNTRACED, recursive=False)
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        program = self.program()
-        assert self._compiled is not None
-        return program.call(self._compiled, *args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
-        copied = PlannedForward.__new__(PlannedForward)
-        memo[id(self)] = copied
-        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
-        return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "own": self.own, "make": self.make}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _compiled=None, _kind=None)
-        self._set_lowering()
-
-
-def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:
-    """Make a model run through the program that `make` makes for it, in place."""
-    forward = PlannedForward(model, make)
-    programs.pop(model, None)
-    program = forward.program()
-    replace_forward(model, forward)
-    return program
-
-
-def attach(
-    model: torch.nn.Module,
-    choose: Chooser,
-    check: Callable[[OpGraph], None] | None = None,
-    saving_less: SavingChooser | None = None,
-    compile_islands: bool = False,
-) -> Program:
-    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
-
-    The operators that `saving_less` names save less for backward; without it none does.
-    """
-    return take_over(
-        model,
-        partial(
-            Program, choose=choose, check=check, saving_less=saving_less, compile_islands=compile_islands
-        ),
-    )
-
-
-def detach(model: torch.nn.Module) -> None:
-    """Make `model` run as torch would run it."""
-    programs.pop(model, None)
-    restore_forward(model)
-
-
-def program_of(model: torch.nn.Module) -> Program:
-    """Return the program of a wrapped model; raise MismatchError if it was not wrapped."""
-    if model not in programs:
-        raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
-    return programs[model]
-
-
-def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
-    """Choose what a base gives every operator: the base where torch.autocast lowers it, FP32 elsewhere."""
-    own = base_on(base, bases_of(kernels.device.type, kernels.precisions()))
-
-    def choose(graph: OpGraph) -> dict[str, Precision]:
-        chosen = {op.name: base_of(op, own) for op in graph.adjustable}
-        return {op: p for op, p in chosen.items() if op not in unsupported(graph, p, kernels)}
-
-    return choose
-
-
-def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
-    """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
-
-    With `kernels` (of the device) an operator whose kind lacks it, or that none of them serves in it, runs in
-    the next precision up. Where a kernel is missing a warning says so, once for each reason.
-    """
-
-    def choose(graph: OpGraph) -> dict[str, Precision]:
-        if kernels is None:
-            return {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
-        wanted = dict.fromkeys((op.name for op in graph.adjustable), precision)
-        chosen = {op: up[0] for op, up in candidates(graph, wanted, kernels).items()}
-        moved: dict[tuple[str, Precision, str], list[str]] = {}
-        missing = unsupported(graph, precision, kernels)
-        for op in graph.adjustable:
-            if op.name in missing:
-                moved.setdefault((op.kind, chosen[op.name], missing[op.name]), []).append(op.name)
-        for (kind, instead, reason), names in moved.items():
-            _say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
-        return chosen
-
-    return choose
-
-
-def candidates(
-    graph: OpGraph, wanted: Mapping[str, Precision], kernels: backend.Kernels
-) -> dict[str, list[Precision]]:
-    """Return the precisions from the wanted one up that this device serves each operator in, in order."""
-    half = kernels.sixteen_bit
-    up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
-    missing = {precision: unsupported(graph, precision, kernels) for precision in up}
-    return {
-        op.name: supported_up(op.kind, wanted[op.name], [p for p in up if op.name in missing[p]], half)
-        for op in graph.adjustable
-        if op.name in wanted
-    }
-
-
-def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
-    """Return operator -> why this device does not serve it in a precision that its kind has.
-
-    The reason is its shapes (see qsync.records.kernel_support), or a kernel that is missing here or wrong
-    here.
-    """
-    by_shape = unsupported_by_shape(graph, kernels.device.type)
-    found = {}
-    for op in graph.adjustable:
-        if precision not in PRECISIONS_BY_KIND[op.kind]:
-            continue
-        reason = by_shape.get(op.name, {}).get(precision)
-        if reason is None and needs_kernel(op, precision):
-            reason = kernels.why_unsupported(op.kind, precision)
-        if reason is not None:
-            found[op.name] = reason
-    return found
-
-
-@cache
-def _say_once(text: str) -> None:
-    warnings.warn(text, stacklevel=2)
-
-
-def following(assignment: Mapping[str, Precision]) -> Chooser:
-    """Choose the precisions of a plan's assignment.
-
-    Operators that it does not name run in FP32: they occur in graphs that it was not made for (evaluation).
-    """
-    return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
-
-
-def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
-    """Choose the operators that save less: those that match a pattern and can.
-
-    Operators inside `recomputed` modules (paths) are left out.
-    """
-    wanted, paths = tuple(patterns), tuple(recomputed)
-    return lambda graph: tuple(
-        name
-        for name in ops_that_save_less(graph, wanted)
-        if not any(is_in_module(name, path) for path in paths)
-    )

@@ -18,17 +18,10 @@ from qsync.records.plans import Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import shown_shapes
 from qsync.runtime import coverage, islands
+from qsync.runtime.choosers import Chooser, at_base, following, saving, uniform
 from qsync.runtime.coverage import listed
-from qsync.runtime.program import (
-    Chooser,
-    Program,
-    at_base,
-    following,
-    programs,
-    saving,
-    take_over,
-    uniform,
-)
+from qsync.runtime.planned_forward import programs, take_over
+from qsync.runtime.program import Program
 from qsync.runtime.sharded_blocks import Block, blocks_apart
 from qsync.tracing.replaced_forward import NO_DATA_PARALLEL
 

@@ -17,7 +17,7 @@ from qsync.backend import block_sizes, reference_kernel, select
 from qsync.backend.kernels import attention_int8
 from qsync.lowering.lowered_graph import Run
 from qsync.records.precision import Precision
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"

@@ -15,7 +15,7 @@ from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 PLACES = torch.tensor([[0, 3, 3, 1], [7, 3, 0, 2]])
 
@@ -118,7 +118,7 @@ def test_what_runs_is_what_was_lowered_and_nothing_is_of_another_type():
         graph = qsync.capture(model, PLACES)
         watcher = watched(model, dict.fromkeys((op.name for op in graph.adjustable), Precision(precision)))
         model(PLACES).backward()
-        (lowered,) = program.program_of(model).lowered
+        (lowered,) = planned_forward.program_of(model).lowered
         outputs = {op.name for op in lowered.graph.ops if op.kind == "output"}
         assert watcher.nodes == [n for n in lowered.nodes if isinstance(n, Cast) or n.op not in outputs]
         assert not watcher.wrong

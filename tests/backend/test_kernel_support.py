@@ -26,8 +26,8 @@ from qsync.records.plan_folder import Basis
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Profile
-from qsync.runtime import program
-from qsync.runtime.program import uniform
+from qsync.runtime import choosers, planned_forward
+from qsync.runtime.choosers import uniform
 
 FP32, BF16, FP16, INT8 = Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8
 FP32_FAST = Precision.FP32_FAST
@@ -322,7 +322,7 @@ def test_a_wrapped_model_runs_in_the_next_precision_up_where_a_kernel_is_missing
         UserWarning, match="conv2d in int8: no compiler; plain, depthwise, dilated and 1 more run"
     ):
         model(IMAGES)
-    (lowered,) = program.program_of(model).lowered
+    (lowered,) = planned_forward.program_of(model).lowered
     modes = {node.op: node.mode for node in lowered.nodes if getattr(node, "op", "") in {"plain", "signal"}}
     assert modes == {"plain": "bf16", "signal": "int8"}
 
@@ -351,7 +351,7 @@ def test_unsupported_asks_kernels_only_for_what_needs_one(graph):
             asked.append((kind, str(precision)))
 
     for precision in (FP32, BF16, INT8):
-        program.unsupported(graph, precision, Asked(()))
+        choosers.unsupported(graph, precision, Asked(()))
     assert set(asked) == {("conv2d", "bf16"), ("conv2d", "int8"), ("conv1d", "int8")}
 
 

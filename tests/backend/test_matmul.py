@@ -18,7 +18,7 @@ from qsync.backend.encoding import memory_order
 from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*autograd.function.Function.* should not be instantiated:DeprecationWarning"

@@ -13,7 +13,7 @@ def test_ranks_in_autocast_plan_above_its_type_and_train_alike(tmp_path):
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 ddp_profiling.PROFILE_S = 1.0
 large = batch(size=128, width=256)
@@ -34,7 +34,7 @@ mine = parameters(model)
 theirs = mine.clone()
 dist.broadcast(theirs, 0)
 say(f"identical: {torch.equal(mine, theirs)} {bool(mine.isfinite().all())}")
-(lowered,) = program.program_of(net).lowered
+(lowered,) = planned_forward.program_of(net).lowered
 modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
 say(f"modes: {sorted({modes[op] for op in ('inner.0', 'inner.1', 'head')})}")
 plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))

@@ -8,7 +8,7 @@ from two_ranks import launch
 SCRIPT = """
 import torch._inductor.compile_fx
 from torch._dynamo.backends.debugging import aot_eager
-from qsync.runtime import islands, program
+from qsync.runtime import islands, planned_forward
 
 class NoChoices:
     def get(self, key): return None
@@ -20,7 +20,7 @@ islands._choices = lambda num_threads: NoChoices()
 model = qsync.hybrid(make(), batch(), loss_fn, cache_dir=cache, compile=True)
 loss = train(model)
 plan = qsync.runtime.wrapping.plan_of(model)
-say(f"{plan.compiled} {islands.sentence(program.program_of(model.module).rewritten)}")
+say(f"{plan.compiled} {islands.sentence(planned_forward.program_of(model.module).rewritten)}")
 everyone = [torch.empty_like(parameters(model)) for _ in range(2)]
 dist.all_gather(everyone, parameters(model))
 say(f"equal {torch.equal(*everyone)}")

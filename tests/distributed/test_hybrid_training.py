@@ -22,7 +22,7 @@ def test_unequal_ranks_train_together_and_the_plan_is_kept(tmp_path):
     """
     body = """
 from pathlib import Path
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 ddp_profiling.PROFILE_S, profiled = 30.0, []
 form_basis = ddp_profiling.form_basis
@@ -53,7 +53,7 @@ mine = parameters(model)
 theirs = mine.clone()
 dist.broadcast(theirs, 0)
 say(f"identical: {torch.equal(mine, theirs)} {bool(mine.isfinite().all())}")
-(lowered,) = program.program_of(net).lowered
+(lowered,) = planned_forward.program_of(net).lowered
 modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
 say(f"modes: {sorted({modes[op] for op in ('inner.0', 'inner.1', 'head')})}")
 
@@ -86,7 +86,7 @@ def test_what_saves_less_is_profiled_searched_and_run(tmp_path):
 from pathlib import Path
 from qsync.lowering.incremental import lower
 from qsync.records.save_less import ops_that_save_less
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 from qsync.predictor.memory.peak import peak_memory
 
 class Deep(torch.nn.Module):
@@ -128,7 +128,7 @@ model = qsync.hybrid(
     make_optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), precisions=["fp32"],
 )
 loss_fn(model, wide).backward()
-(lowered,) = program.program_of(net).lowered
+(lowered,) = planned_forward.program_of(net).lowered
 plan = qsync.Plan.load(next(Path(cache).glob("*/plan.json")))
 able = ops_that_save_less(graph, plan[name].saving_less)
 ran = [n.op for n in lowered.nodes if getattr(n, "form", "plain") != "plain"]
@@ -145,7 +145,7 @@ dist.destroy_process_group()
 def test_a_given_plan_is_run_and_a_cache_that_is_malformed_is_made_anew(tmp_path):
     body = """
 from pathlib import Path
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 
@@ -156,7 +156,7 @@ plan = Plan(graph.model, graph.hash, {"strong": strong, "weak": weak})
 net = make()
 model = qsync.hybrid(net, plan=plan, device_class=["strong", "weak"][rank])
 loss = train(model)
-(lowered,) = program.program_of(net).lowered
+(lowered,) = planned_forward.program_of(net).lowered
 modes = {n.op: n.mode for n in lowered.nodes if hasattr(n, "mode")}
 say(f"modes: {modes['inner.0']} {bool(loss.isfinite())}")
 mine, theirs = parameters(model), parameters(model)

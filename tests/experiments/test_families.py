@@ -8,7 +8,7 @@ import torch
 import qsync
 from qsync.errors import QSyncError
 from qsync.experiments.workloads.families import FAMILIES, HELD_OUT, SEEN, Family, family_named
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 # Hugging Face's losses and routers break the graph once or twice.
 MOST_GRAPHS = 3

@@ -24,7 +24,7 @@ from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import Timeline, replay
 from qsync.replayer.costs.class_costs import cast_cost, run_cost
-from qsync.runtime import program as runtime
+from qsync.runtime import planned_forward
 
 PRECISIONS = ["fp32", "bf16", "int8"]
 
@@ -99,7 +99,7 @@ def test_products_have_forward_and_backward_times_at_each_precision(measured):
 def test_the_parts_of_a_profiled_step_make_up_the_whole():
     """Replayed from its own profile, a step takes what it took, to the last tick of the clock."""
     model = Net()
-    program = runtime.attach(model, lambda graph: {})
+    program = planned_forward.attach(model, lambda graph: {})
     parameters = list(model.parameters())
     profiler = Profiler(program, lambda: loss(model, BATCH), parameters, [Precision.FP32], Ticks())
     for _ in range(3):
@@ -130,7 +130,7 @@ def test_the_weights_are_put_back_though_real_steps_are_taken():
 def ticking(ticks_s: list[float]) -> Profiler:
     """A profiler after rounds in which every reading of the clock takes so many seconds."""
     model = Net()
-    program = runtime.attach(model, lambda graph: {})
+    program = planned_forward.attach(model, lambda graph: {})
     clock = Ticks()
     precisions = [Precision.FP32, Precision.BF16]
     profiler = Profiler(program, lambda: loss(model, BATCH), list(model.parameters()), precisions, clock)
@@ -282,9 +282,9 @@ def test_measuring_leaves_the_model_as_it_was():
 
 def test_profiling_a_wrapped_model_leaves_it_wrapped():
     model = qsync.wrap(Net(), "bf16", strict=True)
-    program = runtime.program_of(model)
+    program = planned_forward.program_of(model)
     qsync.profile(model, BATCH, loss, precisions=["fp32"], rounds=1)
-    assert runtime.program_of(model) is program
+    assert planned_forward.program_of(model) is program
     model(BATCH[0])
     assert any(getattr(node, "mode", "") == "bf16" for lowered in program.lowered for node in lowered.nodes)
 
@@ -321,7 +321,7 @@ def test_an_emulated_share_stretches_cpu_time():
 def test_the_timer_gives_each_node_the_time_between_marks():
     model = Net()
     timer = NodeTimer(Ticks())
-    program = runtime.attach(model, lambda graph: {})
+    program = planned_forward.attach(model, lambda graph: {})
     program.choose(lambda graph: {}, timer)
     timer.start()
     value = loss(model, BATCH)
@@ -365,7 +365,7 @@ def test_a_profile_says_what_held_the_clock_down():
             return "heat" if self.asked > 1 else ""
 
     model = Net()
-    program = runtime.attach(model, lambda graph: {})
+    program = planned_forward.attach(model, lambda graph: {})
     profiler = Profiler(
         program, lambda: loss(model, BATCH), list(model.parameters()), [Precision.FP32], Warming()
     )

@@ -19,7 +19,7 @@ from qsync.predictor.sensitivity.other_indicators.qsync_depth import (
 )
 from qsync.records.graph import Op, Role
 from qsync.records.precision import Precision, is_encoded, operand_type
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 
 def spread(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -145,12 +145,12 @@ def test_the_terms_of_an_embedding_are_the_measured_errors(precision):
             return self.last(self.embedding(places)).square().mean()
 
     model, places = Model(), torch.arange(512) * 7 % 61
-    runner, gatherer = program.attach(model, lambda graph: {}), Gatherer([precision])
+    runner, gatherer = planned_forward.attach(model, lambda graph: {}), Gatherer([precision])
     runner.choose(lambda graph: {}, gatherer)
     loss = model(places)
     gatherer.describe(runner.graph)
     loss.backward()
-    program.detach(model)
+    planned_forward.detach(model)
     op = next(op for op in runner.graph.ops if op.kind == "embedding")
     found = gatherer.statistics()[op.name]
     terms = product_terms(op, precision, found)

@@ -33,7 +33,7 @@ from qsync.records.precision import Precision
 from qsync.records.save_less import ops_that_save_less
 from qsync.replayer import peaks, profiles_under_levers, replay
 from qsync.replayer.levers.recomputation import RANDOM_STATE, blocks, mark_recomputed, with_recomputation
-from qsync.runtime import program
+from qsync.runtime import choosers, planned_forward
 from qsync.runtime.activation_recomputation import recompute
 
 FP32, BF16 = Precision.FP32, Precision.BF16
@@ -79,7 +79,7 @@ def test_what_is_recomputed_saves_as_torch_does_priced_and_run():
     priced = {node.op: node.form for node in timeline["infer"].nodes if isinstance(node, Run)}
     ran = {
         node.op: node.form
-        for part in program.program_of(model).lowered
+        for part in planned_forward.program_of(model).lowered
         for node in part.nodes
         if isinstance(node, Run)
     }
@@ -197,7 +197,7 @@ def test_the_peak_is_what_is_predicted(precision, saving):
         again = Trained(model, batch, loss_fn)
         assert again.graph.hash == trained.graph.hash
         assignment = {op.name: Precision(precision) for op in again.graph.adjustable if op.kind == "linear"}
-        again.program.choose(lambda graph: assignment, None, program.saving(saving, [path]))
+        again.program.choose(lambda graph: assignment, None, choosers.saving(saving, [path]))
         for _ in range(2):
             again.step()
         measured = again._throughout() + step_peak_bytes(again.step, torch.device("cpu"))

@@ -22,7 +22,7 @@ from qsync.predictor.sensitivity.rounding import (
 from qsync.predictor.sensitivity.variance import indicator
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.precision import Precision
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 
 class Counted(nn.Module):
@@ -326,7 +326,7 @@ def test_an_error_in_the_second_step_leaves_the_parameters_as_they_were():
     with pytest.raises(RuntimeError, match="gone"):
         qsync.sensitivity(model, [torch.randn(8, 4)], loss)
     assert torch.equal(model[0].weight, before)
-    assert model not in program.programs
+    assert model not in planned_forward.programs
 
 
 def test_no_batch_is_an_error():

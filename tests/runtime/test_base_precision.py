@@ -13,7 +13,7 @@ import qsync
 from qsync.errors import FormatError, MismatchError, UnsupportedError
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 
 def in_autocast(model, batch, dtype=torch.bfloat16):

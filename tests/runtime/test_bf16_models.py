@@ -19,7 +19,7 @@ from qsync.lowering.vectorized import Tabulated
 from qsync.records.base import base_of_graph
 from qsync.records.cluster import Link
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 BF16, INT8 = Precision.BF16, Precision.INT8
 

@@ -14,7 +14,7 @@ from qsync import Precision
 from qsync.backend.kernels.grouped_matmul import BLOCK_ROWS, grouped_mm_bf16
 from qsync.errors import UnsupportedError
 from qsync.runtime import operator_timing
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 from tests.support.kernel_calls import agreement_db
 
 pytest.importorskip("transformers.integrations.moe")

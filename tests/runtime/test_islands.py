@@ -13,7 +13,7 @@ import qsync
 from qsync.backend.device_detection import detect_class
 from qsync.errors import MismatchError
 from qsync.records.cluster import Cluster, Link
-from qsync.runtime import islands, program
+from qsync.runtime import islands, planned_forward
 from qsync.tracing.operator_table import call_name
 
 
@@ -48,7 +48,7 @@ def grads(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def found(module: nn.Module) -> list[islands.Island]:
-    ran = program.program_of(module).rewritten
+    ran = planned_forward.program_of(module).rewritten
     return [island for part in ran for island in part.modules() if isinstance(island, islands.Island)]
 
 

@@ -15,7 +15,7 @@ from qsync import Precision, backend
 from qsync.backend.encoding import Operand
 from qsync.backend.kernel_selection import Kernels
 from qsync.errors import UnsupportedError
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 from qsync.tracing.tracer import dynamo_settings
 
 INT8, CPU = Precision.INT8, backend.select("cpu")

@@ -17,7 +17,7 @@ from qsync.backend.encoding import Operand
 from qsync.backend.kernel_cache import Choices
 from qsync.backend.kernel_selection import Kernels
 from qsync.runtime import operator_timing
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 
 INT8, BF16, FP32 = Precision.INT8, Precision.BF16, Precision.FP32
 X = torch.randn(6, 8)

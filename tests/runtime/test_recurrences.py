@@ -14,7 +14,7 @@ import qsync
 from qsync import Precision
 from qsync.lowering.incremental import lower
 from qsync.predictor.memory.peak import peak_memory
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 from tests.support.kernel_calls import agreement_db
 
 CALLS = [

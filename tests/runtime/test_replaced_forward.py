@@ -13,7 +13,7 @@ from torch import nn
 import qsync
 from qsync.errors import UnsupportedError
 from qsync.runtime.activation_recomputation import recompute
-from qsync.runtime.program import program_of
+from qsync.runtime.planned_forward import program_of
 from qsync.tracing.replaced_forward import plain_copy, plain_forward, running_plain
 
 

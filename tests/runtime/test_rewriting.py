@@ -27,7 +27,7 @@ from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import FORMS, ops_that_save_less
 from qsync.replayer import replay
-from qsync.runtime import program as runtime
+from qsync.runtime import choosers, planned_forward
 from qsync.runtime.rewriting import KernelCall, rewrite
 from qsync.tracing.tracer import trace
 
@@ -144,7 +144,7 @@ class Everything(nn.Module):
 def everything() -> tuple[Everything, OpGraph]:
     model = Everything()
     graph = qsync.capture(model, X)
-    runtime.attach(model, lambda graph: {})
+    planned_forward.attach(model, lambda graph: {})
     model(X)
     return model, graph
 
@@ -157,7 +157,7 @@ def test_any_assignment_runs_as_it_was_priced(everything, data):
     kinds = {op.name: [p for p in PRECISIONS_BY_KIND[op.kind] if p in TRIED] for op in graph.adjustable}
     assignment = data.draw(st.fixed_dictionaries({name: st.sampled_from(p) for name, p in kinds.items()}))
     watcher = Watcher()
-    runtime.program_of(model).choose(runtime.following(assignment), watcher)
+    planned_forward.program_of(model).choose(choosers.following(assignment), watcher)
     assert run(model, watcher, X) == priced(graph, assignment)
     assert not watcher.wrong
     assert all(p.grad.dtype is torch.float32 for p in model.parameters())
@@ -328,18 +328,18 @@ def test_watching_does_not_change_the_numbers():
     model, batch = build("mlp")
     watched(model, {"fc1": Precision.BF16})
     seen, _ = step(model, batch)
-    qsync.runtime.program.attach(model, runtime.following({"fc1": Precision.BF16}))
+    qsync.runtime.planned_forward.attach(model, choosers.following({"fc1": Precision.BF16}))
     assert torch.equal(step(model, batch)[0], seen)
 
 
 def test_a_new_assignment_does_not_trace_again():
     model, batch = build("mlp")
-    program = runtime.attach(model, lambda graph: {})
+    program = planned_forward.attach(model, lambda graph: {})
     step(model, batch)
     traced = []
     compile_again = program.compile
     program.compile = lambda *args: traced.append(1) or compile_again(*args)
-    program.choose(runtime.uniform(Precision.BF16))
+    program.choose(choosers.uniform(Precision.BF16))
     step(model, batch)
     assert not traced and {type(node) for node in program.lowered[0].nodes} == {Cast, Run}
 
@@ -414,7 +414,7 @@ def test_backward_of_the_users_own_functions_is_used():
 
 def fused_calls(model: nn.Module) -> list[str]:
     """What products of the model that runs compute in their epilogues."""
-    runs = [module for entry in runtime.program_of(model)._entries for module in entry.run.modules()]
+    runs = [module for entry in planned_forward.program_of(model)._entries for module in entry.run.modules()]
     return [
         str(call._activation.program)
         for call in runs
@@ -533,7 +533,9 @@ def test_what_saves_less_is_what_was_priced_and_its_loss_is_the_same(family):
         watcher = watched(model, assignment)
         loss, gradients = step(model, batch)
         watcher.nodes.clear()
-        runtime.program_of(model).choose(runtime.following(assignment), watcher, runtime.saving(["*"]))
+        planned_forward.program_of(model).choose(
+            choosers.following(assignment), watcher, choosers.saving(["*"])
+        )
         less_loss, less_gradients = step(model, batch)
         assert tuple(watcher.nodes) == priced_saving_less(graph, assignment)
         assert not watcher.wrong
@@ -551,10 +553,13 @@ def test_a_checkpointed_model_saves_less_inside():
     model = Checkpointed()
     graph = qsync.capture(model, X)
     able = ops_that_save_less(graph, ["*"])
-    runtime.attach(model, lambda graph: {}, saving_less=runtime.saving(["*"]))
+    planned_forward.attach(model, lambda graph: {}, saving_less=choosers.saving(["*"]))
     model(X).backward()
     forms = {
-        n.op: n.form for part in runtime.program_of(model).lowered for n in part.nodes if isinstance(n, Run)
+        n.op: n.form
+        for part in planned_forward.program_of(model).lowered
+        for n in part.nodes
+        if isinstance(n, Run)
     }
     assert {op for op, form in forms.items() if form != "plain"} == set(able)
 
@@ -607,7 +612,7 @@ def test_a_relu_in_place_overwrites_what_nothing_else_reads(precision):
     model = InPlace()
     x = torch.randn(2, 4, 6, 6)
     expected = [p.grad for p in _stepped(model, x)]
-    program = runtime.attach(model, runtime.uniform(Precision(precision)))
+    program = planned_forward.attach(model, choosers.uniform(Precision(precision)))
     found = [p.grad for p in _stepped(model, x)]
     relus = [n for n in program._entries[0].run.graph.nodes if n.target is F.relu]
     assert [n.kwargs.get("inplace", False) for n in relus] == [True, True, False]

@@ -19,8 +19,7 @@ from qsync.predictor.profiling.node_timer import NodeTimer
 from qsync.records.graph import OpGraph
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime import coverage
-from qsync.runtime import program as runtime
+from qsync.runtime import choosers, coverage, planned_forward
 
 
 class Encoder(nn.Module):
@@ -83,9 +82,9 @@ def nodes_of(model, loss):
             return self.ticks
 
     timer = NodeTimer(Counting())
-    program = runtime.attach(model, runtime.uniform(Precision.BF16))
+    program = planned_forward.attach(model, choosers.uniform(Precision.BF16))
     loss(model, batch())
-    program.choose(runtime.uniform(Precision.BF16), timer)
+    program.choose(choosers.uniform(Precision.BF16), timer)
     timer.start()
     value = loss(model, batch())
     timer.loss_ready()

@@ -12,7 +12,7 @@ BODY = """
 import copy
 from torch.distributed.fsdp import fully_shard
 from qsync.records.plans import ClassPlan, Plan
-from qsync.runtime import program
+from qsync.runtime import planned_forward
 
 dist.init_process_group("gloo")
 
@@ -53,8 +53,8 @@ fully_shard(model)
 model(x).square().mean().backward()
 ran = {}
 for name, module in model.named_modules():
-    if module in program.programs:
-        for lowered in program.programs[module].lowered:
+    if module in planned_forward.programs:
+        for lowered in planned_forward.programs[module].lowered:
             adjustable = {op.name for op in lowered.graph.adjustable}
             for node in lowered.nodes:
                 if hasattr(node, "mode") and node.op in adjustable:

@@ -19,7 +19,7 @@ import qsync
 from qsync.errors import CalibrationError, FormatError, MismatchError, QSyncError, UnsupportedError
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.runtime import program, weight_cache
+from qsync.runtime import planned_forward, weight_cache
 from qsync.runtime.weight_cache import WeightCopy
 
 
@@ -35,7 +35,7 @@ def plan_for(model: nn.Module, batch, precision: str = "bf16", classes=("train",
 
 def modes_of(model: nn.Module) -> dict[str, str]:
     """What the last call ran each product in."""
-    lowered = program.program_of(model).lowered
+    lowered = planned_forward.program_of(model).lowered
     adjustable = {op.name for part in lowered for op in part.graph.adjustable}
     return {n.op: n.mode for part in lowered for n in part.nodes if getattr(n, "op", None) in adjustable}
 
@@ -605,7 +605,7 @@ def test_unknown_indicators_and_precisions_are_refused():
 
 def test_only_wrapped_models_have_a_program():
     with pytest.raises(MismatchError, match="not wrapped"):
-        program.program_of(MLP())
+        planned_forward.program_of(MLP())
 
 
 # --- Saving less for backward ---
@@ -613,7 +613,7 @@ def test_only_wrapped_models_have_a_program():
 
 def forms_of(model: nn.Module) -> dict[str, str]:
     """How the operators of the last call run that run otherwise than as torch does."""
-    lowered = program.program_of(model).lowered
+    lowered = planned_forward.program_of(model).lowered
     return {n.op: n.form for part in lowered for n in part.nodes if getattr(n, "form", "plain") != "plain"}
 
 

@@ -10,7 +10,7 @@ import torch
 
 from qsync.backend.encoding import Encoded
 from qsync.lowering.lowered_graph import Cast, LoweredGraph, Run
-from qsync.runtime import program as runtime
+from qsync.runtime import choosers, planned_forward
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,8 +58,8 @@ class Watcher:
 def watched(model: torch.nn.Module, assignment: dict[str, Any]) -> Watcher:
     """Make the model run this assignment, watched."""
     watcher = Watcher()
-    program = runtime.attach(model, runtime.following(assignment))
-    program.choose(runtime.following(assignment), watcher)
+    program = planned_forward.attach(model, choosers.following(assignment))
+    program.choose(choosers.following(assignment), watcher)
     return watcher
 
 

@@ -1,0 +1,117 @@
+"""Choose precisions: functions from a graph to the precision of each operator, and to what saves less."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import cache
+
+from qsync import backend
+from qsync.records.base import base_of, base_on, bases_of
+from qsync.records.graph import OpGraph
+from qsync.records.kernel_support import precisions_up, supported_up, unsupported_by_shape
+from qsync.records.levers import is_in_module
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
+from qsync.records.save_less import ops_that_save_less
+from qsync.runtime.coverage import listed
+from qsync.runtime.rewriting import needs_kernel
+
+# Given a graph (of one segment), the precision of each of its adjustable operators.
+Chooser = Callable[[OpGraph], Mapping[str, Precision]]
+# Given a graph, its operators that save less for backward.
+SavingChooser = Callable[[OpGraph], Collection[str]]
+
+
+def at_base(base: Precision, kernels: backend.Kernels) -> Chooser:
+    """Choose what a base gives every operator: the base where torch.autocast lowers it, FP32 elsewhere."""
+    own = base_on(base, bases_of(kernels.device.type, kernels.precisions()))
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        chosen = {op.name: base_of(op, own) for op in graph.adjustable}
+        return {op: p for op, p in chosen.items() if op not in unsupported(graph, p, kernels)}
+
+    return choose
+
+
+def uniform(precision: Precision, kernels: backend.Kernels | None = None) -> Chooser:
+    """Choose one precision wherever the operator's kind has it, FP32 elsewhere.
+
+    With `kernels` (of the device) an operator whose kind lacks it, or that none of them serves in it, runs in
+    the next precision up. Where a kernel is missing a warning says so, once for each reason.
+    """
+
+    def choose(graph: OpGraph) -> dict[str, Precision]:
+        if kernels is None:
+            return {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
+        wanted = dict.fromkeys((op.name for op in graph.adjustable), precision)
+        chosen = {op: up[0] for op, up in candidates(graph, wanted, kernels).items()}
+        moved: dict[tuple[str, Precision, str], list[str]] = {}
+        missing = unsupported(graph, precision, kernels)
+        for op in graph.adjustable:
+            if op.name in missing:
+                moved.setdefault((op.kind, chosen[op.name], missing[op.name]), []).append(op.name)
+        for (kind, instead, reason), names in moved.items():
+            say_once(f"{kind} in {precision}: {reason}; {listed(names)} in {instead}")
+        return chosen
+
+    return choose
+
+
+def candidates(
+    graph: OpGraph, wanted: Mapping[str, Precision], kernels: backend.Kernels
+) -> dict[str, list[Precision]]:
+    """Return the precisions from the wanted one up that this device serves each operator in, in order."""
+    half = kernels.sixteen_bit
+    up = dict.fromkeys(p for own in set(wanted.values()) for p in precisions_up(own, half))
+    missing = {precision: unsupported(graph, precision, kernels) for precision in up}
+    return {
+        op.name: supported_up(op.kind, wanted[op.name], [p for p in up if op.name in missing[p]], half)
+        for op in graph.adjustable
+        if op.name in wanted
+    }
+
+
+def unsupported(graph: OpGraph, precision: Precision, kernels: backend.Kernels) -> dict[str, str]:
+    """Return operator -> why this device does not serve it in a precision that its kind has.
+
+    The reason is its shapes (see qsync.records.kernel_support), or a kernel that is missing here or wrong
+    here.
+    """
+    by_shape = unsupported_by_shape(graph, kernels.device.type)
+    found = {}
+    for op in graph.adjustable:
+        if precision not in PRECISIONS_BY_KIND[op.kind]:
+            continue
+        reason = by_shape.get(op.name, {}).get(precision)
+        if reason is None and needs_kernel(op, precision):
+            reason = kernels.why_unsupported(op.kind, precision)
+        if reason is not None:
+            found[op.name] = reason
+    return found
+
+
+def following(assignment: Mapping[str, Precision]) -> Chooser:
+    """Choose the precisions of a plan's assignment.
+
+    Operators that it does not name run in FP32: they occur in graphs that it was not made for (evaluation).
+    """
+    return lambda graph: {op.name: assignment[op.name] for op in graph.adjustable if op.name in assignment}
+
+
+def saving(patterns: Iterable[str], recomputed: Iterable[str] = ()) -> SavingChooser:
+    """Choose the operators that save less: those that match a pattern and can.
+
+    Operators inside `recomputed` modules (paths) are left out.
+    """
+    wanted, paths = tuple(patterns), tuple(recomputed)
+    return lambda graph: tuple(
+        name
+        for name in ops_that_save_less(graph, wanted)
+        if not any(is_in_module(name, path) for path in paths)
+    )
+
+
+@cache
+def say_once(text: str) -> None:
+    """Warn, once a process."""
+    warnings.warn(text, stacklevel=2)

@@ -1,0 +1,191 @@
+"""Make a model run through its program, in place: its forward is replaced on the instance (PlannedForward).
+
+Class and state_dict keys stay, and a copy runs under the plan too. An outer torch.compile or torch.export
+traces the lowered graph.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._higher_order_ops.utils import setup_compilation_env
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch._subclasses.fake_tensor import FakeTensor
+
+from qsync.backend.device_detection import device_of
+from qsync.backend.kernel_timing import apart
+from qsync.errors import MismatchError
+from qsync.records.graph import OpGraph
+from qsync.runtime.choosers import Chooser, SavingChooser
+from qsync.runtime.program import Program, not_exported
+from qsync.tracing.replaced_forward import (
+    ReplacedForward,
+    compile_forward,
+    replace_forward,
+    restore_forward,
+    untraced,
+)
+from qsync.tracing.segments import name_from_model
+from qsync.tracing.tracer import cannot_trace, dynamo_settings, tensor_names, without_autocast
+
+# Where the lowered form of a graph in the graph of an outer torch.compile is kept.
+_LOWERED = "qsync_lowered"
+_numbers = itertools.count()
+_WHY_UNTRACED = "it runs qsync's kernels; call qsync.unwrap(model) first"
+programs: weakref.WeakKeyDictionary[torch.nn.Module, Program] = weakref.WeakKeyDictionary()
+
+
+@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_one_graph() -> bool:
+    """Return whether the torch.compile that traces now may not break its graph."""
+    tracer = InstructionTranslator.current_tx()
+    return bool(tracer.one_graph or tracer.error_on_graph_break)
+
+
+class PlannedForward(ReplacedForward):
+    """The forward of a model that runs through a program.
+
+    `make(model)` makes the program: at once for the model itself, at the first call for a copy (deepcopy,
+    pickle), and anew when the model has moved to another device.
+    """
+
+    def __init__(self, module: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> None:
+        super().__init__(module)
+        self.make = make
+        self._compiled: Callable[..., Any] | None = None
+        self._kind: type | None = None  # of the module; fully_shard gives it another
+        self._set_lowering()
+
+    def _set_lowering(self) -> None:
+        """Set the function that lowers the graph in an outer torch.compile, which calls it by this name."""
+
+        def lowering(traced: torch.fx.GraphModule) -> Callable[..., Any]:
+            lowered: torch.fx.GraphModule = apart(partial(self._lowered, traced))
+            return lowered.forward
+
+        self._lowering = lowering
+        self._number = str(next(_numbers))  # one graph of an outer torch.compile serves one plan
+
+    def _lowered(self, traced: torch.fx.GraphModule) -> Any:
+        if _LOWERED not in traced.meta:
+            values = [node.meta["example_value"] for node in traced.graph.find_nodes(op="placeholder")]
+            fake = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+            tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+            names = {id(fake.from_tensor(tensor)): name for name, tensor in tensors}
+            name_from_model(traced, names)
+            traced.meta[_LOWERED] = self.program().exported(traced, values, names)
+        return traced.meta[_LOWERED]
+
+    def program(self) -> Program:
+        """Return the program, made where there is none yet for the model's device."""
+        program = programs.get(self.module)
+        if self._kind is not type(self.module):
+            self._kind, self._compiled = type(self.module), None
+            self.make = getattr(self.make, "for_shards", lambda _: self.make)(self.module)
+        if self._compiled is None or program is None or program.device != device_of(self.module):
+            program = programs[self.module] = self.make(self.module)
+            self._compiled = compile_forward(self.module, program.compile)
+        return program
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model once."""
+        if torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
+                return self._export(*args, **kwargs)
+            if self._number and _is_one_graph():
+                module, own = self.module, self.own
+
+                def plain(*args: Any, **kwargs: Any) -> Any:
+                    return own(*args, **kwargs) if own else type(module).forward(module, *args, **kwargs)
+
+                return dynamo_bypassing_wrapper(self._lowering, plain, *args, **kwargs)
+        elif torch._C._get_tracing_state() is not None:
+            raise not_exported(type(self.module).__name__, "torch.jit traces no kernels of qsync's")
+        return self._call(*args, **kwargs)
+
+    def _export(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model as torch.export traces it, not strictly: on tensors without numbers."""
+        program = self.program()
+
+        def lowered(module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+            names = tensor_names(self.module)
+            run: Callable[..., Any] = traced(apart(partial(program.exported, module, inputs, names)), inputs)
+            return run
+
+        with dynamo_settings(), without_autocast(program.device), setup_compilation_env() as traced:
+            try:
+                return compile_forward(self.module, lowered, fullgraph=True)(*args, **kwargs)
+            except torch._dynamo.exc.BackendCompilerFailed as error:
+                raise error.inner_exception from None
+            except torch._dynamo.exc.TorchDynamoException as error:
+                raise cannot_trace(self.module, error) from error
+
+    # An outer compile breaks its graph here instead of tracing through.
+    @untraced(_WHY_UNTRACED, recursive=False)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        program = self.program()
+        assert self._compiled is not None
+        return program.call(self._compiled, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlannedForward:
+        copied = PlannedForward.__new__(PlannedForward)
+        memo[id(self)] = copied
+        copied.__setstate__({name: deepcopy(value, memo) for name, value in self.__getstate__().items()})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "own": self.own, "make": self.make}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _compiled=None, _kind=None)
+        self._set_lowering()
+
+
+def take_over(model: torch.nn.Module, make: Callable[[torch.nn.Module], Program]) -> Program:
+    """Make a model run through the program that `make` makes for it, in place."""
+    forward = PlannedForward(model, make)
+    programs.pop(model, None)
+    program = forward.program()
+    replace_forward(model, forward)
+    return program
+
+
+def attach(
+    model: torch.nn.Module,
+    choose: Chooser,
+    check: Callable[[OpGraph], None] | None = None,
+    saving_less: SavingChooser | None = None,
+    compile_islands: bool = False,
+) -> Program:
+    """Make `model` run as `choose` says, in place. `check` sees the graph after the first call.
+
+    The operators that `saving_less` names save less for backward; without it none does.
+    """
+    return take_over(
+        model,
+        partial(
+            Program, choose=choose, check=check, saving_less=saving_less, compile_islands=compile_islands
+        ),
+    )
+
+
+def detach(model: torch.nn.Module) -> None:
+    """Make `model` run as torch would run it."""
+    programs.pop(model, None)
+    restore_forward(model)
+
+
+def program_of(model: torch.nn.Module) -> Program:
+    """Return the program of a wrapped model; raise MismatchError if it was not wrapped."""
+    if model not in programs:
+        raise MismatchError(f"this {type(model).__name__} is not wrapped; call qsync.wrap(model, plan) first")
+    return programs[model]
