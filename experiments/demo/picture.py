@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from qsync import QSyncError
+from qsync import Precision, QSyncError
 from qsync.experiments.harness.pictures import DASHED, legend_below, new_figure
 from qsync.figures.style import INK, save_png, strip_axes
 
@@ -27,7 +27,8 @@ RUN_TITLES = {
 
 def run_title(name: str, base: str = "fp32") -> str:
     """Return what a run is called in tables and pictures."""
-    return RUN_TITLES.get(name, name).format(base=base.upper())
+    shown = "fast FP32" if base == Precision.FP32_FAST else base.upper()
+    return RUN_TITLES.get(name, name).format(base=shown)
 
 
 # The bars of a run: (label, style).
