@@ -20,6 +20,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from qsync import QSyncError
@@ -235,7 +236,8 @@ def show(*parts: Table | str) -> None:
     """Print tables and lines; at 140 columns where there is no terminal."""
     console = Console(width=None if sys.stdout.isatty() else 140)
     for part in parts:
-        console.print(part, highlight=False, soft_wrap=isinstance(part, str))
+        text = isinstance(part, str)
+        console.print(part, highlight=False, markup=not text, soft_wrap=text)
 
 
 def run_command(main: Callable[..., Any]) -> None:
@@ -243,5 +245,5 @@ def run_command(main: Callable[..., Any]) -> None:
     try:
         typer.run(main)
     except QSyncError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}")
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}")
         raise SystemExit(2) from None

@@ -19,7 +19,7 @@ from qsync.records.levers import ClassLevers
 class PlannedSteps:
     """A model in training on this rank, as a plan says: precisions, samples, passes, recomputed blocks.
 
-    Without `parallel` this rank trains alone. Shares of more than the batch repeat its samples.
+    Without `parallel` this rank trains alone, in one pass. Shares of more than the batch repeat its samples.
     """
 
     def __init__(
@@ -61,8 +61,10 @@ class PlannedSteps:
         return held + self._buckets + comes_and_goes
 
     def _step(self) -> None:
-        for part in qsync.micro_batches(self._ddp, self._batch, self._passes):
+        parallel = isinstance(self._ddp, DistributedDataParallel)
+        parts = qsync.micro_batches(self._ddp, self._batch, self._passes) if parallel else [self._batch]
+        for part in parts:
             self._loss(self._ddp, part).backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()
-        self._buckets = sum(bucket_bytes(self._ddp)) if isinstance(self._ddp, DistributedDataParallel) else 0
+        self._buckets = sum(bucket_bytes(self._ddp)) if parallel else 0
         self._optimizer.zero_grad(set_to_none=True)

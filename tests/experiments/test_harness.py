@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qsync.errors import MismatchError, QSyncError
-from qsync.experiments.harness.experiment import Experiment, Page, bar
+from qsync.experiments.harness.experiment import Experiment, Page, bar, show
 from qsync.experiments.harness.measured_memory import saved_bytes
 from qsync.experiments.harness.processes import in_fresh_process, peak_resident_bytes
 from qsync.experiments.harness.tables import markdown_table, table_of
@@ -117,6 +117,11 @@ def test_a_table_is_the_same_in_the_terminal_and_in_markdown():
         "| name | value |", "|---|---|", "| a | 1 |", "| b | 2 |",
     ]  # fmt: skip
     assert table_of("title", ("name", "value"), rows).row_count == 2
+
+
+def test_a_line_is_printed_as_it_is(capsys):
+    show("install it: pip install 'qsync[peers]'")
+    assert "'qsync[peers]'" in capsys.readouterr().out
 
 
 def test_a_function_runs_in_an_interpreter_of_its_own():

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from graphs import cluster_of, mlp, profile_of, sensitivity_of
 
+from qsync.api import capture
 from qsync.errors import QSyncError
+from qsync.experiments.harness.planned_steps import PlannedSteps
 from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.speedup import __main__ as command
 from qsync.experiments.speedup import report
@@ -28,6 +31,7 @@ from qsync.experiments.speedup.ways import (
     ways,
 )  # fmt: skip
 from qsync.records.plan_folder import Basis
+from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.replayer import Sized, replay
 
@@ -85,6 +89,24 @@ def test_rates_count_the_samples_of_all_ranks():
     assert rate(found[DDP], basis.cluster, ROWS, step_s=2.0) == pytest.approx(2 * ROWS)
     samples = samples_of(found[LB_BSP], ROWS)
     assert 2 * samples["train"] + 2 * samples["infer"] == 4 * ROWS
+
+
+def test_the_fast_rank_alone_steps_without_ddp():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    batch = (torch.randn(ROWS, 8), torch.zeros(ROWS, 1))
+    graph = capture(model, batch[:1])
+    assignment = dict.fromkeys(("0", "2"), Precision.BF16)
+    plan = Plan("Sequential", graph.hash, {"train": ClassPlan(assignment)})
+    before = [parameter.clone() for parameter in model.parameters()]
+    steps = PlannedSteps(
+        model, plan, "train", batch,
+        lambda net, part: torch.nn.functional.mse_loss(net(part[0]), part[1]),
+        lambda parameters: torch.optim.SGD(parameters, 0.1), parallel=False,
+    )  # fmt: skip
+    assert steps.timed() > 0
+    found = model.parameters()
+    assert all(not torch.equal(old, new) for old, new in zip(before, found, strict=True))
 
 
 def test_a_class_without_int8_takes_the_next_one_up():
