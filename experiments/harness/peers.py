@@ -75,11 +75,11 @@ def compiled(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def torchao_version() -> str | None:
-    """Torchao's version; None if it is not installed or cannot be imported here."""
+    """Return torchao's version; None if it is not installed or cannot be imported here."""
     try:
         with silent():
-            import torchao  # type: ignore[import-not-found]
-            import torchao.prototype.quantized_training  # type: ignore[import-not-found]
+            import torchao
+            import torchao.prototype.quantized_training
     except Exception:  # a binary package built for another torch may raise anything
         return None
     return str(torchao.__version__)
@@ -100,7 +100,7 @@ def torchao(model: torch.nn.Module, form: str = "int8") -> torch.nn.Module:
             float8.convert_to_float8_training(model, config=config)
         else:
             from torchao.prototype import quantized_training
-            from torchao.quantization import quantize_  # type: ignore[import-not-found]
+            from torchao.quantization import quantize_
 
             quantize_(model, quantized_training.Int8MixedPrecisionTrainingConfig(module_swap=True))
     return model
