@@ -432,11 +432,14 @@ def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> N
 
 
 def _module_place(node: torch.fx.Node) -> tuple[str, str]:
-    """Return the local name that leads to a node's module, and the path from there; empty for no module."""
+    """Return what leads to a node's module in its frame, and the path from there; empty for no module.
+
+    It is a local name, `self`, or an item of one: `args[0]` in a decorator that takes `*args`.
+    """
     stack = node.meta.get("nn_module_stack")
     text = next(reversed(stack.values()))[0] if stack else ""
-    base = re.match(r"^L\['([^']*)'\]", text)
-    return (base[1] if base else "", _module_path(text))
+    base = re.match(r"L\['([^']*)'\]((?:\[\d+\])*)", text)
+    return ("".join(base.groups()), _module_path(text[base.end() :])) if base else ("", _module_path(text))
 
 
 def _example(node: torch.fx.Node) -> torch.Tensor | None:
@@ -479,8 +482,7 @@ def _argument_name(text: str) -> str:
 
 
 def _module_path(text: str) -> str:
-    """Return a module's path: `L['self'].layers._modules['0'].fc` -> `layers.0.fc`."""
-    text = re.sub(r"^L\['[^']*'\]", "", text)
+    """Return a module's path from where its frame finds it: `.layers._modules['0'].fc` -> `layers.0.fc`."""
     text = re.sub(r"\.(?:__dict__\.)?_(?:modules|orig_mod)\b", "", text)
     text = re.sub(r"\.forward\.args\[0\]", "", text)  # the module, as activation_recomputation calls it
     text = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", text)

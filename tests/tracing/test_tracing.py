@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -152,6 +153,33 @@ def test_llama_norms_keep_their_authors_fp32():
     assert ops["model.layers.0.input_layernorm.float"].role is Role.FIXED
     assert {op.kind for op in graph.adjustable} == {"embedding", "linear", "attention"}
     assert ops["model.layers.0.mlp.gate_proj"].flops == 2 * 16 * 32 * 64
+
+
+def test_a_decorated_forward_keeps_the_names_of_its_modules():
+    """A decorator that takes `*args` calls the model by no name of its own (Hugging Face's do)."""
+
+    def decorated(forward):
+        @functools.wraps(forward)
+        def wrapper(*args, **kwargs):
+            return forward(*args, **kwargs)
+
+        return wrapper
+
+    class Decorated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+            self.head = nn.Linear(4, 2)
+
+        @decorated
+        def forward(self, x):
+            for layer in self.inner:
+                x = layer(x)
+            return self.head(x)
+
+    whole = nn.Sequential(nn.Linear(4, 4), Decorated())
+    assert {"inner.0", "inner.1.relu", "head"} <= ops_of(qsync.capture(Decorated(), X[:, :4])).keys()
+    assert {"0", "1.inner.0", "1.inner.1.relu", "1.head"} <= ops_of(qsync.capture(whole, X[:, :4])).keys()
 
 
 def test_vit_patches_are_a_convolution():
