@@ -3,12 +3,16 @@
     python -m qsync.experiments.accuracy --out FOLDER
     python -m qsync.experiments.accuracy --out FOLDER --task resnet --seeds 5 --processes 2
 
-Each run is a piece, so that hours can be made up of minutes. The weak rank has half of this machine's speed
-(steps are simulated from a measured profile); its kernels are real.
+Each run is a piece, so that hours can be made up of minutes. Ways that compute the same share their runs. The
+ranks stand for an A100 and a T4: plans and seconds are simulated from data sheets; the kernels that train are
+real.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,11 +23,11 @@ import typer
 from qsync.experiments.accuracy import report
 from qsync.experiments.accuracy.methods import METHODS, methods_of
 from qsync.experiments.accuracy.tasks import TASKS, task_named
-from qsync.experiments.accuracy.training import TrainingRun, trained, trained_on_ranks
+from qsync.experiments.accuracy.training import TrainingRun, train_start, trained, trained_on_ranks
 from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.harness.ranks import run_on_ranks
-from qsync.experiments.speedup.ways import QSYNC, WEAK_INT8
+from qsync.experiments.speedup.ways import DDP, QSYNC, WEAK_INT8
 
 _PAGE, _PICTURE = Path("docs/results/accuracy.md"), Path("docs/figures/accuracy.png")
 _TINY_STEPS = 4
@@ -45,37 +49,62 @@ def main(
     """Train every task by every method and seed that has no result yet, and report all there is."""
     for name in task or ():
         task_named(name)
-    experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh)
+    experiment = Experiment("accuracy", out, settings={"tiny": tiny}, fresh=fresh and not kept)
     chosen = [name for name in TASKS if name in (task or TASKS)]
     real = [(name, method) for name, method in REAL if name in chosen]
     with experiment.progress():
-        methods = {
-            name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
-            for name in chosen
-        }
-        wanted: dict[str, TrainingRun] = {}
-        for seed in range(seeds):  # a seed of all tasks before the next: what is cut is balanced
-            for name in chosen:
-                for method in METHODS:
-                    for steps in _steps(name, methods[name], method, tiny).values():
-                        wanted[_key(name, method, seed, steps)] = TrainingRun(
-                            name, methods[name][method], seed, steps, out / "starts", tiny
-                        )
         if not kept:
-            for _ in experiment.pieces(wanted, trained, processes):
-                pass
-            for name, method in real:
-                steps = _num_steps(name, tiny)
-                run = TrainingRun(name, methods[name][method], 0, steps, out / "starts", tiny)
-                experiment.piece(f"real ranks {name} {method}", partial(_on_ranks, run))
-    tasks = {name: _task(experiment, name, methods[name], seeds, tiny) for name in chosen}
+            _measure(experiment, chosen, real, seeds, processes, tiny)
+    experiment.fresh = False  # what was measured now is what there is
+    tasks = {name: found for name in chosen if (found := _task(experiment, name, seeds, tiny))}
     on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
     tables, bars = report.tables(tasks), report.bars(tasks, on_ranks)
+    missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
     experiment.finish(
-        {"tasks": tasks, "real_ranks": on_ranks}, bars=bars, tables=tables, picture=report.draw,
-        measured="losses are measured; seconds are simulated from a measured profile",
-        page=Page(_PAGE, _PICTURE, "One thread a rank.") if publish else None,
+        {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars, tables=tables,
+        picture=report.draw,
+        measured="losses are measured; plans and seconds are simulated from data sheets",
+        page=Page(_PAGE, _PICTURE, report.note(bars, missing)) if publish else None,
     )  # fmt: skip
+
+
+def _measure(
+    experiment: Experiment,
+    tasks: Sequence[str],
+    real: Sequence[tuple[str, str]],
+    seeds: int,
+    processes: int,
+    tiny: bool,
+) -> None:
+    """Measure every piece that is missing."""
+    methods = {
+        name: experiment.piece(f"methods {name}", partial(in_fresh_process, methods_of, name, tiny))
+        for name in tasks
+    }
+    starts = {
+        f"start {name} seed {seed}": _run(experiment, name, methods[name][DDP], seed, 0, tiny)
+        for seed in range(seeds) for name in tasks if task_named(name).start is not None
+    }  # fmt: skip
+    for _ in experiment.pieces(starts, train_start, processes):
+        pass
+    wanted = {
+        _key(name, methods[name][method], seed, steps): _run(
+            experiment, name, methods[name][method], seed, steps, tiny
+        )
+        for seed in range(seeds)  # a seed of all tasks before the next: what is cut is balanced
+        for name in tasks
+        for method in METHODS
+        for steps in _steps(name, methods[name], method, tiny).values()
+    }
+    for _ in experiment.pieces(wanted, trained, processes):
+        pass
+    for name, method in real:
+        run = _run(experiment, name, methods[name][method], 0, _num_steps(name, tiny), tiny)
+        experiment.piece(f"real ranks {name} {_digest(run.method)}", partial(_on_ranks, run))
+
+
+def _run(experiment: Experiment, task: str, method: Any, seed: int, steps: int, tiny: bool) -> TrainingRun:
+    return TrainingRun(task, method, seed, steps, experiment.out / "starts", tiny)
 
 
 def _on_ranks(run: TrainingRun) -> dict[str, Any]:
@@ -88,16 +117,26 @@ def _on_ranks(run: TrainingRun) -> dict[str, Any]:
 
 def _real(experiment: Experiment, task: str, method: str, tiny: bool) -> dict[str, Any] | None:
     """Return the final losses of a run on real ranks and in one process; None where one is missing."""
-    ranks = experiment.kept(f"real ranks {task} {method}")
-    process = experiment.kept(_key(task, method, 0, _num_steps(task, tiny)))
+    methods = experiment.kept(f"methods {task}")
+    if methods is None:
+        return None
+    of = methods["result"][method]
+    ranks = experiment.kept(f"real ranks {task} {_digest(of)}")
+    process = experiment.kept(_key(task, of, 0, _num_steps(task, tiny)))
     if ranks is None or process is None:
         return None
     losses = {"real": ranks["result"]["final_loss"], "one_process": process["result"]["final_loss"]}
     return {"task": task, "method": method, **losses}
 
 
-def _key(task: str, method: str, seed: int, steps: int) -> str:
-    return f"{task} {method} seed {seed} steps {steps}"
+def _key(task: str, method: Any, seed: int, steps: int) -> str:
+    return f"{task} {_digest(method)} seed {seed} steps {steps}"
+
+
+def _digest(method: Any) -> str:
+    """Return a name of what a method computes: its precisions and samples, not its predicted seconds."""
+    computed = json.dumps([method["assignments"], method["samples"]], sort_keys=True)
+    return hashlib.sha256(computed.encode()).hexdigest()[:12]
 
 
 def _num_steps(task: str, tiny: bool) -> int:
@@ -114,24 +153,32 @@ def _steps(task: str, methods: Any, method: str, tiny: bool) -> dict[str, int]:
     }
 
 
-def _task(experiment: Experiment, name: str, methods: Any, seeds: int, tiny: bool) -> dict[str, Any]:
-    """Return what there is of a task: the runs of the seeds that every method has finished."""
-    runs: dict[str, Any] = {}
+def _task(experiment: Experiment, name: str, seeds: int, tiny: bool) -> dict[str, Any] | None:
+    """Return what there is of a task: the runs of the seeds that every method has finished.
+
+    None without its methods.
+    """
+    kept = experiment.kept(f"methods {name}")
+    if kept is None:
+        return None
+    methods, runs = kept["result"], dict[str, Any]()
     for at in (report.STEPS, report.SECONDS):
-        by_seed = {
-            str(seed): [
-                experiment.kept(_key(name, method, seed, _steps(name, methods, method, tiny)[at]))
+        runs[at] = {method: {} for method in METHODS}
+        for seed in range(seeds):
+            found = [
+                experiment.kept(_key(name, methods[method], seed, _steps(name, methods, method, tiny)[at]))
                 for method in METHODS
             ]
-            for seed in range(seeds)
-        }
-        whole = {seed: found for seed, found in by_seed.items() if None not in found}
-        runs[at] = {
-            method: {seed: piece["result"] for seed, found in whole.items() if (piece := found[number])}
-            for number, method in enumerate(METHODS if whole else ())
-        }
-    found = {"methods": methods, "runs": runs, "steps": _num_steps(name, tiny)}
-    return {**found, "curves": report.curves(found), "description": task_named(name).workload().description}
+            if None not in found:
+                for method, piece in zip(METHODS, found, strict=True):
+                    runs[at][method][str(seed)] = piece["result"] if piece else None
+        if not runs[at][DDP]:
+            runs[at] = {}
+    job = task_named(name)
+    found_here = {
+        "methods": methods, "runs": runs, "steps": _num_steps(name, tiny), "family": job.family or name,
+    }  # fmt: skip
+    return {**found_here, "curves": report.curves(found_here), "description": job.workload().description}
 
 
 if __name__ == "__main__":

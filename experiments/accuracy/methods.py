@@ -1,4 +1,8 @@
-"""Every way to train a task on this machine beside half of it: precisions, samples, seconds. Simulated."""
+"""Every way to train a task on an A100 beside one at 0.6 of its speed: precisions, samples, seconds. Simulated.
+
+The same plans are compared whatever machine trains them. They are for 16
+times as many samples, or the cards would only wait for launches.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,21 @@ from typing import Any
 
 import torch
 
-from qsync import Plan, Precision, api
+from qsync import OpGraph, Plan, Precision, api
 from qsync.allocator import allocate
 from qsync.allocator.planner import as_plan
 from qsync.experiments.accuracy.tasks import task_named
-from qsync.experiments.harness.emulated_profiles import here_and_half
+from qsync.experiments.allocation.bases import GPU_BATCH
+from qsync.experiments.harness.emulated_profiles import NETWORK, of_share
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.ranks import MARGIN
+from qsync.experiments.harness.ranks import FAST, MARGIN, WEAK
 from qsync.experiments.speedup.ways import ALONE, QSYNC_FASTEST, TITLES, samples_of, ways
-from qsync.experiments.workloads.workload import make_optimizer
+from qsync.experiments.workloads.workload import Batch, Workload, make_optimizer
+from qsync.predictor.cost_model.fill_profile import fill, simulate
+from qsync.records.cluster import Cluster, DeviceClass
+from qsync.records.datasheets import datasheet
 from qsync.records.plan_folder import Basis
+from qsync.records.profiles import Profile
 from qsync.replayer import Sized
 
 QSYNC_DEPTH, QSYNC_INT8 = "qsync_depth", "qsync_int8"
@@ -26,7 +35,9 @@ NAMES = {
     QSYNC_INT8: "qsync, weak cards without 16 bits",
 }
 METHODS = tuple(name for name in NAMES if name not in (ALONE, QSYNC_FASTEST))
-_PRECISIONS, _BASE = ("fp32", "fp32_fast", "bf16", "int8"), Precision.FP32_FAST
+_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
+_BASE = Precision.FP32
+_CARD, _SHARE = "A100", 0.6
 _PROFILE_S, _BATCHES = 20.0, 4
 
 
@@ -41,15 +52,16 @@ class Method:
 
 
 def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
-    """Measure one rank's profile and sensitivities on a task; return every method, as JSON."""
+    """Measure one rank's profile and sensitivities on a task; return every method on the two cards, as JSON.
+
+    Of the profile, the simulated cards have the shares of their peaks that operators reach here.
+    """
     torch.set_num_threads(1)
     keep_freed_memory()
     workload = task_named(task).workload()
     model, batches = workload.make_model(0), [workload.batch(10_000, step, 0) for step in range(_BATCHES)]
-    graph = api.trace_step(model, batches[0], workload.loss)
-    torch._dynamo.reset()
-    half = tuple(part[: len(part) // 2] for part in batches[0])
-    other = Sized(api.trace_step(model, half, workload.loss), {})
+    many = tuple(torch.cat([part] * GPU_BATCH) for part in batches[0])
+    graph, large = (_graph_of(model, workload, batch) for batch in (batches[0], many))
     profile = api.profile(
         model, batches[0], workload.loss, precisions=_PRECISIONS, seconds=1.0 if tiny else _PROFILE_S,
         make_optimizer=make_optimizer(workload.lr),
@@ -58,25 +70,43 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
         api.sensitivity(model, batches, workload.loss, precisions=_PRECISIONS, indicator=indicator)
         for indicator in ("variance", "depth")
     )
-    cluster, profiles = here_and_half(profile)
-    plans = ways(Basis(graph, cluster, profiles, by_variance), other, _BASE)
+    cluster, profiles = _on_cards(fill(profile, large, measured_on=graph), large)
+    at = (large, profiles)
+    plans = ways(Basis(large, cluster, profiles, by_variance), Sized(graph, {}), _BASE)
     # QSync's own rule: operators recover in the order of its indicator.
-    ordered = allocate(graph, profiles, by_depth, cluster, margin=MARGIN, solver="greedy", base=_BASE)
+    ordered = allocate(*at, by_depth, cluster, margin=MARGIN, solver="greedy", base=_BASE)
     chosen = {name: own.assignment for name, own in ordered.classes.items()}
-    plans[QSYNC_DEPTH] = as_plan(graph, chosen, profiles, cluster, sensitivity=by_variance)
-    # A weak card as processors with VNNI are, which have INT8 and no type of 16 bits.
+    plans[QSYNC_DEPTH] = as_plan(large, chosen, profiles, cluster, sensitivity=by_variance)
+    # A weak card with INT8 and no type of 16 bits, as processors with VNNI are.
     fast, weak = cluster.classes
     without = replace(weak, precisions=tuple(p for p in weak.precisions if p is not Precision.BF16))
     plans[QSYNC_INT8] = allocate(
-        graph, profiles, by_variance, replace(cluster, classes=(fast, without)), margin=MARGIN, base=_BASE
+        *at, by_variance, replace(cluster, classes=(fast, without)), margin=MARGIN, base=_BASE
     )
     return {name: asdict(_of_plan(plans[name], len(batches[0][0]))) for name in METHODS}
 
 
+def _graph_of(model: torch.nn.Module, workload: Workload, batch: Batch) -> OpGraph:
+    torch._dynamo.reset()  # otherwise a second shape makes sizes symbols
+    return api.trace_step(model, batch, workload.loss)
+
+
+def _on_cards(profile: Profile, graph: OpGraph) -> tuple[Cluster, dict[str, Profile]]:
+    """Return the two cards as a cluster, and their profiles."""
+    sheet = datasheet(_CARD)
+    fast = DeviceClass(FAST, "cuda", 1, sheet.memory_bytes, _PRECISIONS, datasheet=sheet.name)
+    own = simulate(profile, graph, sheet, FAST)
+    weak = replace(fast, name=WEAK, emulated_share=_SHARE)
+    return Cluster((fast, weak), NETWORK), {FAST: own, WEAK: of_share(own, WEAK, _SHARE)}
+
+
 def _of_plan(plan: Plan, samples: int) -> Method:
+    """Return what trains under a plan, on so many samples a rank where shares are equal."""
     assignments = {
         name: {op: str(precision) for op, precision in own.assignment.items()}
         for name, own in plan.classes.items()
     }
     assert plan.step_s is not None and plan.added_variance is not None
-    return Method(assignments, samples_of(plan, samples), plan.step_s, plan.added_variance)
+    planned = samples_of(plan, GPU_BATCH * samples)
+    of_weak = round(planned[WEAK] / GPU_BATCH)
+    return Method(assignments, {FAST: 2 * samples - of_weak, WEAK: of_weak}, plan.step_s, plan.added_variance)

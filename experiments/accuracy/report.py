@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from qsync.experiments.speedup.ways import DDP, LB_BSP, QSYNC, QSYNC_SHARE, UNIF
 # What runs are compared at: equal steps, or the seconds that the plan takes for them.
 STEPS, SECONDS = "steps", "seconds"
 _WITHIN = 1.02  # of the plan's step, so that a uniform choice counts as no slower
-_BETTER = "comparisons in which a plan beats the fastest uniform choice of at most its step"
+_BETTER = "families on which a plan beats the fastest uniform choice of at most its step"
 LEAST_SEEDS = 5
 
 
@@ -64,34 +64,43 @@ def losses(task: Mapping[str, Any], method: str, at: str = STEPS) -> list[float]
 
 
 def bars(tasks: Mapping[str, Mapping[str, Any]], real: Sequence[Mapping[str, Any]] = ()) -> list[Bar]:
-    """Return the promises: no plan worse than FP32, and none worse than the fastest uniform choice.
+    """Return the promises: the plan no worse than FP32, and no plan worse than the fastest uniform choice.
 
     Where weak cards have no type of 16 bits, INT8 is the only uniform choice. Tasks with fewer than 5 seeds
-    say nothing yet.
+    say nothing yet. Fine-tuning counts for the family of its model.
     """
     found = [
         (name, task) for name, task in tasks.items()
         if task["runs"][STEPS] and len(losses(task, DDP)) >= LEAST_SEEDS
     ]  # fmt: skip
     pairs = [
-        (f"{name}: {NAMES[plan]} - {NAMES[uniform]}", difference_of(task, plan, uniform))
+        (name, f"{name}: {NAMES[plan]} - {NAMES[uniform]}", difference_of(task, plan, uniform))
         for name, task in found
         for plan, uniform in ((QSYNC, fastest_uniform(task["methods"])), (QSYNC_INT8, WEAK_INT8))
         if uniform is not None
     ]
     worse = [name for name, task in found if difference_of(task, QSYNC, DDP).above]
-    better, losing = ([name for name, one in pairs if getattr(one, side)] for side in ("below", "above"))
+    better, losing = ([said for _, said, one in pairs if getattr(one, side)] for side in ("below", "above"))
+    families = {tasks[name].get("family", name) for name, _, one in pairs if one.below}
 
-    def count(names: Sequence[str]) -> int | None:
+    def count(names: Collection[str]) -> int | None:
         return len(names) if found else None
 
     apart = max((abs(one["real"] / one["one_process"] - 1) for one in real), default=None)
     return [
         bar("tasks whose final loss under the plan is above FP32's", count(worse), 0, which=worse),
-        bar(_BETTER, count(better), 2, at_least=True, which=better),
+        bar(_BETTER, count(families), 2, at_least=True, which=better),
         bar("comparisons in which the plan loses to it", count(losing), 0, which=losing),
         bar("|loss on real ranks / in one process - 1|, largest", apart, 0.02),
     ]
+
+
+def note(bars: Sequence[Bar], missing: Sequence[str]) -> str:
+    """Say below the tables which tasks and comparisons the promises count, and what is not finished."""
+    counted = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
+    left = [f"Not finished: {', '.join(missing)}."] if missing else []
+    about = "Intervals are of one comparison each: of twenty true zeros, one looks like a difference."
+    return "\n".join([about, *counted, *left])
 
 
 def curves(task: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
@@ -144,15 +153,15 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
-    """Draw each task's differences from FP32 with their intervals, and its loss against seconds."""
+    """Draw each task's differences from FP32 with their intervals, and its loss against steps and seconds."""
     from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure  # imports matplotlib
     from qsync.figures.style import INK, SERIES_COLOURS, save_png
 
     shown = {name: task for name, task in content["tasks"].items() if task["runs"][STEPS]}
     if not shown:
         return
-    figure = new_figure(2.9 * len(shown) + 1.2, 6.0, "Final held-out loss, paired by seed, 95 % intervals")
-    panels = figure.subplots(2, len(shown), squeeze=False)
+    figure = new_figure(2.9 * len(shown) + 1.2, 8.4, "Final held-out loss, paired by seed, 95 % intervals")
+    panels = figure.subplots(3, len(shown), squeeze=False)
     others = [method for method in METHODS if method != DDP]
     for column, (name, task) in enumerate(shown.items()):
         axes = panels[0][column]
@@ -165,10 +174,11 @@ def draw(content: Mapping[str, Any], path: Path) -> None:
             [-row for row in range(len(others))], [NAMES[m] for m in others] if not column else []
         )
         axes_of(axes, name, "loss - loss of FP32, equal steps")
-        axes = panels[1][column]
-        drawn = zip(SERIES_COLOURS, (QSYNC, DDP, LB_BSP, WEAK_INT8), strict=False)
-        for colour, name in ((colour, NAMES[method]) for colour, method in drawn):
-            axes.plot(*zip(*task["curves"][name], strict=True), color=colour, label=name)
-        axes_of(axes, "", "seconds (simulated)", "held-out loss" if not column else "")
+        for axes, unit in zip(panels[1:, column], ("steps", "seconds (simulated)"), strict=True):
+            for colour, method in zip(SERIES_COLOURS, (QSYNC, DDP, LB_BSP, WEAK_INT8), strict=False):
+                seconds, heldout = zip(*task["curves"][NAMES[method]], strict=True)
+                step_s = 1.0 if unit != "steps" else task["methods"][method]["step_s"]
+                axes.plot([s / step_s for s in seconds], heldout, color=colour, label=NAMES[method])
+            axes_of(axes, "", unit, "held-out loss" if not column else "")
     legend_below(figure, panels[1])
     save_png(figure, path)

@@ -22,10 +22,10 @@ from torch import nn
 
 from qsync import Precision
 from qsync.distributed.data_parallel import in_ddp
+from qsync.errors import QSyncError
 from qsync.experiments.accuracy.tasks import task_named
-from qsync.experiments.harness.emulated_profiles import HALF, HERE
 from qsync.experiments.harness.freed_memory import keep_freed_memory
-from qsync.experiments.harness.ranks import Place
+from qsync.experiments.harness.ranks import FAST, WEAK, Place
 from qsync.experiments.workloads.workload import Batch, Workload, evaluate, make_optimizer
 from qsync.records.json_files import write_bytes
 from qsync.runtime import choosers, planned_forward
@@ -51,9 +51,28 @@ class TrainingRun:
 
 def trained(run: TrainingRun) -> dict[str, Any]:
     """Train both ranks in this process; return held-out losses (step, loss), accuracy, training losses."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
+    _alone()
     return BothRanks(_started(run), run.method).train(run)
+
+
+def train_start(run: TrainingRun) -> dict[str, Any]:
+    """Train in FP32 what a run's fine-tuning starts from, and write its weights; return the losses."""
+    _alone()
+    job = task_named(run.task)
+    assert job.start is not None
+    model, workload = job.workload().make_model(run.seed), job.start()
+    plain = {"assignments": {FAST: {}, WEAK: {}}, "samples": run.method["samples"]}
+    before = replace(run, seed=run.seed + 1_000, steps=2 if run.tiny else job.start_steps)
+    found = BothRanks(model, plain).train(before, workload)
+    write_bytes(_start_file(run), safetensors.torch.save(model.state_dict()))
+    return found
+
+
+def _alone() -> None:
+    """Let this process train on one thread, with nothing left of what it trained before."""
+    torch.set_num_threads(1)
+    torch._dynamo.reset()  # another number of samples would make sizes symbols
+    keep_freed_memory()
 
 
 def trained_on_ranks(config: dict[str, Any], place: Place) -> dict[str, Any]:
@@ -63,23 +82,19 @@ def trained_on_ranks(config: dict[str, Any], place: Place) -> dict[str, Any]:
 
 
 def _started(run: TrainingRun) -> nn.Module:
-    """Return the model of a seed: new, or with the weights that fine-tuning starts from.
-
-    Those are trained in FP32 if there is no file of them yet.
-    """
+    """Return the model of a seed: new, or with the weights that fine-tuning starts from."""
     job = task_named(run.task)
     model = job.workload().make_model(run.seed)
-    if job.start is None:
-        return model
-    file = run.starts / f"{run.task}-{run.seed}.safetensors"
-    if not file.is_file():
-        size = len(job.start().batch(run.seed, 0, 0)[0])
-        plain = {"assignments": {HERE: {}, HALF: {}}, "samples": dict.fromkeys((HERE, HALF), size)}
-        before = replace(run, method=plain, seed=run.seed + 1_000, steps=2 if run.tiny else job.start_steps)
-        BothRanks(model, plain).train(before, job.start())
-        write_bytes(file, safetensors.torch.save(model.state_dict()))
-    model.load_state_dict(safetensors.torch.load(file.read_bytes()))
+    if job.start is not None:
+        file = _start_file(run)
+        if not file.is_file():
+            raise QSyncError(f"{file} is missing, which the training starts from; run with --fresh")
+        model.load_state_dict(safetensors.torch.load(file.read_bytes()))
     return model
+
+
+def _start_file(run: TrainingRun) -> Path:
+    return run.starts / f"{run.task}-{run.seed}.safetensors"
 
 
 class Training:
@@ -97,7 +112,8 @@ class Training:
         workload, steps = workload or task_named(run.task).workload(), run.steps
         optimizer = make_optimizer(workload.lr)(self.model.parameters())
         rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        every = max(steps // _CURVE_POINTS, 1)
+        # Curves are drawn of runs of equal steps; of others the end alone counts.
+        every = max(steps // _CURVE_POINTS, 1) if run.tiny or steps == task_named(run.task).steps else steps
         losses: list[float] = []
         curve: list[tuple[int, float]] = []
         for step in range(steps):
@@ -120,17 +136,27 @@ class Training:
         planned_forward.attach(model, choosers.following(chosen))
         return model
 
+    def dealt(self, workload: Workload, seed: int, step: int) -> list[Batch]:
+        """Deal the samples of a step, the same for every method, to the ranks."""
+        samples = list(self.method["samples"].values())
+        both = [workload.batch(seed, step, rank) for rank in range(len(samples))]
+        parts = [torch.cat(part).split(samples) for part in zip(*both, strict=True)]  # type: ignore[no-untyped-call]
+        return list(zip(*parts, strict=True))
+
     def part(
-        self, called: nn.Module, workload: Workload, key: tuple[int, int, int], weight: float = 1.0
+        self,
+        called: nn.Module,
+        workload: Workload,
+        batch: Batch,
+        key: tuple[int, int, int],
+        weight: float = 1.0,
     ) -> float:
         """Add the gradients of a rank's samples, weighted by their number; return their part of the loss.
 
-        `key` is (seed, step, rank), which fixes the samples and the random numbers.
+        `key` is (seed, step, rank), which fixes the random numbers.
         """
-        samples = self.method["samples"]
-        batch = _dealt(workload, *key[:2], samples)[list(samples)[key[2]]]
         with _random_of(key):
-            loss = workload.loss(called, batch) * (len(batch[0]) / sum(samples.values()))
+            loss = workload.loss(called, batch) * (len(batch[0]) / sum(self.method["samples"].values()))
             (loss * weight).backward()
         return float(loss.detach())
 
@@ -140,14 +166,15 @@ class BothRanks(Training):
 
     def __init__(self, model: nn.Module, method: Mapping[str, Any]) -> None:
         super().__init__(model, method)
-        self._ranks = [self.lowered(tied(model, name == HERE), name) for name in method["samples"]]
+        self._ranks = [self.lowered(tied(model, name == FAST), name) for name in method["samples"]]
 
     def step(self, workload: Workload, seed: int, step: int) -> float:
         """Add up both ranks' gradients."""
+        batches = self.dealt(workload, seed, step)
         return sum(
-            self.part(called, workload, (seed, step, rank))
-            for rank, called in enumerate(self._ranks)
-            if list(self.method["samples"].values())[rank] > 0
+            self.part(called, workload, batch, (seed, step, rank))
+            for rank, (called, batch) in enumerate(zip(self._ranks, batches, strict=True))
+            if len(batch[0])
         )
 
 
@@ -161,8 +188,8 @@ class OneRank(Training):
 
     def step(self, workload: Workload, seed: int, step: int) -> float:
         """Reduce the gradients of all ranks, which DDP takes the mean of."""
-        weight = float(len(self.method["samples"]))
-        return self.part(self._parallel, workload, (seed, step, self._rank), weight)
+        weight, batch = float(len(self.method["samples"])), self.dealt(workload, seed, step)[self._rank]
+        return self.part(self._parallel, workload, batch, (seed, step, self._rank), weight)
 
 
 def tied(model: nn.Module, with_buffers: bool) -> nn.Module:
@@ -171,13 +198,6 @@ def tied(model: nn.Module, with_buffers: bool) -> nn.Module:
     if with_buffers:
         kept |= {id(b): b for b in model.buffers()}
     return copy.deepcopy(model, kept)
-
-
-def _dealt(workload: Workload, seed: int, step: int, samples: Mapping[str, int]) -> dict[str, Batch]:
-    """Deal the samples of a step, the same for every method, to the ranks."""
-    both = [workload.batch(seed, step, rank) for rank in range(len(samples))]
-    parts = [torch.cat(part).split(list(samples.values())) for part in zip(*both, strict=True)]  # type: ignore[no-untyped-call]
-    return dict(zip(samples, zip(*parts, strict=True), strict=True))
 
 
 def _rate(step: int, steps: int) -> float:

@@ -167,10 +167,13 @@ class Experiment:
             return
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             running = {pool.submit(make, tasks[name]): name for name in missing}
-            for future in as_completed(running):
-                name = running[future]
-                self.say(f"{name}: done")
-                yield name, self.keep(name, future.result(), **settings(tasks[name]))
+            try:
+                for future in as_completed(running):
+                    name = running[future]
+                    self.say(f"{name}: done")
+                    yield name, self.keep(name, future.result(), **settings(tasks[name]))
+            finally:  # one failed, or the user stops: what waits for its turn is not run
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, name: str) -> None:
         """Measure a piece anew, whatever lies in the folder."""

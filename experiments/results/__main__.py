@@ -10,6 +10,7 @@ One that is finished is not run again. It runs from the root of a clone, whose p
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,8 @@ def main(
             raise QSyncError(f"there is no experiment {name!r}; choose from {', '.join(RERUNS)}")
     experiment, failed = Experiment("results", out, fresh=fresh), dict[str, str]()
     for name in () if listed else only or RERUNS:
+        if fresh:
+            shutil.rmtree(_folder(out, name), ignore_errors=True)
         show(f"{name}: about {RERUNS[name].minutes} minutes where nothing is there yet")
         try:
             experiment.piece(name, partial(_run, RERUNS[name], _folder(out, name)))
@@ -73,7 +76,7 @@ def main(
             bar("experiments that are finished", finished, len(RERUNS), at_least=True),
             bar("commits that their figures are of", len(commits), 1),
         ],
-        tables=[_table(states), papers], page=_PAGE if publish else None,
+        tables=[_table(states), papers], page=_PAGE if publish and not listed else None,
     )  # fmt: skip
     if failed:
         raise QSyncError(

@@ -69,7 +69,8 @@ def main(
         if not 0 < one <= 1:
             raise QSyncError(f"--share must lie in (0, 1], found {one}; 0.5 is half as fast")
     torch.set_num_threads(1)
-    experiment, problems = Experiment("speedup", out, fresh=fresh), []
+    settings = {"seconds": seconds, "turns": turns, "steps": steps}
+    experiment, problems = Experiment("speedup", out, settings=settings, fresh=fresh), []
     with experiment.progress():
         for name in names:
             folder = out / name
@@ -88,7 +89,7 @@ def main(
                 make = partial(_measured, name, of, turns, steps)
                 problems.append(experiment.piece(f"{name} measured at {of}", make))
     tables, bars = report.tables(problems), report.bars(problems)
-    page = Page(_PAGE, _PICTURE, "gloo, one thread a rank.") if publish else None
+    page = Page(_PAGE, _PICTURE, report.note(bars)) if publish else None
     experiment.finish(
         {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw, page=page
     )

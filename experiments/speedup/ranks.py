@@ -20,7 +20,6 @@ from qsync.experiments.workloads.subjects import subject
 from qsync.experiments.workloads.workload import make_optimizer
 from qsync.replayer import Sized
 
-PRECISIONS = ("fp32", "fp32_fast", "bf16", "int8")
 _WARM = 2  # steps of a turn that are left out
 
 
@@ -36,7 +35,7 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     own = job.detect_rank(model, share, name)
     step = job.TrainingStep(model, batch, workload.loss)
     graph = job.form_graph(step)
-    options = ProfileOptions(PRECISIONS, optimizer)
+    options = ProfileOptions(make_optimizer=optimizer)
     basis = form_basis(step, own, graph, job.form_cluster(own), options)
     torch._dynamo.reset()
     smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))

@@ -83,6 +83,12 @@ def bars(problems: Sequence[Problem]) -> list[Bar]:
     return found
 
 
+def note(bars: Sequence[Bar]) -> str:
+    """Say below the tables where a promise does not hold."""
+    named = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
+    return "\n".join(["gloo, one thread a rank.", *named])
+
+
 def tables(problems: Sequence[Problem]) -> list[Table]:
     """Return a table a model: samples per second of every way, with the variance that it adds."""
     return [

@@ -20,7 +20,8 @@ from qsync.replayer import Sized, profiles_under_levers
 from qsync.replayer.levers.batch_size import reach
 
 ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
-WEAK_16, WEAK_INT8, ALL_INT8 = UNIFORM = ("weak_16", "weak_int8", "all_int8")
+UNIFORM = ("weak_16", "weak_int8", "weak_int8_all", "all_int8")
+WEAK_16, WEAK_INT8, WEAK_INT8_ALL, ALL_INT8 = UNIFORM
 QSYNC, QSYNC_SHARE, QSYNC_FASTEST = "qsync", "qsync_share", "qsync_fastest"
 # What a reader sees of each.
 TITLES: Mapping[str, str] = {
@@ -29,6 +30,7 @@ TITLES: Mapping[str, str] = {
     LB_BSP: "LB-BSP (shares by speed)",
     WEAK_16: "weak cards all in 16 bits",
     WEAK_INT8: "weak cards all in INT8",
+    WEAK_INT8_ALL: "weak cards, gradients in INT8 too",
     ALL_INT8: "every card in INT8",
     QSYNC: "qsync",
     QSYNC_SHARE: "qsync, shares too",
@@ -50,6 +52,7 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
     sixteen = Precision.BF16 if Precision.BF16 in weak.precisions else Precision.FP16
     int8 = {c.name: next_up(basis.cluster, c.name, Precision.INT8) for c in (fast, weak)}
+    int8_all = next_up(basis.cluster, weak.name, Precision.INT8_ALL)
     alone = replace(basis.cluster, classes=(fast,))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
     shares = list(every_share(basis, other))
@@ -67,6 +70,7 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         LB_BSP: by_speed,
         WEAK_16: uniform(*at, basis.cluster, {weak.name: sixteen}, **kept),
         WEAK_INT8: uniform(*at, basis.cluster, {weak.name: int8[weak.name]}, **kept),
+        WEAK_INT8_ALL: uniform(*at, basis.cluster, {weak.name: int8_all}, **kept),
         ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
         QSYNC: own,
         QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
@@ -90,18 +94,23 @@ def _step_s(plan: Plan) -> float:
 
 
 def every_share(basis: Basis, other: Sized) -> Iterator[dict[str, Profile]]:
-    """Yield the profiles of two classes at every share of the batch that their costs reach, 30 at the most.
+    """Yield the profiles of two classes at the shares of the batch that their costs reach, equal ones first.
 
-    The samples of all ranks together stay the same.
+    The samples of all ranks together stay the same. Of many shares, 30 or so are taken, evenly.
     """
     fast, weak = basis.cluster.classes
-    samples = basis.cluster.num_ranks * basis.graph.batch_shapes[0][0]
+    equal = basis.graph.batch_shapes[0][0]
+    samples = basis.cluster.num_ranks * equal
     ends = {c.name: reach(basis.profiles[c.name], basis.graph, other) for c in (fast, weak)}
     first, last = ends[weak.name]
-    for of_weak in range(first, last + 1, 1 + (last - first) // _MOST_SHARES):
-        of_fast, rest = divmod(samples - weak.count * of_weak, fast.count)
-        if rest or not ends[fast.name][0] <= of_fast <= ends[fast.name][1]:
-            continue
+    able = [
+        (of_fast, of_weak)
+        for of_weak in range(first, last + 1)
+        for of_fast, rest in (divmod(samples - weak.count * of_weak, fast.count),)
+        if not rest and ends[fast.name][0] <= of_fast <= ends[fast.name][1]
+    ]
+    every = -(-len(able) // _MOST_SHARES)
+    for of_fast, of_weak in dict.fromkeys([(equal, equal), *able[::every]]):
         levers = Levers({fast.name: ClassLevers(of_fast), weak.name: ClassLevers(of_weak)})
         yield profiles_under_levers(basis.graph, basis.profiles, basis.cluster, levers, other)
 

@@ -17,7 +17,7 @@ from qsync.experiments.accuracy import report, training
 from qsync.experiments.accuracy.methods import METHODS, NAMES, QSYNC_INT8
 from qsync.experiments.accuracy.tasks import TASKS, task_named, token_kinds
 from qsync.experiments.accuracy.training import BothRanks, TrainingRun
-from qsync.experiments.harness.emulated_profiles import HALF, HERE
+from qsync.experiments.harness.ranks import FAST, WEAK
 from qsync.experiments.speedup.ways import ALL_INT8, DDP, QSYNC, WEAK_16, WEAK_INT8
 from qsync.experiments.workloads.workload import seeded
 from qsync.records.json_files import read_json
@@ -29,8 +29,8 @@ def method(weak: str = "fp32", samples: tuple[int, int] = (8, 8), fast: str = "f
     """A method that runs every linear of the digits' model in a precision."""
     of = lambda precision: {name: precision for name in ("0", "2")}  # noqa: E731
     return {
-        "assignments": {HERE: of(fast), HALF: of(weak)},
-        "samples": dict(zip((HERE, HALF), samples, strict=True)),
+        "assignments": {FAST: of(fast), WEAK: of(weak)},
+        "samples": dict(zip((FAST, WEAK), samples, strict=True)),
     }
 
 
@@ -53,7 +53,7 @@ def workload(monkeypatch):
         heldout = staticmethod(lambda num: [(x.flatten(1), y) for x, y in digits.heldout(num)])
 
     Small.batch = staticmethod(batch)
-    task = SimpleNamespace(start=None, workload=lambda: Small)
+    task = SimpleNamespace(start=None, steps=6, workload=lambda: Small)
     monkeypatch.setattr(training, "task_named", lambda name: task)
     return Small
 
@@ -97,8 +97,8 @@ def test_a_run_is_a_function_of_its_seed(workload):
 
 @pytest.mark.dist
 def test_real_ranks_compute_what_one_process_does(tmp_path):
-    assignments = {HERE: {}, HALF: {"blocks.0.mlp.fc": "int8"}}
-    run = TrainingRun("gpt", {"assignments": assignments, "samples": {HERE: 10, HALF: 6}}, 0, 3, tmp_path)
+    assignments = {FAST: {}, WEAK: {"blocks.0.mlp.fc": "int8"}}
+    run = TrainingRun("gpt", {"assignments": assignments, "samples": {FAST: 10, WEAK: 6}}, 0, 3, tmp_path)
     alone, real = training.trained(run), command._on_ranks(run)
     assert real["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-4)
 
@@ -160,7 +160,10 @@ def test_the_uniform_choice_to_beat_is_the_fastest_that_takes_no_longer():
 def test_bars_are_judged_by_intervals_and_only_with_enough_seeds():
     fine = task_of(**{ALL_INT8: 1.2, WEAK_INT8: 1.2})
     above, better, losing, real = report.bars({"a": fine})
-    assert (above["measured"], better["measured"], losing["measured"]) == (0, 2, 0) and real["holds"] is None
+    assert (above["measured"], better["measured"], losing["measured"]) == (0, 1, 0) and real["holds"] is None
+    assert len(better["which"]) == 2 and not better["holds"]  # two plans beat it, on one family
+    assert report.bars({"a": fine, "fine-tuned": {**fine, "family": "a"}})[1]["measured"] == 1
+    assert report.bars({"a": fine, "b": fine})[1]["holds"]
     above, better, losing, _ = report.bars({"a": task_of(**{QSYNC: 1.1})})
     assert above["which"] == ["a"] and len(losing["which"]) == 1 and not above["holds"]
     assert NAMES[QSYNC] in losing["which"][0] and NAMES[ALL_INT8] in losing["which"][0]
@@ -193,7 +196,8 @@ def test_runs_are_pieces_that_continue_and_are_reported(tmp_path, capsys):
     assert set(runs) == set(METHODS) and all(set(seeds) == {"0", "1"} for seeds in runs.values())
     assert set(content["tasks"]["vgg"]["curves"]) == {NAMES[name] for name in METHODS}
     assert content["tasks"]["vgg"]["methods"][DDP]["added_variance"] == 0.0
-    (tmp_path / "pieces" / f"vgg-{QSYNC}-seed-1-steps-4.json").unlink()
+    digest = command._digest(content["tasks"]["vgg"]["methods"][QSYNC])
+    (tmp_path / "pieces" / f"vgg-{digest}-seed-1-steps-4.json").unlink()
     command.main(**options, seeds=2, kept=True)
     kept = read_json(tmp_path / "figures.json")["tasks"]["vgg"]["runs"][report.STEPS]
     assert all(set(seeds) == {"0"} for seeds in kept.values())
