@@ -35,7 +35,7 @@ NAMES = {
     QSYNC_INT8: "qsync, weak cards without 16 bits",
 }
 METHODS = tuple(name for name in NAMES if name not in (ALONE, QSYNC_FASTEST))
-_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
+_PRECISIONS = (Precision.FP32, Precision.BF16, Precision.INT8)
 _BASE = Precision.FP32
 _CARD, _SHARE = "A100", 0.6
 _PROFILE_S, _BATCHES = 20.0, 4

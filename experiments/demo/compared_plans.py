@@ -15,8 +15,9 @@ from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
 
-# In a base of 16 bits there is no "weak_bf16": it would be plain DDP.
-NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "weak_int8_all", "all_int8", "qsync")
+# In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
+NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync")
+_ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +55,16 @@ def planned_runs(
     predicted step is least; without `other`, or where no share can change, there is no such run.
     """
     alone = replace(basis.cluster, classes=(replace(basis.cluster[FAST], name=ALONE, count=1),))
+    lowest, precision = "weak_bf16", sixteen_bit(basis.cluster)
+    if base not in (Precision.FP32, Precision.FP32_FAST):
+        lowest, precision = "weak_int8_all", Precision.INT8_ALL
     uniforms: dict[str, tuple[Cluster, Mapping[str, Precision]]] = {
         "fast_alone": (alone, {}),
         "ddp": (basis.cluster, {}),
-        "weak_bf16": (basis.cluster, {WEAK: sixteen_bit(basis.cluster)}),
+        lowest: (basis.cluster, {WEAK: precision}),
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
-        "weak_int8_all": (basis.cluster, {WEAK: Precision.INT8_ALL}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
-    if base not in (Precision.FP32, Precision.FP32_FAST):
-        del uniforms["weak_bf16"]
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True, **cap}
@@ -79,7 +80,7 @@ def planned_runs(
     plans["qsync"] = (basis.cluster, own)
     return {
         name: Planned(plan, cluster, replay(basis.graph, plan, _priced(basis, plan, other), cluster, **cap))
-        for name, (cluster, plan) in sorted(plans.items(), key=lambda one: NAMES.index(one[0]))
+        for name, (cluster, plan) in sorted(plans.items(), key=lambda one: _ORDER.index(one[0]))
     }
 
 

@@ -43,7 +43,10 @@ from qsync.runtime import planned_forward
 
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
-PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8, Precision.INT8_ALL)
+PROFILED = (Precision.FP32, Precision.BF16, Precision.FP16, Precision.INT8)
+# What is worth choosing from, by base.
+PROFILED_BELOW = {Precision.FP32: PROFILED, Precision.FP32_FAST: (*PROFILED, Precision.FP32_FAST)}
+PROFILED_BELOW_16BIT = (*PROFILED, Precision.INT8_ALL)
 
 
 def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
@@ -99,12 +102,12 @@ class Measuring:
             self.smaller = Sized(job.form_graph(step), {})
             torch._dynamo.reset()
         on_cpu = place.device.type == "cpu"
-        profiled = dict.fromkeys((*PROFILED, base))
+        profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
         precisions = [
             p for p in profiled if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]
         found = agree("sensitivity", lambda: qsync.sensitivity(
-            self._model, [self._batch], self._loss_fn, precisions=tuple(profiled)).to_json())  # fmt: skip
+            self._model, [self._batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
         self._profiler = self._make_profiler(workload, precisions)
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise

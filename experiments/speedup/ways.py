@@ -20,8 +20,7 @@ from qsync.replayer import Sized, profiles_under_levers
 from qsync.replayer.levers.batch_size import reach
 
 ALONE, DDP, LB_BSP = "alone", "ddp", "lb_bsp"
-UNIFORM = ("weak_16", "weak_int8", "weak_int8_all", "all_int8")
-WEAK_16, WEAK_INT8, WEAK_INT8_ALL, ALL_INT8 = UNIFORM
+WEAK_16, WEAK_INT8, ALL_INT8 = UNIFORM = ("weak_16", "weak_int8", "all_int8")
 QSYNC, QSYNC_SHARE, QSYNC_FASTEST = "qsync", "qsync_share", "qsync_fastest"
 # What a reader sees of each.
 TITLES: Mapping[str, str] = {
@@ -30,7 +29,6 @@ TITLES: Mapping[str, str] = {
     LB_BSP: "LB-BSP (shares by speed)",
     WEAK_16: "weak cards all in 16 bits",
     WEAK_INT8: "weak cards all in INT8",
-    WEAK_INT8_ALL: "weak cards, gradients in INT8 too",
     ALL_INT8: "every card in INT8",
     QSYNC: "qsync",
     QSYNC_SHARE: "qsync, shares too",
@@ -52,7 +50,6 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
     sixteen = Precision.BF16 if Precision.BF16 in weak.precisions else Precision.FP16
     int8 = {c.name: next_up(basis.cluster, c.name, Precision.INT8) for c in (fast, weak)}
-    int8_all = next_up(basis.cluster, weak.name, Precision.INT8_ALL)
     alone = replace(basis.cluster, classes=(fast,))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
     shares = list(every_share(basis, other))
@@ -70,7 +67,6 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         LB_BSP: by_speed,
         WEAK_16: uniform(*at, basis.cluster, {weak.name: sixteen}, **kept),
         WEAK_INT8: uniform(*at, basis.cluster, {weak.name: int8[weak.name]}, **kept),
-        WEAK_INT8_ALL: uniform(*at, basis.cluster, {weak.name: int8_all}, **kept),
         ALL_INT8: uniform(*at, basis.cluster, int8, **kept),
         QSYNC: own,
         QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),

@@ -51,6 +51,9 @@ def agreement_db(got, expected):
 # Signal to noise against the reference, in decibels: (result, gradients). INT8 sums are exact, so results
 # differ by FP32 rounding only. The gradients of int8_all are two independent stochastic roundings of the same
 # gradient.
+# A gradient that is zero in exact arithmetic (the softmax of one score) is the rounding of products, which
+# processors order differently: two of less than `ZERO` agree. Samples are of size 1.
+ZERO = 1e-6
 LEAST_DB = {"int8": (110, 45), "int8_all": (110, 22), "fp16": (60, 50), "bf16": (40, 40)}
 
 
@@ -68,5 +71,7 @@ def assert_parity(kind, precision, target, tensors, bounds=None, **options):
         if a.numel():
             finite = b.isfinite()
             assert torch.equal(a.isfinite(), finite), f"tensor {i}"
-            assert not finite.any() or agreement_db(a[finite], b[finite]) >= bounds[min(i, 1)], f"tensor {i}"
+            a, b = a[finite], b[finite]
+            is_zero = max(a.double().norm(), b.double().norm()) < ZERO
+            assert is_zero or agreement_db(a, b) >= bounds[min(i, 1)], f"tensor {i}"
     return got
