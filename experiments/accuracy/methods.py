@@ -1,7 +1,7 @@
-"""Every way to train a task on an A100 beside one at 0.6 of its speed: precisions, samples, seconds. Simulated.
+"""Every way to train a task on an A100 beside one at 0.6 of its speed, as a plan. Simulated.
 
-The same plans are compared whatever machine trains them. They are for 16
-times as many samples, or the cards would only wait for launches.
+The same plans are compared whatever machine trains them. They are for 16 times as many samples, or the cards
+would only wait for launches.
 """
 
 from __future__ import annotations
