@@ -85,11 +85,17 @@ def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(dem
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_memory_is_predicted_as_it_was_measured(demo):
+    out, content = demo
+    graph = Basis.load(out).graph
+    values = {value.name: value for value in graph.inputs}
+    # FP32's fastest convolutions keep a filter in the other memory order where that is faster. The prediction
+    # counts one for each, at the most (`made_for_backward`); how many there are is up to the processor.
+    filters = sum(values[op.inputs[1]].num_bytes for op in graph.ops if op.kind == "conv2d")
     classes = {"0": "train", "1": "infer"}
-    for name, run in demo[1]["runs"].items():
+    for name, run in content["runs"].items():
         for rank, measured in run["peak_memory_bytes"].items():
             device_class = "alone" if name == "fast_alone" else classes[rank]
-            assert run["predicted_memory_bytes"][device_class] == pytest.approx(measured, rel=0.1)
+            assert 0.9 * measured <= run["predicted_memory_bytes"][device_class] <= 1.1 * measured + filters
 
 
 @pytest.mark.dist
