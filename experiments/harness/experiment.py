@@ -25,6 +25,7 @@ from rich.table import Table
 
 from qsync import QSyncError
 from qsync.errors import MismatchError
+from qsync.experiments.harness.processes import end_with_parent
 from qsync.experiments.harness.provenance import folder_of, provenance
 from qsync.experiments.harness.tables import as_markdown, table_of, write_between, yes
 from qsync.progress import shown_on_rank_zero
@@ -165,7 +166,8 @@ class Experiment:
                 task = tasks[name]
                 yield name, self.piece(name, partial(make, task), **settings(task))
             return
-        with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        context = get_context("spawn")
+        with ProcessPoolExecutor(processes, context, initializer=end_with_parent) as pool:
             running = {pool.submit(make, tasks[name]): name for name in missing}
             try:
                 for future in as_completed(running):

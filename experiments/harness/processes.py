@@ -1,13 +1,17 @@
-"""A function in a fresh interpreter, and the peak memory of this process."""
+"""A function in a fresh interpreter, processes that end together, and the peak memory of this process."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+_PR_SET_PDEATHSIG = 1  # of Linux's prctl
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -19,6 +23,11 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
     command = [sys.executable, "-c", code, json.dumps(arguments)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def end_with_parent() -> None:
+    """Let the system kill this process when the one that started it is gone, however that ended."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def module_of(function: Callable[..., Any]) -> str:

@@ -190,7 +190,7 @@ def _html(number: int, section: _Section) -> str:
         to_html: Callable[..., str] = section.figure.to_html
         config = {"displaylogo": False, "responsive": True}
         shown = to_html(full_html=False, include_plotlyjs=False, div_id=f"plot-{number}", config=config)
-    return f"<section><h2>{section.title}</h2><p>{section.text}</p>\n{shown}</section>"
+    return f"<section><h2>{escape(section.title)}</h2><p>{section.text}</p>\n{shown}</section>"
 
 
 def _facts(plan: Plan, basis: Basis) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,3 +137,48 @@ def test_a_storage_saved_for_backward_counts_once_and_what_is_there_anyway_not_a
     assert saved_bytes(lambda: x * y) == 320
     assert saved_bytes(lambda: x * y, [y]) == 160
     assert saved_bytes(lambda: x[:5] * x[5:]) == 160
+
+
+PIECES = """
+import os, sys, time
+from pathlib import Path
+from qsync.experiments.harness.experiment import Experiment
+
+def wait(folder):
+    (Path(folder) / f"pid-{os.getpid()}").touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    tasks = {str(number): sys.argv[1] for number in range(6)}
+    list(Experiment("waiting", Path(sys.argv[1]) / "out").pieces(tasks, wait, 2))
+"""
+
+
+def test_processes_of_pieces_end_with_a_killed_run(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(PIECES)
+    run = subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.DEVNULL)
+    try:
+        assert eventually(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    finally:
+        run.kill()
+        run.wait()
+    pids = [int(path.name.removeprefix("pid-")) for path in tmp_path.glob("pid-*")]
+    assert eventually(lambda: not any(runs(pid) for pid in pids))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and no zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually(holds, seconds=60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
