@@ -3,9 +3,9 @@
     python -m qsync.experiments.accuracy --out FOLDER
     python -m qsync.experiments.accuracy --out FOLDER --task resnet --seeds 5 --processes 2
 
-Each run is a piece, so that hours can be made up of minutes. Ways that compute the same share their runs. The
-ranks stand for an A100 and a T4: plans and seconds are simulated from data sheets; the kernels that train are
-real.
+Each run is a piece, so that hours can be made up of minutes. Ways that compute the same share their runs.
+The ranks stand for an A100 and a card at 0.6 of its speed: plans and seconds are simulated from the data sheet;
+the kernels that train are real.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main(
     experiment.finish(
         {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars, tables=tables,
         picture=report.draw,
-        measured="losses are measured; plans and seconds are simulated from data sheets",
+        measured="losses are measured; plans and seconds are simulated from a data sheet",
         page=Page(_PAGE, _PICTURE, report.note(bars, missing)) if publish else None,
     )  # fmt: skip
 

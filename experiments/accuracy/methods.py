@@ -52,9 +52,9 @@ class Method:
 
 
 def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
-    """Measure one rank's profile and sensitivities on a task; return every method on the two cards, as JSON.
+    """Measure one rank's profile and sensitivities on a task; return every method on two cards, as JSON.
 
-    Of the profile, the simulated cards have the shares of their peaks that operators reach here.
+    Of the profile, the cards have the shares of their peaks that operators reach here.
     """
     torch.set_num_threads(1)
     keep_freed_memory()

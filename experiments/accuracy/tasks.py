@@ -137,9 +137,7 @@ def _photographs() -> tuple[torch.Tensor, torch.Tensor]:
     """Return scikit-learn's two photographs (2, 3, H, W) in [-1, 1]: left parts, and right ones held out."""
     from sklearn.datasets import load_sample_image
 
-    images = [
-        torch.from_numpy(load_sample_image(name)).permute(2, 0, 1) for name in ("china.jpg", "flower.jpg")
-    ]
+    images = [torch.tensor(load_sample_image(name)).permute(2, 0, 1) for name in ("china.jpg", "flower.jpg")]
     both = torch.stack(images).float().div_(127.5).sub_(1.0)
     cut = both.shape[-1] * 4 // 5
     return both[..., :cut], both[..., cut:]

@@ -146,6 +146,15 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
             f"{planned:.2f} times under the plan{emulated}. "
             f"A step takes {plain / limit:.2f} and {plan / limit:.2f} times as long."
         )
+    lowest = min(
+        (run["measured_step_s"] for name, run in runs.items() if name.startswith("weak_")), default=0
+    )
+    if plain and runs["qsync"]["low_precision_op_fraction"] == 0.0 and lowest >= plain > 1.05 * limit:
+        lines.append(
+            "The plan lowers nothing, because that saves no time on this processor: the weak rank's fastest "
+            f"uniform precision takes {lowest / plain:.2f} times DDP's step (qsync doctor shows every kernel's "
+            "speed). Shares of the batch by speed still do (LB-BSP)."
+        )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:
         lines.append(

@@ -16,7 +16,7 @@ from qsync.experiments.demo import publish
 from qsync.experiments.demo.compared_plans import NAMES, planned_runs, replayed
 from qsync.experiments.demo.launch import run_demo
 from qsync.experiments.demo.picture import run_title
-from qsync.experiments.demo.report import heldout_difference, table
+from qsync.experiments.demo.report import closing_lines, heldout_difference, table
 from qsync.experiments.harness.ranks import ALONE, FAST, WEAK
 from qsync.records.plan_folder import Basis
 from qsync.records.plans import Plan
@@ -160,6 +160,19 @@ def test_the_held_out_difference_pairs_seeds():
     assert found["mean"] == pytest.approx(0.2)
     assert found["standard_error"] == pytest.approx(0.1 / 3**0.5)
     assert heldout_difference({name: {"heldout_losses": [1.0]} for name in runs})["standard_error"] is None
+
+
+def test_a_plan_that_lowers_nothing_says_why(tmp_path):
+    content = json.loads((publish.ROOT / publish.FIGURES).read_text())
+    content["heldout_difference"] = {"mean": 0.0, "standard_error": None}
+    said = "lowers nothing, because that saves no time"
+    assert not any(said in line for line in closing_lines(content, tmp_path))
+    runs = content["runs"]
+    runs["qsync"]["low_precision_op_fraction"] = 0.0
+    assert not any(said in line for line in closing_lines(content, tmp_path))  # BF16 would have saved time
+    for name in ("weak_bf16", "weak_int8"):
+        runs[name]["measured_step_s"] = 1.5 * runs["ddp"]["measured_step_s"]
+    assert any(said in line and "takes 1.50 times" in line for line in closing_lines(content, tmp_path))
 
 
 def test_readme_and_docs_show_the_figures_that_are_kept():
