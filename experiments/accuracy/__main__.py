@@ -4,8 +4,8 @@
     python -m qsync.experiments.accuracy --out FOLDER --task resnet --seeds 5 --processes 2
 
 Each run is a piece, so that hours can be made up of minutes. Ways that compute the same share their runs.
-The ranks stand for an A100 and a card at 0.6 of its speed: plans and seconds are simulated from the data sheet;
-the kernels that train are real.
+The ranks stand for an A100 and a card at 0.6 of its speed: plans and seconds are simulated from the data
+sheet; the kernels that train are real.
 """
 
 from __future__ import annotations

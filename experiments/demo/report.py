@@ -152,8 +152,8 @@ def closing_lines(content: Mapping[str, Any], out: Path) -> list[str]:
     if plain and runs["qsync"]["low_precision_op_fraction"] == 0.0 and lowest >= plain > 1.05 * limit:
         lines.append(
             "The plan lowers nothing, because that saves no time on this processor: the weak rank's fastest "
-            f"uniform precision takes {lowest / plain:.2f} times DDP's step (qsync doctor shows every kernel's "
-            "speed). Shares of the batch by speed still do (LB-BSP)."
+            f"uniform precision takes {lowest / plain:.2f} times DDP's step (qsync doctor shows the speed of "
+            "every kernel). Shares of the batch by speed still do (LB-BSP)."
         )
     difference = content["heldout_difference"]
     if difference["standard_error"] is not None:
