@@ -60,7 +60,8 @@ def methods_of(task: str, tiny: bool = False) -> dict[str, dict[str, Any]]:
     keep_freed_memory()
     workload = task_named(task).workload()
     model, batches = workload.make_model(0), [workload.batch(10_000, step, 0) for step in range(_BATCHES)]
-    many = tuple(torch.cat([part] * GPU_BATCH) for part in batches[0])
+    inputs, targets = batches[0]
+    many = (torch.cat([inputs] * GPU_BATCH), torch.cat([targets] * GPU_BATCH))
     graph, large = (_graph_of(model, workload, batch) for batch in (batches[0], many))
     profile = api.profile(
         model, batches[0], workload.loss, precisions=_PRECISIONS, seconds=1.0 if tiny else _PROFILE_S,
