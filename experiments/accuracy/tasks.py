@@ -171,6 +171,62 @@ def _denoising_workload() -> Workload:
     )  # fmt: skip
 
 
+class _TabularNet(torch.nn.Module):
+    """Residual layers with BatchNorm over measurements (n, `inputs`); logits (n, 2)."""
+
+    def __init__(self, inputs: int, width: int, num_layers: int) -> None:
+        super().__init__()
+        self.stem = torch.nn.Linear(inputs, width)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Sequential(
+                torch.nn.BatchNorm1d(width), torch.nn.ReLU(), torch.nn.Linear(width, 2 * width),
+                torch.nn.ReLU(), torch.nn.Linear(2 * width, width),
+            )
+            for _ in range(num_layers)
+        )  # fmt: skip
+        self.head = torch.nn.Linear(width, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        x = self.stem(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@cache
+def _tumours() -> tuple[Batch, Batch]:
+    """Return scikit-learn's breast cancer data, standardized, to train on and (every fifth row) held out."""
+    from sklearn.datasets import load_breast_cancer
+
+    found = load_breast_cancer()
+    values, labels = torch.tensor(found.data).float(), torch.tensor(found.target)
+    heldout = torch.arange(len(labels)) % 5 == 0
+    values = (values - values[~heldout].mean(0)) / values[~heldout].std(0)
+    return (values[~heldout], labels[~heldout]), (values[heldout], labels[heldout])
+
+
+def _tabular_workload() -> Workload:
+    """Return a small net that tells tumours apart by 30 measurements."""
+    size = 64
+
+    def batch(seed: int, step: int, rank: int) -> Batch:
+        values, labels = _tumours()[0]
+        rows = torch.from_numpy(np.random.default_rng((seed, step, rank)).choice(len(labels), size, False))
+        return values[rows], labels[rows]
+
+    def heldout(num: int) -> list[Batch]:
+        values, labels = _tumours()[1]
+        return list(zip(values.chunk(num), labels.chunk(num), strict=True))
+
+    make = lambda seed: seeded(lambda: _TabularNet(30, 256, 3), seed)  # noqa: E731
+    return Workload(
+        "tabular", make, batch, F.cross_entropy, heldout, 32, 3e-4,
+        f"residual net with BatchNorm, {size} rows of 30; scikit-learn's breast cancer",
+    )  # fmt: skip
+
+
 def _digits(name: str, make: Callable[[], torch.nn.Module], size: int) -> Workload:
     return digits_workload(name, make, size, f"{name}, {size} images of 16 x 16; scikit-learn's digits")
 
@@ -195,5 +251,6 @@ TASKS: Mapping[str, Task] = {
     "vgg": Task(lambda: _digits("vgg", lambda: Vgg(((32,), (64,), (128,), (128,)), 256), 32), 600),
     "vit": Task(lambda: _digits("vit", lambda: Vit(num_layers=3, width=128, num_heads=2), 16), 600),
     "denoising": Task(_denoising_workload, 500),
+    "tabular": Task(_tabular_workload, 120),
     "gpt_headers": Task(lambda: replace(_gpt(_HEADERS), lr=3e-4), 400, _gpt, 800, "gpt"),
 }
