@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -156,8 +159,19 @@ def test_the_report_judges_what_there_is():
     assert {bar["holds"] for bar in report.bars({})} == {None}
 
 
-def test_make_gpu_runs_the_package_as_it_lies_here():
+def test_make_gpu_runs_the_package_as_it_lies_here(tmp_path):
+    """By a Python that has the packages, and no editable install of qsync.
+
+    Python reads .pth files, which install finders, in its own site-packages only.
+    """
+    venv.create(tmp_path / "python", symlinks=True)
+    own = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "python")})
+    with_packages = [place for place in sys.path if place.endswith("-packages")]
+    (Path(own) / "packages.pth").write_text("\n".join(with_packages))
     root = Path(__file__).parents[2]
-    options = [f"PYTHON={sys.executable}", "GPU_ARGS=--device cpu --only nothing"]
-    done = subprocess.run(["make", "gpu", *options], cwd=root, capture_output=True, text=True, check=False)
+    options = [f"PYTHON={tmp_path / 'python/bin/python'}", "GPU_ARGS=--device cpu --only nothing"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        ["make", "gpu", *options], cwd=root, env=clean, capture_output=True, text=True, check=False
+    )
     assert "there is no group 'nothing'; choose from environment, tests" in done.stderr, done.stderr
