@@ -33,12 +33,13 @@ test: $(VENV)/testable
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(TEST_ARGS)
 
 # With the torch that $(PYTHON) has, whatever its version: a build for CUDA is gigabytes, and most GPU machines have one.
-# Nothing is installed, and no network is needed.
+# Nothing is installed, and no network is needed. PYTHONSAFEPATH: `-m` would put this folder before PYTHONPATH,
+# and ./qsync is not the whole package; the processes that measure inherit it.
 gpu:
 	@$(PYTHON) -c 'import torch, numpy, scipy, optuna, matplotlib, sklearn, rich, typer' || \
 		{ echo "$(PYTHON) lacks a package that qsync needs; install it, or name another: make gpu PYTHON=/path/to/python3" >&2; exit 2; }
 	$(call lay_out,build/gpu)
-	PYTHONPATH=$(CURDIR)/build/gpu $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
+	PYTHONPATH=$(CURDIR)/build/gpu PYTHONSAFEPATH=1 $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
 
 results: $(VENV)/testable
 	$(BIN)/python -m qsync.experiments.results --publish $(RESULTS_ARGS)

@@ -74,6 +74,7 @@ def library(architecture: str, families: Sequence[str] = FAMILIES, all_tiles: bo
         "headers": _file_hash(_headers() / "cutlass" / "version.h"),
         "machine": platform.machine(),
         "flags": " ".join(flags),
+        "environment": environment_flags(),
     }
     name = f"cutlass-sm{architecture}-{'-'.join(families) if len(families) < len(FAMILIES) else 'all'}"
 
@@ -202,6 +203,12 @@ def _assemblers() -> list[str]:
         for ptxas in found
         if os.access(ptxas, os.X_OK) and re.search(r"release 12\.[4-9]", _version(str(ptxas)))
     ]
+
+
+def environment_flags() -> str:
+    """Return the flags that nvcc takes from the environment, beside those of its command."""
+    found = {name: os.environ.get(name, "") for name in ("NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS")}
+    return " ".join(f"{name}={value}" for name, value in found.items() if value)
 
 
 def families_of(architecture: str) -> list[str]:

@@ -16,6 +16,18 @@ from qsync.records.cluster import DeviceClass
 from qsync.records.precision import Precision
 from qsync.records.profiles import processor_with
 
+# The versions of torch that qsync is tested with, both ends included.
+_TESTED_TORCH = ((2, 11), (2, 13))
+
+
+def untested_torch() -> list[str]:
+    """Return one sentence if qsync was not tested with this version of torch, else none."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    low, high = _TESTED_TORCH
+    if low <= version <= high:
+        return []
+    return [f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}"]
+
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Return the device of the model's parameters; the CPU if it has none."""

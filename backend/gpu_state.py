@@ -9,6 +9,7 @@ import torch
 
 FIELDS = ("name", "driver_version", "memory.total", "memory.used", "clocks.sm", "clocks.max.sm",
           "power.limit", "clocks_event_reasons.active", "utilization.gpu")  # fmt: skip
+_FORMER = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}  # before driver 535
 # Bits of clocks_event_reasons.active (NVML's nvmlClocksEventReason...). A power cap is not among them: at
 # full load it is the usual state of a card.
 _HELD_DOWN = {0x08: "a slowdown by its hardware", 0x20: "heat", 0x40: "heat", 0x80: "its power brake"}
@@ -23,15 +24,28 @@ def gpu_states(device: torch.device | None = None) -> list[dict[str, str]]:
     """
     if shutil.which("nvidia-smi") is None:
         return []
-    command = ["nvidia-smi", f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
-    if device is not None:
-        command += ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = done.stdout.strip().splitlines() if done.returncode == 0 else []
-    return [dict(zip(FIELDS, map(str.strip, row.split(",")), strict=False)) for row in rows]
+    which = [] if device is None else ["-i", f"GPU-{torch.cuda.get_device_properties(device).uuid}"]
+    asked = {field: field for field in FIELDS}  # -> its name in this driver
+    while asked:
+        command = ["nvidia-smi", f"--query-gpu={','.join(asked.values())}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(
+                [*command, *which], capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return []
+        if done.returncode == 0:
+            rows = done.stdout.strip().splitlines()
+            return [dict(zip(asked, map(str.strip, row.split(",")), strict=False)) for row in rows]
+        # One field that a driver does not know would silence all others: 'Field "..." is not a valid field'.
+        unknown = next((f for f, name in asked.items() if f'"{name}"' in done.stdout + done.stderr), None)
+        if unknown is None:
+            return []
+        if asked[unknown] in _FORMER:
+            asked[unknown] = _FORMER[asked[unknown]]
+        else:
+            del asked[unknown]
+    return []
 
 
 def why_held_down(state: dict[str, str]) -> str:

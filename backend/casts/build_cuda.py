@@ -30,6 +30,7 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
     tools = cuda_build.toolchain(architecture, with_headers=False)
     compiler = {"compiler": tools.version, "assembler": tools.assembler or ""}
+    compiler["environment"] = cuda_build.environment_flags()
     compiler |= {"architecture": architecture, "launching": _launching().read_text()}
     compiler["flags"] = Path(__file__).read_text() + Path(cuda_build.__file__).read_text()
 

@@ -5,16 +5,18 @@
     python -m qsync.experiments.gpu --device cpu --tiny      # a dry run of every piece, on a CPU
 
 The pieces run most valuable first, each in processes of its own, until the minutes are over. A run that was
-cut, at any moment, goes on with the pieces that have no result yet; one that failed is tried again.
+cut, at any moment, goes on with the pieces that have no result yet; those that failed or were cut are tried
+again after all others.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 from xml.etree import ElementTree
@@ -23,11 +25,12 @@ import torch
 import typer
 
 from qsync import QSyncError
+from qsync.backend.device_detection import untested_torch
 from qsync.backend.gpu_state import gpu_states
 from qsync.errors import UnsupportedError, shortened
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
-from qsync.experiments.gpu.pieces import Piece, pieces
+from qsync.experiments.gpu.pieces import Piece, lacking, pieces
 from qsync.experiments.harness import Experiment, Fresh, Out, run_command
 from qsync.records.json_files import read_json
 
@@ -45,7 +48,7 @@ def main(
 ) -> None:
     """Measure what is missing, most valuable first, and report all there is."""
     end = time.monotonic() + 60 * minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the piece that runs is ended on the way out
+    _heed_signals()
     _check(device)
     settings = {"device": device, "tiny": tiny}
     experiment = Experiment("gpu", out, settings=settings, fresh=fresh)
@@ -54,16 +57,18 @@ def main(
     for group in only or ():
         if group not in groups:
             raise QSyncError(f"there is no group {shortened(group)}; choose from {', '.join(groups)}")
-    found: dict[str, Any] = {}
+    wanted = [piece for piece in every if not only or piece.group in only]
+    found: dict[str, Any] = {
+        piece.key: _kept(experiment, piece)
+        or {"not_run": "not begun" if piece in wanted else "not asked for"}
+        for piece in every
+    }
     figures: dict[str, Any] = {"doubts": _doubts() if device == "cuda" else [], "pieces": found}
     measured = "on a GPU" if device == "cuda" else "a dry run on a CPU: no figure is of a GPU"
     with experiment.progress():
-        for piece in every:
-            if not only or piece.group in only:
-                found[piece.key] = _result(experiment, piece, end)
-            else:
-                kept = experiment.kept(piece.key)
-                found[piece.key] = kept["result"] if kept else {"not_run": "not asked for"}
+        # What failed or was cut before comes last: it would take the minutes of every run.
+        for piece in sorted(wanted, key=lambda piece: not {"result", "not_run"} & set(found[piece.key])):
+            found[piece.key] = _result(experiment, piece, end)
             experiment.note(figures, bars=report.bars(found), measured=measured)
     figures["doubts"] += report.held_down(found)
     experiment.finish(
@@ -71,27 +76,63 @@ def main(
     )
 
 
+def _heed_signals() -> None:
+    """Exit on SIGTERM and SIGHUP, so that the piece that runs is ended on the way out."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _kept(experiment: Experiment, piece: Piece) -> dict[str, Any] | None:
+    """Return what came of a piece in an earlier run; None if it was not run."""
+    kept = experiment.kept(piece.key)
+    if kept is None:
+        return None
+    found: dict[str, Any] = kept["result"]
+    why = _failure(found.get("result"))
+    return {"failed": why} if why else found
+
+
 def _result(experiment: Experiment, piece: Piece, end: float) -> dict[str, Any]:
     """Return what a piece found: kept, or measured now; else why it has no result."""
-    kept = experiment.kept(piece.key)
-    if kept is not None:
-        found: dict[str, Any] = kept["result"]
-        return found
+    before = _kept(experiment, piece)
+    if before is not None and "result" in before:
+        return before
     most_s = min(piece.most_s, end - time.monotonic())
     if most_s < _LEAST_S:
-        return {"not_run": "the minutes were over"}
+        return before or {"not_run": "the minutes were over"}
     experiment.say(piece.key)
+    found: dict[str, Any] = experiment.keep(piece.key, _measured(experiment, piece, most_s))
+    return found
+
+
+def _measured(experiment: Experiment, piece: Piece, most_s: float) -> dict[str, Any]:
+    """Run a piece; return its result, or why it has none, with what tests found until they were cut."""
+    if packages := lacking(piece):
+        return {"failed": f"{sys.executable} lacks {', '.join(packages)}: python -m pip install them"}
     piece.result.parent.mkdir(parents=True, exist_ok=True)
+    piece.result.unlink(missing_ok=True)  # of a run that was cut: it would be taken for this one's
     before = gpu_states()
     log = experiment.out / "logs" / f"{piece.key.replace(' ', '-').replace('/', '-')}.txt"
     ended = run_within(piece.command, most_s, log)
-    read = _read(piece.result)
+    read, are_tests = _read(piece.result), piece.group == "tests"
+    if ended.cut:
+        if not are_tests or read is None:
+            return {"cut": ended.why_not}
+        # pytest lists the test that was interrupted as if it had passed.
+        return {"cut": ended.why_not, "partial": {**read, "passed": max(0, read["passed"] - 1)}}
     # Tests that fail are a result; pytest's exit code says no more than its file.
-    if read is None or (ended.why_not and piece.group != "tests"):
-        return {"cut" if ended.cut else "failed": ended.why_not or "it wrote no result"}
-    result = {"result": read, "seconds": ended.seconds, "gpus_before": before, "gpus_after": gpu_states()}
-    kept_now: dict[str, Any] = experiment.keep(piece.key, result)
-    return kept_now
+    if read is None or (ended.why_not and not are_tests):
+        return {"failed": ended.why_not or "it wrote no result"}
+    if why := _failure(read):
+        return {"failed": why}
+    return {"result": read, "seconds": ended.seconds, "gpus_before": before, "gpus_after": gpu_states()}
+
+
+def _failure(read: Any) -> str | None:
+    """Return why a measurement failed that wrote so; the failures of tests are a mapping, and a result."""
+    why = read.get("failed") if isinstance(read, Mapping) else None
+    return why if isinstance(why, str) else None
 
 
 def _read(file: Path) -> Any:
@@ -130,11 +171,35 @@ def _check(device: str) -> None:
             f"torch {torch.__version__} reaches no GPU ({why}); "
             "install a driver and a torch that fit, or give --device cpu for a dry run"
         ) from None
+    (major, minor), compiled = torch.cuda.get_device_capability(), torch.cuda.get_arch_list()
+    if not has_code((major, minor), compiled):
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no code for {torch.cuda.get_device_name()} of compute capability "
+            f"{major}.{minor}, only {', '.join(compiled)}; install a build that has (docs/guide/gpu.md)"
+        )
+
+
+def has_code(capability: tuple[int, int], compiled: Sequence[str]) -> bool:
+    """Return whether code compiled for these architectures runs on a card of this compute capability.
+
+    Machine code (`sm_80`) runs on cards of its major version from its own minor version on, PTX
+    (`compute_80`) on all later cards too; `a` at the end means on this very architecture.
+
+    >>> has_code((8, 9), ["sm_80", "sm_90"]), has_code((7, 0), ["sm_75"]), has_code((12, 0), ["compute_90"])
+    (True, False, True)
+    """
+    known = [found for one in compiled if (found := re.fullmatch(r"(sm|compute)_(\d+)(\d)(\w?)", one))]
+    for kind, *version, only in (found.groups() for found in known):
+        major, minor = map(int, version)
+        served = (major, minor) <= capability and (kind == "compute" or major == capability[0])
+        if (major, minor) == capability or (served and only != "a"):
+            return True
+    return not known  # of another vendor, or a build that does not say
 
 
 def _doubts() -> list[str]:
-    """Return why figures of this GPU may be off: others use it."""
-    found = []
+    """Return why figures of this GPU may be off: others use it, or torch is of an untested version."""
+    found = untested_torch()
     for row in gpu_states():
         used, load = _number(row, "memory.used"), _number(row, "utilization.gpu")
         if used > _BUSY_MIB or load > _BUSY_PER_CENT:

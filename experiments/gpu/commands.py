@@ -6,12 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 _OUT_OF_MEMORY = ("out of memory", "OutOfMemoryError", "CUBLAS_STATUS_ALLOC_FAILED")
-_GRACE_S = 3.0  # between being asked to end and being killed
+# How a command is ended, and the seconds until the next: interrupted, pytest still writes what it has found.
+_GRACES_S = {signal.SIGINT: 6.0, signal.SIGTERM: 3.0, signal.SIGKILL: 3.0}
 
 
 class Ended(NamedTuple):
@@ -29,10 +31,11 @@ def run_within(
     log.parent.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True, env={**os.environ, **(more or {})},
-        )  # fmt: skip
+        with _interruptible():
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, env={**os.environ, **(more or {})},
+            )  # fmt: skip
         try:
             code = process.wait(most_s)
         except subprocess.TimeoutExpired:
@@ -43,14 +46,27 @@ def run_within(
     return Ended(seconds, None if code == 0 else _reason(log, code))
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let what is started heed SIGINT, where a shell's `&` made this process ignore it."""
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    if ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        if ignored:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a command and what it has started: ranks, compilers."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number, grace_s in _GRACES_S.items():
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             break
-        end = time.monotonic() + _GRACE_S
+        end = time.monotonic() + grace_s
         while time.monotonic() < end and process.poll() is None:
             time.sleep(0.05)
     process.wait()

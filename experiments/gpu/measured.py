@@ -38,20 +38,21 @@ ONE_GPU, GPU_AND_CPU = "one GPU", "GPU and CPU"
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return what the machine has: versions, GPUs, compilers, and the report of `qsync doctor`."""
+    """Return what the machine has: versions, GPUs, compilers. Nothing is compiled for it."""
     return {
         "machine": machine(), "torch": torch.__version__, "cuda": torch.version.cuda,
         "nccl": _nccl(), "gpus": gpu_states(), "architectures": torch.cuda.get_arch_list(),
         "toolchain": _toolchain(device), "torchao": what_torchao_runs(torch.device(device)),
-        "doctor": _doctor(),
     }  # fmt: skip
 
 
-def _doctor() -> Any:
+def doctor() -> Any:
     """Run `qsync doctor`; return its report, or the last line that it printed."""
     command = [sys.executable, "-m", "qsync.commands.main", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return json.loads(done.stdout) if done.returncode == 0 else (done.stderr.strip().splitlines() or [""])[-1]
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
 
 
 def _nccl() -> str | None:
@@ -69,11 +70,14 @@ def _toolchain(device: str) -> str:
         return f"none: {error}"
 
 
-def steps(name: str, modes: Sequence[str], peers: bool, tiny: bool, device: str) -> dict[str, Any]:
-    """Time whole steps in turns: FP32 eager, torch.autocast, modes, and peers."""
+def steps(
+    name: str, modes: Sequence[str], peers: bool, compiled: bool, tiny: bool, device: str
+) -> dict[str, Any]:
+    """Time whole steps in turns: FP32 eager, torch.autocast, modes, and if asked compiled, and peers."""
     peaks = family_runs.peaks(3, tiny, device)
     rounds = 2 if tiny else _ROUNDS
-    return family_runs.speeds(name, rounds, modes, peers and not tiny, peaks, tiny, device, compiled=not tiny)
+    peers, compiled = peers and not tiny, compiled and not tiny
+    return family_runs.speeds(name, rounds, modes, peers, peaks, tiny, device, compiled)
 
 
 def prediction(name: str, tiny: bool, device: str) -> dict[str, Any]:
@@ -82,10 +86,10 @@ def prediction(name: str, tiny: bool, device: str) -> dict[str, Any]:
     found = family_runs.profiled(name, plans, _SEED, tiny, device)
     if "failed" in found:
         return found
-    return {
-        **found,
-        "measured": [family_runs.planned(name, plan, rounds, tiny, device) for plan in found["plans"]],
-    }
+    measured = [family_runs.planned(name, plan, rounds, tiny, device) for plan in found["plans"]]
+    if all("failed" in one for one in measured):
+        return measured[0]
+    return {**found, "measured": measured}
 
 
 def memory(name: str, modes: Sequence[str], tiny: bool, device: str) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +16,34 @@ from qsync.experiments.kernels.compare_kernels import SECTIONS
 from qsync.experiments.workloads.families import LARGE
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests"
-_CUDA_MARK = "mark.cuda"
+# `both` (tests/support/compiled_and_plain.py) is a fixture with a case on a GPU.
+_CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
+_TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")  # pyproject.toml has options and markers of theirs
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
 _LAYERS = ("linear training", "conv training", "linear forward", "conv forward", "quantize", "host")
 assert set(_LAYERS) <= set(SECTIONS)
 # The modes that are timed beside FP32 and torch.autocast, in one process each: copies of a model take memory.
 _MODES = (("bf16", "int8", "fp8"), ("int8_all", "tf32"))
-_LARGEST_MODES = (("bf16",), ("int8",), ("fp8",))
+# A trained copy of the largest takes 16 bytes a parameter, 18 GB: FP32, autocast and one mode fit a card of
+# 80 GB, and nothing else: no compiled form, no other peer.
+_LARGEST, _LARGEST_MODES = "llama_1b", (("bf16",), ("int8",), ("fp8",))
 _QUICK_DEMO = ("--workload", "resnet-small", "--steps", "2")
 _ON_CPU = {"fp8": "fp32_fast", "tf32": "fp32_fast"}
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece: its group and name, its command, the seconds it may take, and the file that it writes."""
+    """One piece: its group and name, its command, the seconds it may take, and the file that it writes.
+
+    `needs` are packages to install beside those of qsync.
+    """
 
     group: str
     name: str
     command: tuple[str, ...]
     most_s: float
     result: Path
+    needs: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:
@@ -53,10 +63,11 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         return Piece(group, name, _module("qsync.experiments.gpu.measured", given), most_s, result)
 
     yield measured("environment", "machine", 120, "environment", device)
+    yield measured("environment", "doctor", 240, "doctor")  # compiles what the kernels and steps below run
     for file in tests():
         result = out / "tests" / f"{file.stem}.xml"
         options = ("-m", "cuda", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", str(file))
-        yield Piece("tests", file.stem, _module("pytest", *options), 150, result)
+        yield Piece("tests", file.stem, _module("pytest", *options), 150, result, _TEST_TOOLS)
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
         chosen = ("--only", section, "--device", device, "--out", str(folder))
@@ -64,9 +75,11 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
     for name in LARGE:
-        parts = _LARGEST_MODES if name == "llama_1b" else _MODES
+        is_largest = name == _LARGEST
+        parts = _LARGEST_MODES if is_largest else _MODES
         for number, modes in enumerate([sum(parts, ())] if tiny else parts):
-            arguments = (name, _able(modes, device), number == 0, tiny, device)
+            peers, compiled = number == 0 and not is_largest, not is_largest
+            arguments = (name, _able(modes, device), peers, compiled, tiny, device)
             yield measured("steps", f"{name} {'+'.join(modes)}", 120, "steps", *arguments)
     for name in ("bert_base", "resnet50_224", "gpt2_small"):
         yield measured("prediction", name, 120, "prediction", name, tiny, device)
@@ -83,7 +96,20 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
 def tests() -> Sequence[Path]:
     """Return the files of tests that need a GPU; none where the package has no tests beside it."""
     files = sorted(_TESTS.rglob("test_*.py"))
-    return [file for file in files if _CUDA_MARK in file.read_text(encoding="utf-8")]
+    return [file for file in files if _CUDA_CASES.search(file.read_text(encoding="utf-8"))]
+
+
+def lacking(piece: Piece) -> list[str]:
+    """Return the packages that a piece needs and this Python lacks."""
+    return [name for name in piece.needs if not _is_installed(name)]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _able(modes: Sequence[str], device: str) -> list[str]:

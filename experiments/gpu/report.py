@@ -10,17 +10,20 @@ from rich.table import Table
 
 from qsync.backend.gpu_state import why_held_down
 from qsync.experiments.harness import Bar, bar, milliseconds, table_of
+from qsync.experiments.unseen.family_runs import AUTOCAST
 from qsync.experiments.unseen.report import times_as_fast
 
 Pieces = Mapping[str, Mapping[str, Any]]
 _MEDIAN, _WORST, _MEMORY = 0.02, 0.08, 0.05
+_NOT_MEASURED = (0.0, None)  # seconds, times as fast
 _WITHOUT = ("not_run", "cut", "failed")
 
 
 def bars(pieces: Pieces) -> list[Bar]:
     """Return the promises; those of pieces without a result are open."""
-    tests = [result for _, result in _of(pieces, "tests")]
-    failed = sum(len(result["failed"]) for result in tests) if tests else None
+    tests = _tests(pieces)
+    failed = sum(len(result["failed"]) for result in tests)
+    are_all = tests and all("result" in found for key, found in pieces.items() if key.startswith("tests "))
     errors = sorted(abs(error) for _, result in _of(pieces, "prediction") for error in _errors(result))
     memory = [
         abs(one["predicted_peak_bytes"] / one["peak_bytes"] - 1)
@@ -31,11 +34,14 @@ def bars(pieces: Pieces) -> list[Bar]:
     rates = [
         (name.split()[0], mode, ratio)
         for name, result in _of(pieces, "steps")
-        for mode, (_, ratio) in _speeds(result).items()
+        for mode, (_, ratio) in {
+            **dict.fromkeys(result["unavailable"], _NOT_MEASURED),
+            **_speeds(result),
+        }.items()
         if mode == "bf16"
     ]
     return [
-        bar("tests that fail on the GPU", failed, 0),
+        bar("tests that fail on the GPU", failed if failed or are_all else None, 0),
         bar("|predicted / measured - 1| of plans, median", median(errors) if errors else None, _MEDIAN),
         bar("|predicted / measured - 1| of plans, worst", max(errors, default=None), _WORST),
         bar("|predicted / measured - 1| of peak memory, worst", max(memory, default=None), _MEMORY),
@@ -58,14 +64,25 @@ def held_down(pieces: Pieces) -> list[str]:
 def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
     """Return the tables: each piece, doubts, tests that failed, steps, predictions, memory, ranks."""
     every = [[key, _state(found)] for key, found in pieces.items()]
-    failed = [[name, why] for _, result in _of(pieces, "tests") for name, why in result["failed"].items()]
+    failed = [[name, why] for result in _tests(pieces) for name, why in result["failed"].items()]
+    kernels = [
+        [f"{case['section']} {case['shape']}", name, why]
+        for _, result in _of(pieces, "kernels")
+        for case in result["cases"]
+        for name, why in case.get("failed", {}).items()
+    ]
     steps = [
-        [name, variant, milliseconds(seconds), f"{ratio:.2f}"]
+        [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}"]
         for name, result in _of(pieces, "steps")
         for variant, (seconds, ratio) in _speeds(result).items()
     ]
+    missing = [
+        [name, variant, why]
+        for name, result in _of(pieces, "steps")
+        for variant, why in result["unavailable"].items()
+    ]
     errors = [
-        [name, "  ".join(f"{100 * error:+.1f} %" for error in _errors(result)) or result.get("failed", "-")]
+        [name, "  ".join(f"{100 * error:+.1f} %" for error in _errors(result)) or "-"]
         for name, result in _of(pieces, "prediction")
     ]
     memory = [
@@ -92,7 +109,9 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         table_of("Pieces", ("", "result"), every, left=2),
         table_of("Doubts", ("",), [[doubt] for doubt in doubts], left=1),
         table_of("Tests that failed", ("test", "why"), failed, left=2),
+        table_of("Kernels that failed", ("layer", "variant", "why"), kernels, left=3),
         table_of("Whole steps", ("model", "variant", "step", "x autocast"), steps, left=2),
+        table_of("Whole steps that do not run", ("model", "variant", "why"), missing, left=3),
         table_of("Predicted / measured - 1 of plans, against FP32", ("model", "plans"), errors, left=2),
         table_of("Peak memory of a step", ("model", "mode", "measured", "predicted"), memory, left=2),
         table_of("Two ranks", ("", "measured", "predicted", "x limit: rank 0 alone"), ranks),
@@ -103,6 +122,16 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         ),
     )
     return [table for table in made if table.row_count]
+
+
+def _tests(pieces: Pieces) -> list[Mapping[str, Any]]:
+    """Return the counts of every file of tests, of one that was cut until then."""
+    found = [found for key, found in pieces.items() if key.startswith("tests ")]
+    return [
+        one["result"] if "result" in one else one["partial"]
+        for one in found
+        if {"result", "partial"} & set(one)
+    ]
 
 
 def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
@@ -116,21 +145,21 @@ def _of(pieces: Pieces, group: str) -> Iterator[tuple[str, Any]]:
 def _state(found: Mapping[str, Any]) -> str:
     """Say of a piece what came of it."""
     if "result" not in found:
-        return next(f"{why.replace('_', ' ')}: {found[why]}" for why in _WITHOUT if why in found)
+        why_not = next(f"{why.replace('_', ' ')}: {found[why]}" for why in _WITHOUT if why in found)
+        return f"{why_not}; until then {_counts(found['partial'])}" if "partial" in found else why_not
     result, took = found["result"], f"{found['seconds']:.0f} s"
-    if isinstance(result, Mapping) and isinstance(result.get("failed"), str):
-        return f"failed: {result['failed']}"
     if set(result) == {"passed", "skipped", "failed"}:
-        counts = f"{result['passed']} passed, {result['skipped']} skipped, {len(result['failed'])} failed"
-        return f"{counts}, {took}"
+        return f"{_counts(result)}, {took}"
     held = [one["holds"] for one in result.get("bars", ())]
     return f"{sum(map(bool, held))} of {len(held)} bars hold, {took}" if held else took
 
 
+def _counts(tests: Mapping[str, Any]) -> str:
+    return f"{tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed"
+
+
 def _errors(result: Mapping[str, Any]) -> Sequence[float]:
     """Return the signed errors of the plans' predicted ratios to FP32; the first plan is FP32 itself."""
-    if "failed" in result:
-        return []
     predicted, own = result["predicted_s"], result["measured"]
     return [
         one / predicted[0] / found["ratio"] - 1
@@ -139,9 +168,10 @@ def _errors(result: Mapping[str, Any]) -> Sequence[float]:
     ]
 
 
-def _speeds(result: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return of every variant its seconds, and how many times as fast as torch.autocast it is."""
-    variants = result.get("variants", {})
+def _speeds(result: Mapping[str, Any]) -> dict[str, tuple[float, float | None]]:
+    """Return of every variant its seconds, and how many times as fast as autocast it is, if that ran."""
+    variants = result["variants"]
     return {
-        name: (median(one["seconds"]), times_as_fast(variants, name)[1]) for name, one in variants.items()
+        name: (median(one["seconds"]), times_as_fast(variants, name)[1] if AUTOCAST in variants else None)
+        for name, one in variants.items()
     }

@@ -168,13 +168,13 @@ def what_torchao_runs(device: torch.device, size: int = 64) -> str:
     version = torchao_version()
     if version is None:
         return "not installed"
-    # In a Sequential: quantize_ replaces children.
-    model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device))
     x = torch.randn(size, size, device=device, requires_grad=True)
     try:
+        # In a Sequential: quantize_ replaces children.
+        model = torchao(torch.nn.Sequential(torch.nn.Linear(size, size)).to(device))
         ran = operators_run(lambda: model(x).sum().backward(), device)
     except Exception as error:  # another version of torch or torchao
-        return f"{version}, failed: {str(error).splitlines()[0]}"
+        return f"{version}, failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     return f"{version}, runs {', '.join(op for op in ran if op in PRODUCTS) or 'no product'}"
 
 

@@ -49,7 +49,8 @@ class Bar:
 class Case:
     """One call and every alternative to run it.
 
-    `least_s` is the roofline's bound, `unavailable` says why an alternative is missing.
+    `least_s` is the roofline's bound, `unavailable` says why an alternative is missing, `failed` why one of
+    ours does not run that should.
     """
 
     section: str
@@ -59,13 +60,15 @@ class Case:
     runs: dict[str, Run] = field(default_factory=dict)
     least_s: dict[str, float | None] = field(default_factory=dict)
     unavailable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def add(
         self, name: str, make: Callable[[], Run], *, theirs: bool = False, least_s: float | None = None
     ) -> None:
         """Add a variant that runs here; one that does not is named with the reason.
 
-        A precision that the device lacks is a reason, and of a peer (`theirs`) any failure is.
+        A precision that the device lacks is a reason, and of a peer (`theirs`) any failure is. A failure of
+        ours is kept as such. Without the baseline there is no case: its failure is raised.
         """
         try:
             run = make()
@@ -73,9 +76,10 @@ class Case:
         except UnsupportedError as error:
             self.unavailable[name] = str(error)
         except Exception as error:
-            if not theirs:
+            if name == self.baseline:
                 raise
-            self.unavailable[name] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            why = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            (self.unavailable if theirs else self.failed)[name] = why
         else:
             self.runs[name], self.least_s[name] = run, least_s
 

@@ -145,11 +145,16 @@ def run(
     }  # fmt: skip
     bars = [
         bar(f"{row['section']} {row['shape']}: {row['variant']} / {row['against']}",
-            row["value"], row["bar"], at_least=not row["at_most"]) for row in rows
+            row["value"], row["bar"], at_least=not row["at_most"], **_broken(row)) for row in rows
     ]  # fmt: skip
     content = experiment.finish(figures, bars=bars, picture=draw, tables=tables(rows, measured), page=page)
     show(*remarks(content))
     return content
+
+
+def _broken(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return that the bar of a kernel that failed does not hold, with the reason; other bars as they are."""
+    return {"holds": False, "why": row["why"]} if row.get("failed") else {}
 
 
 def _measured(make: Callable[[], Case], rounds: int, device: torch.device) -> dict[str, Any]:
@@ -205,11 +210,12 @@ def bar_rows(case: Case, samples: Mapping[str, Samples]) -> list[dict[str, Any]]
         row: dict[str, Any] = {
             "section": case.section, "shape": case.shape, "variant": one.variant, "against": one.against,
             "bar": one.limit, "at_most": one.at_most, "unit": "x", "roofline": None, "why": None,
-            "value": None, "quartiles": None,
+            "value": None, "quartiles": None, "failed": one.variant in case.failed,
         }  # fmt: skip
         missing = [name for name in (one.variant, one.against) if name not in samples]
         if missing:
-            row["why"] = f"{missing[0]}: {case.unavailable.get(missing[0], 'not measured')}"
+            reasons = case.unavailable | case.failed
+            row["why"] = f"{missing[0]}: {reasons.get(missing[0], 'not measured')}"
         else:
             ours, theirs, least = samples[one.variant], samples[one.against], case.least_s.get(one.variant)
             found = ratios(ours, theirs) if one.at_most else ratios(theirs, ours)
@@ -232,7 +238,7 @@ def case_json(case: Case, samples: Mapping[str, Samples]) -> dict[str, Any]:
         }  # fmt: skip
     return {
         "section": case.section, "shape": case.shape, "baseline": case.baseline, "variants": variants,
-        "unavailable": case.unavailable,
+        "unavailable": case.unavailable, "failed": case.failed,
     }  # fmt: skip
 
 
@@ -249,7 +255,7 @@ def tables(rows: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
 
 
 def remarks(content: Mapping[str, Any]) -> list[str]:
-    """Say which peaks were measured, what could not be measured, and what used more than one core."""
+    """Say which peaks were measured, what could not be measured or failed, and what used several cores."""
     peaks, cases = content["peaks"], content["cases"]
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in peaks["products"].items())
     copies = ", ".join(f"{rate / 1e9:.1f}" for rate in peaks["copy_bytes_per_s"].values())
@@ -258,6 +264,10 @@ def remarks(content: Mapping[str, Any]) -> list[str]:
         f"Peaks, measured: products, GFLOP/s: {rates}; copies, GB/s: {copies}.",
         f"torchao: {content['torchao']}.",
         *(f"Not measured: {name}: {why}" for name, why in missing.items()),
+        *(
+            f"Failed: {name}, {case['section']} {case['shape']}: {why}"
+            for case in cases for name, why in case.get("failed", {}).items()
+        ),
         *(
             f"More than one core: {name}, {case['section']} {case['shape']}"
             for case in cases for name, entry in case["variants"].items() if entry["cpu_share"] > 1.1

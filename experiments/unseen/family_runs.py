@@ -7,6 +7,7 @@ drift. A failure is a result: the sentence that the user would read.
 from __future__ import annotations
 
 import copy
+import gc
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ def speeds(
 
     With `compiled` every mode once more with compiled islands, and once more under torch.compile. Of each
     variant: seconds by round, and the bound by the roofline; on GPUs the bytes of a step's peak. Of each
-    mode: its FLOPs by precision.
+    mode: its FLOPs by precision. Each variant trains a copy of the model; the last ones go where memory ends.
     """
     (model, batches), where = _begin(name, tiny, device), torch.device(device)
     bench, case, wrapped = Bench(where, Peaks.from_json(peaks)), Case("", name, FP32), {}
@@ -100,19 +101,28 @@ def speeds(
 
     def as_one(mode: str) -> Callable[[], None]:
         whole = qsync.wrap(copy.deepcopy(model), mode)
-        return training_step(whole, batches, torch.compile(whole, mode="reduce-overhead"))
+        step = training_step(whole, batches, torch.compile(whole, mode="reduce-overhead"))
+        for _ in range(2):  # a CUDA graph is recorded by the second call and replayed by the third: `add`'s
+            step()
+        return step
 
-    for mode in modes:
-        case.add(mode, partial(in_mode, mode), theirs=True)
-        if compiled:
-            case.add(f"{mode}, islands", partial(in_islands, mode), theirs=True)
-            case.add(f"{mode}, torch.compile", partial(as_one, mode), theirs=True)
+    least = least_times(bench, model, batches, case.runs[FP32], tuple(modes)) if modes else {}
     linear = not any(isinstance(module, (nn.Conv1d, nn.Conv2d)) for module in model.modules())
-    for peer in peers.peers_on(where, inductor=with_peers, linear=with_peers and linear):
-        case.add(peer.name, partial(peer_step, bench, peer, model, batches), theirs=True)
-    ran = tuple(mode for mode in modes if mode in case.runs)
-    least = least_times(bench, model, batches, case.runs[FP32], ran) if ran else {}
-    samples = measure(case.runs, rounds, where)
+    autocast, *others = peers.peers_on(where, inductor=with_peers, linear=with_peers and linear)
+    makers = {
+        autocast.name: partial(peer_step, bench, autocast, model, batches)
+    }  # what all are compared with
+    makers |= {mode: partial(in_mode, mode) for mode in modes}
+    for mode in modes if compiled else ():
+        makers[f"{mode}, islands"] = partial(in_islands, mode)
+        makers[f"{mode}, torch.compile"] = partial(as_one, mode)
+    makers |= {peer.name: partial(peer_step, bench, peer, model, batches) for peer in others}
+    for of, make in makers.items():
+        case.add(of, make, theirs=True)
+        if of not in case.runs:
+            wrapped.pop(of, None)  # a copy that memory had no room for would still hold some
+    samples = _measured_together(case, wrapped, rounds, where)
+    ran = tuple(mode for mode in modes if mode in samples)
     on_gpu = where.type == "cuda"
     peaks_of = {of: step_peak_bytes(case.runs[of], where) if on_gpu else None for of in samples}
     return {
@@ -124,6 +134,27 @@ def speeds(
         "segments": planned_forward.program_of(wrapped[ran[0]]).graph.num_segments if ran else None,
         "unavailable": case.unavailable,
     }  # fmt: skip
+
+
+def _measured_together(
+    case: Case, wrapped: dict[str, nn.Module], rounds: int, where: torch.device
+) -> dict[str, Samples]:
+    """Time the variants of a case in turns; while memory runs out, without the one that was added last.
+
+    Each ran when it was added, beside fewer copies. FP32 and torch.autocast stay.
+    """
+    while True:
+        gc.collect()
+        try:
+            return measure(case.runs, rounds, where)
+        except torch.OutOfMemoryError as error:
+            last = list(case.runs)[-1]
+            if last in (FP32, AUTOCAST):
+                raise
+            why = f"{type(error).__name__}: {shortened(error, quote=False)}"
+        case.unavailable[last] = f"beside {', '.join(list(case.runs)[:-1])}: {why}"
+        del case.runs[last]
+        wrapped.pop(last, None)
 
 
 def _coverage(ran: Program, mode: str) -> dict[str, Any]:

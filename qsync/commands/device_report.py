@@ -14,15 +14,12 @@ from qsync import backend
 from qsync.backend import cutlass, kernel_cache
 from qsync.backend.casts import compiled_casts
 from qsync.backend.cuda_build import architecture as architecture_of
-from qsync.backend.device_detection import detect_class, machine
+from qsync.backend.device_detection import detect_class, machine, untested_torch
 from qsync.backend.kernel_candidates import candidates
 from qsync.backend.measure_peaks import measured_peaks, peak_of
 from qsync.commands.doctor_tables import SLOWER, passed_over
 from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
-
-# The versions of torch that qsync is tested with, both ends included.
-_WANTED_TORCH = ((2, 11), (2, 13))
 
 
 def examine() -> dict[str, Any]:
@@ -86,13 +83,7 @@ def build_state(device: torch.device) -> list[str]:
 
 def notes() -> list[str]:
     """Return what will not work on this machine, one sentence each."""
-    found = []
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    low, high = _WANTED_TORCH
-    if not low <= version <= high:
-        found.append(
-            f"torch {torch.__version__} was not tested; use {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        )
+    found = untested_torch()
     if not torch.cuda.is_available():
         found.append("torch sees no CUDA device: every rank here is a CPU rank")
     return found

@@ -391,6 +391,17 @@ def test_the_epilogue_on_the_cpu(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@needs_nvcc
+@pytest.mark.parametrize("name", ["NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"])
+def test_flags_of_the_environment_make_another_library(name, monkeypatch):
+    """The tests compile fast and slow code; no job may find it."""
+    monkeypatch.setattr(cuda_build, "compile_to", lambda path, *_: path.write_bytes(b"x"))
+    monkeypatch.delenv(name, raising=False)
+    plain = cuda_build.library("80", ["int8_gemm"])
+    monkeypatch.setenv(name, "-lineinfo")
+    assert cuda_build.library("80", ["int8_gemm"]) != plain
+
+
 # --- Tuning
 
 

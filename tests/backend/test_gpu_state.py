@@ -29,6 +29,31 @@ def test_one_that_says_nothing_is_no_gpu(body, tmp_path, monkeypatch):
     assert all(not why_held_down(state) for state in gpu_states())
 
 
+def refusing(*fields):
+    """A program that knows all fields but these, and says so as nvidia-smi does."""
+    cases = "".join(
+        f"""case "$1" in *{field}*) echo 'Field "{field}" is not a valid field to query.'; exit 2;; esac\n"""
+        for field in fields
+    )
+    names = 'IFS=,; row=; for field in ${1#--query-gpu=}; do row="$row, of $field"; done'
+    return f'{cases}{names}; echo "${{row#, }}"'
+
+
+def test_an_old_driver_is_asked_by_its_own_names(tmp_path, monkeypatch):
+    pretend(tmp_path, monkeypatch, refusing("clocks_event_reasons.active"))
+    (state,) = gpu_states()
+    assert tuple(state) == FIELDS and state["driver_version"] == "of driver_version"
+    assert state["clocks_event_reasons.active"] == "of clocks_throttle_reasons.active"
+
+
+def test_a_field_that_a_driver_does_not_know_leaves_the_others(tmp_path, monkeypatch):
+    unknown = ("clocks_event_reasons.active", "clocks_throttle_reasons.active", "power.limit")
+    pretend(tmp_path, monkeypatch, refusing(*unknown))
+    (state,) = gpu_states()
+    assert set(FIELDS) - set(state) == {"clocks_event_reasons.active", "power.limit"}
+    assert all(value == f"of {field}" for field, value in state.items()) and not why_held_down(state)
+
+
 def test_without_nvidia_smi_nothing_is_known(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu_states() == []

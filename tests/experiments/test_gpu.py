@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 
 import pytest
 import torch
 
+from qsync.errors import UnsupportedError
 from qsync.experiments.gpu import __main__ as gpu
 from qsync.experiments.gpu import pieces as gpu_pieces
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
-from qsync.experiments.gpu.pieces import pieces
+from qsync.experiments.gpu.pieces import Piece, pieces
 from qsync.experiments.harness import Experiment
 
 DRY = ("--device", "cpu", "--tiny", "--minutes", "30")
@@ -48,7 +54,10 @@ def test_a_dry_run_goes_through_every_piece(group, tmp_path):
 
 
 def test_the_tests_that_need_a_gpu_are_found():
-    assert {file.name for file in gpu_pieces.tests()} >= {"test_cuda.py", "test_cutlass.py", "test_parity.py"}
+    """By their mark, and by the fixture whose case it has."""
+    assert {file.stem for file in gpu_pieces.tests()} == {
+        "test_casts", "test_casts_gpu", "test_cuda", "test_cutlass", "test_epilogues", "test_parity",
+    }  # fmt: skip
 
 
 @without_gpu
@@ -78,7 +87,8 @@ def test_a_command_that_takes_too_long_is_ended_with_all_that_it_started(tmp_pat
     log = tmp_path / "log.txt"
     code = (
         "import signal, subprocess, sys, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
@@ -109,17 +119,151 @@ def test_a_failure_has_its_reason(code, said, tmp_path):
     assert run_within([sys.executable, "-c", "print(1)"], 60.0, tmp_path / "log.txt").why_not is None
 
 
+def test_an_interrupted_command_says_what_it_found_also_in_the_background(tmp_path):
+    """A shell's `&` makes a process ignore SIGINT, and all that it starts."""
+    code = (
+        "import time\n"
+        "print('begun', flush=True)\n"
+        "try:\n"
+        "    time.sleep(600)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('found')\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run_within([sys.executable, "-c", code], 2.0, tmp_path / "log.txt").cut
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (tmp_path / "log.txt").read_text() == "begun\nfound\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_end_ends_its_piece(number, tmp_path):
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from qsync.experiments.gpu.__main__ import _heed_signals, run_within\n"
+        "_heed_signals()\n"
+        "piece = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
+        "run_within([sys.executable, '-c', piece], 600.0, Path(sys.argv[1]))\n"
+    )
+    log = tmp_path / "log.txt"
+    process = subprocess.Popen([sys.executable, "-c", code, str(log)])
+    end = time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number and gone(int(log.read_text().split()[0]))
+
+
+def of_tests(folder: Path, body: str, most_s: float, **options) -> Piece:
+    """A piece that runs a file of tests."""
+    (folder / "test_made.py").write_text(body)
+    result = folder / "made.xml"
+    command = (sys.executable, "-m", "pytest", "-q", f"--junitxml={result}", str(folder / "test_made.py"))
+    return Piece("tests", "made", command, most_s, result, **options)
+
+
+def test_tests_that_are_cut_keep_what_they_found_and_come_last_next_time(tmp_path, monkeypatch):
+    body = (
+        "import time\n"
+        "def test_one(): pass\n"
+        "def test_two(): assert 1 == 2\n"
+        "def test_hangs(): time.sleep(600)\n"
+    )
+    experiment = Experiment("gpu", tmp_path, settings={"device": "cpu", "tiny": True})
+    cut = of_tests(tmp_path, body, 6.0)
+    monkeypatch.setattr(gpu, "_LEAST_S", 1.0)
+    found = gpu._result(experiment, cut, time.monotonic() + 600)
+    assert found["cut"] == "cut after 6 s"
+    assert (found["partial"]["passed"], len(found["partial"]["failed"])) == (1, 1)
+    assert gpu._result(experiment, cut, 0.0) == found  # no time: as it was
+    bars = report.bars({cut.key: found})
+    assert bars[0]["measured"] == 1
+    assert report._state(found) == "cut: cut after 6 s; until then 1 passed, 0 skipped, 1 failed"
+    passed = {**found, "partial": {"passed": 2, "skipped": 0, "failed": {}}}
+    assert report.bars({cut.key: passed})[0]["holds"] is None  # the others did not run
+    writes = f"import pathlib; pathlib.Path({str(tmp_path / 'new.json')!r}).write_text('{{}}')"
+    new = Piece("memory", "new", (sys.executable, "-c", writes), 60.0, tmp_path / "new.json")
+    ran = []
+    monkeypatch.setattr(gpu, "pieces", lambda *_: [cut, new])
+    monkeypatch.setattr(gpu, "_measured", lambda _, piece, most_s: ran.append(piece) or {"failed": "why"})
+    monkeypatch.setattr(gpu, "_heed_signals", lambda: None)
+    gpu.main(out=tmp_path, device="cpu", tiny=True, only=None)
+    assert ran == [new, cut]
+    assert list(json.loads((tmp_path / "figures.json").read_text())["pieces"]) == [cut.key, new.key]
+
+
+def test_tests_without_their_tools_say_what_to_install(tmp_path):
+    experiment = Experiment("gpu", tmp_path, settings={})
+    piece = of_tests(tmp_path, "def test_one(): pass", 60.0, needs=("pytest", "pytest-of-no-one"))
+    assert "lacks pytest-of-no-one" in gpu._result(experiment, piece, time.monotonic() + 600)["failed"]
+    assert all("pytest-timeout" in p.needs for p in pieces(tmp_path, "cpu", True) if p.group == "tests")
+
+
+def test_a_piece_that_writes_that_it_failed_is_tried_again(tmp_path):
+    experiment, made = Experiment("gpu", tmp_path, settings={}), tmp_path / "made.json"
+    end = time.monotonic() + 600
+
+    def writing(content: str) -> Piece:
+        code = f"import pathlib; pathlib.Path({str(made)!r}).write_text({content!r})"
+        return Piece("memory", "made", (sys.executable, "-c", code), 60.0, made)
+
+    failing = writing('{"failed": "OutOfMemoryError: CUDA"}')
+    assert gpu._result(experiment, failing, end) == {"failed": "OutOfMemoryError: CUDA"}
+    silent = Piece("memory", "made", (sys.executable, "-c", ""), 60.0, made)
+    assert gpu._result(experiment, silent, end) == {"failed": "it wrote no result"}  # not the file of before
+    experiment.keep(
+        "memory made", {"result": {"failed": "OutOfMemoryError"}, "seconds": 1.0}
+    )  # of older runs
+    assert gpu._result(experiment, writing('{"a": 1}'), end)["result"] == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("capability", "compiled", "runs"),
+    [
+        ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_90"], False),
+        ((7, 5), ["sm_75", "sm_80"], True),
+        ((8, 9), ["sm_80", "sm_90"], True),  # its major version
+        ((8, 0), ["sm_86"], False),
+        ((12, 0), ["sm_80", "sm_90", "compute_90"], True),  # PTX
+        ((12, 0), ["sm_80", "sm_90", "sm_100"], False),
+        ((10, 3), ["sm_100a"], False),
+        ((9, 0), ["sm_90a"], True),
+        ((9, 0), ["gfx942"], True),
+    ],
+)
+def test_a_torch_without_code_for_the_card_is_refused(capability, compiled, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a card")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: compiled)
+    if runs:
+        gpu._check("cuda")
+    else:
+        said = f"torch {torch.__version__} has no code for a card of compute capability {capability[0]}"
+        with pytest.raises(UnsupportedError, match=re.escape(said)):
+            gpu._check("cuda")
+
+
+def test_an_untested_torch_is_a_doubt(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.20.0")
+    assert any("2.20.0 was not tested" in doubt for doubt in gpu._doubts())
+
+
 def test_pieces_without_a_result_leave_the_rest_and_are_tried_again(tmp_path):
     experiment = Experiment("gpu", tmp_path, settings={})
-    first, *_ = pieces(tmp_path, "cpu", True)
-    broken = type(first)("memory", "broken", (sys.executable, "-c", "exit(1)"), 60.0, tmp_path / "no.json")
+    broken = Piece("memory", "broken", (sys.executable, "-c", "exit(1)"), 60.0, tmp_path / "no.json")
     writes = f"import pathlib; pathlib.Path({str(tmp_path / 'made.json')!r}).write_text('{{\"a\": 1}}')"
-    good = type(first)("memory", "good", (sys.executable, "-c", writes), 60.0, tmp_path / "made.json")
+    good = Piece("memory", "good", (sys.executable, "-c", writes), 60.0, tmp_path / "made.json")
     end = time.monotonic() + 600
     assert "failed" in gpu._result(experiment, broken, end)
     assert gpu._result(experiment, good, end)["result"] == {"a": 1}
     assert gpu._result(experiment, good, 0.0)["result"] == {"a": 1}
-    assert gpu._result(experiment, broken, 0.0) == {"not_run": "the minutes were over"}
+    assert "failed" in gpu._result(experiment, broken, 0.0)
+    untried = Piece("memory", "untried", good.command, 60.0, good.result)
+    assert gpu._result(experiment, untried, 0.0) == {"not_run": "the minutes were over"}
 
 
 def test_the_report_judges_what_there_is():
@@ -132,7 +276,21 @@ def test_the_report_judges_what_there_is():
         "tests test_cuda": {
             "result": {"passed": 3, "skipped": 0, "failed": {"a::b": "assert 1 == 2"}}, "seconds": 4.0,
         },
-        "steps bert_base bf16": {"result": {"variants": variants}, "seconds": 5.0},
+        "steps bert_base bf16": {"result": {"variants": variants, "unavailable": {}}, "seconds": 5.0},
+        "steps gpt2_small bf16": {
+            "result": {
+                "variants": {of: variants[of] for of in ("fp32", "bf16")},
+                "unavailable": {"autocast": "OutOfMemoryError: 1"},
+            },
+            "seconds": 5.0,
+        },
+        "steps llama_1b bf16": {
+            "result": {
+                "variants": {of: variants[of] for of in ("fp32", "autocast")},
+                "unavailable": {"bf16": "OutOfMemoryError: 2"},
+            },
+            "seconds": 5.0,
+        },
         "prediction bert_base": {
             "result": {"predicted_s": [2.0, 1.1], "measured": [{"ratio": 1.0}, {"ratio": 0.5}]},
             "seconds": 6.0,
@@ -148,16 +306,29 @@ def test_the_report_judges_what_there_is():
     bars = {bar["name"]: (bar["measured"], bar["holds"]) for bar in report.bars(found)}
     assert bars["tests that fail on the GPU"] == (1, False)
     assert bars["bert_base: bf16, x autocast"] == (1.25, True)
+    assert bars["gpt2_small: bf16, x autocast"] == bars["llama_1b: bf16, x autocast"] == (None, None)
     assert bars["|predicted / measured - 1| of plans, worst"] == (pytest.approx(0.1), False)
     assert bars["|predicted / measured - 1| of peak memory, worst"] == (pytest.approx(0.03), True)
     cells = [str(cell) for table in report.tables(found) for column in table.columns for cell in column.cells]
     assert "1.50" in cells  # of two ranks, x the first alone
+    assert "0.00" not in cells and {"OutOfMemoryError: 1", "OutOfMemoryError: 2"} <= set(cells)
     assert "cut: cut after 240 s" in cells and "3 passed, 0 skipped, 1 failed, 4 s" in cells
     assert {bar["holds"] for bar in report.bars({})} == {None}
 
 
-def test_make_gpu_runs_the_package_as_it_lies_here():
+def test_make_gpu_runs_the_package_as_it_lies_here(tmp_path):
+    """By a Python that has the packages, and no editable install of qsync.
+
+    Python reads .pth files, which install finders, in its own site-packages only.
+    """
+    venv.create(tmp_path / "python", symlinks=True)
+    own = sysconfig.get_path("purelib", vars={"base": str(tmp_path / "python")})
+    with_packages = [place for place in sys.path if place.endswith("-packages")]
+    (Path(own) / "packages.pth").write_text("\n".join(with_packages))
     root = Path(__file__).parents[2]
-    options = [f"PYTHON={sys.executable}", "GPU_ARGS=--device cpu --only nothing"]
-    done = subprocess.run(["make", "gpu", *options], cwd=root, capture_output=True, text=True, check=False)
+    options = [f"PYTHON={tmp_path / 'python/bin/python'}", "GPU_ARGS=--device cpu --only nothing"]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        ["make", "gpu", *options], cwd=root, env=clean, capture_output=True, text=True, check=False
+    )
     assert "there is no group 'nothing'; choose from environment, tests" in done.stderr, done.stderr

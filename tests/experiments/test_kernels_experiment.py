@@ -29,7 +29,7 @@ RATES = {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}
 PEAKS = Peaks(RATES, {2**20: 4e10, 2**24: 2e10})
 ROW_FIELDS = {
     "section", "shape", "variant", "against", "bar", "at_most", "unit", "roofline", "why", "value",
-    "quartiles",
+    "quartiles", "failed",
 }  # fmt: skip
 BERT = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 RESNET = {"depths": [1], "hidden_sizes": [8], "embedding_size": 8}
@@ -143,8 +143,27 @@ def test_what_cannot_run_is_named_with_the_reason():
     assert case.unavailable == {"ours": "no such kernel", "peer": "RuntimeError: theirs"}
     (found,) = compare_kernels.bar_rows(case, {"fp32": samples(1.0)})
     assert found["value"] is None and found["why"] == "ours: no such kernel"
-    with pytest.raises(RuntimeError, match="theirs"):
+
+
+def test_a_kernel_that_fails_leaves_the_others_of_its_section(tmp_path, bench, monkeypatch):
+    def broken():
+        raise RuntimeError("illegal\nand more")
+
+    def cases(bench, section):
+        case = Case(section, "s", "fp32", (Bar("ours", "fp32", 2.0),))
         case.add("ours", broken)
+        case.add("fp32", lambda: lambda: None)
+        yield lambda: case
+
+    monkeypatch.setattr(compare_kernels, "measure_peaks", lambda device, rounds: PEAKS)
+    settings = {"device": "cpu", "rounds": 1, "inductor": False}
+    content = compare_kernels.run(Experiment("kernels", tmp_path, settings=settings), ["host"], cases=cases)
+    (case,), (one,) = content["cases"], content["bars"]
+    assert set(case["variants"]) == {"fp32"} and case["failed"] == {"ours": "RuntimeError: illegal"}
+    assert one["holds"] is False and one["why"] == "ours: RuntimeError: illegal"
+    assert "Failed: ours, host s: RuntimeError: illegal" in compare_kernels.remarks(content)
+    with pytest.raises(RuntimeError, match="illegal"):  # there is nothing to compare with
+        Case("x", "s", "fp32").add("fp32", broken)
 
 
 def test_rounds_are_paired_and_the_order_rotates():
@@ -190,6 +209,15 @@ def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
     assert peers.what_torchao_runs(CPU) == "not installed"
     case = compare_kernels.layer_case(bench, "linear forward", LINEAR)
     assert "not installed" in case.unavailable["torchao int8"]
+
+
+def test_a_torchao_that_does_not_fit_says_so(monkeypatch):
+    def incompatible(model, form="int8"):
+        raise ImportError
+
+    monkeypatch.setattr(peers, "torchao_version", lambda: "9.9")
+    monkeypatch.setattr(peers, "torchao", incompatible)
+    assert peers.what_torchao_runs(CPU) == "9.9, failed: ImportError: "
 
 
 @pytest.mark.skipif(peers.torchao_version() is None, reason="torchao is not installed")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from qsync.errors import QSyncError
+from qsync.experiments.harness import pairing
 from qsync.experiments.unseen import __main__ as command
 from qsync.experiments.unseen import family_runs, report
 from qsync.records.json_files import read_json
@@ -69,6 +71,25 @@ def test_two_ranks_are_judged_apart():
     (table,) = report.tables(found)
     assert list(table.columns[-1].cells) == ["1 of 1"]
     assert report.failures({"ranks": {"failed": "why"}}) == {"ranks": "why"}
+
+
+@pytest.mark.filterwarnings("ignore:qsync:UserWarning")  # so small a model is faster in FP32
+def test_where_memory_ends_the_last_variants_are_not_measured(monkeypatch):
+    """Two copies of the model beside FP32's have room: autocast's comes first."""
+    added = []
+
+    def measure(runs, rounds, device):
+        added.append(list(runs))
+        if len(runs) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return pairing.measure(runs, rounds, device, sample_s=0.0)
+
+    monkeypatch.setattr(family_runs, "measure", measure)
+    monkeypatch.setattr(family_runs, "keep_freed_memory", lambda: True)
+    found = family_runs.speeds("lstm", 1, ("bf16", "fp32_fast"), False, PEAKS, tiny=True)
+    assert added == [["fp32", "autocast", "bf16", "fp32_fast"], ["fp32", "autocast", "bf16"]]
+    assert list(found["variants"]) == list(added[1]) and list(found["coverage"]) == ["bf16"]
+    assert "OutOfMemoryError: CUDA out of memory" in found["unavailable"]["fp32_fast"]
 
 
 @pytest.mark.dist
