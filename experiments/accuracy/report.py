@@ -138,7 +138,7 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
             paired = difference_of(task, method, DDP, at)
             cells += [
                 f"{statistics.fmean(losses(task, method, at)):.4f}",
-                f"{paired.mean:+.4f} ± {paired.half:.4f}" if method != DDP else "",
+                _shown(paired) if method != DDP else "",
             ]
         accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
         cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
@@ -150,6 +150,10 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
          "loss, equal seconds", "- FP32",
          "accuracy, equal steps"), rows,
     )  # fmt: skip
+
+
+def _shown(found: Difference) -> str:
+    return f"{found.mean:+.4f} " + ("(one seed)" if math.isinf(found.half) else f"± {found.half:.4f}")
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
