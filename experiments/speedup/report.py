@@ -86,7 +86,10 @@ def bars(problems: Sequence[Problem]) -> list[Bar]:
 def note(bars: Sequence[Bar]) -> str:
     """Say below the tables where a promise does not hold."""
     named = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
-    return "\n".join(["gloo, one thread a rank.", *named])
+    picture = (
+        "![Samples per second by the weak card's speed, for every way to use it](../figures/speedup.png)\n"
+    )
+    return "\n".join(["", picture, "gloo, one thread a rank.", *named])
 
 
 def tables(problems: Sequence[Problem]) -> list[Table]:
