@@ -91,11 +91,8 @@ def _measure(
         _key(name, methods[name][method], seed, steps): _run(
             experiment, name, methods[name][method], seed, steps, tiny
         )
-        for at in (
-            report.STEPS,
-            report.SECONDS,
-        )  # and a seed of all tasks before the next: what is cut is even
-        for seed in range(seeds)
+        for at in (report.STEPS, report.SECONDS)
+        for seed in range(seeds)  # a seed of all tasks before the next: what is cut is even
         for name in tasks
         for method in METHODS
         for steps in (_steps(name, methods[name], method, tiny)[at],)
