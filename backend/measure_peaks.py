@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qsync.backend.kernel_candidates import device_precisions, has_onednn
 from qsync.backend.kernel_timing import synchronize
+from qsync.backend.kernels import fp32_fast
 from qsync.backend.kernels.fp16_tf32 import product_tf32
 from qsync.records.precision import Precision
 
@@ -36,6 +37,23 @@ def measured_peaks(device: torch.device) -> dict[str, float]:
     wanted = [str(p) for p in device_precisions(device) if p not in shared]
     runs = products(device, _SQUARE[device.type], wanted)
     return best_by_type({name: flops / _least_s(run) for name, (flops, run) in runs.items()})
+
+
+def sixteen_bits_pay(device: torch.device) -> bool:
+    """Return whether the device multiplies 16-bit floats faster than FP32, timed once on a machine.
+
+    Many processors do not: without AMX an Intel Xeon of 2023 reaches 93 GFLOP/s in BF16 and 172 in FP32, and
+    older ones emulate BF16. Gradients in 16 bits then cost what INT8's forward product saves: of lower
+    precisions `int8_all` alone is faster.
+
+    >>> sixteen_bits_pay(torch.device("cuda"))
+    True
+    """
+    if device.type != "cpu":
+        return True
+    a, b = (torch.randn(_SQUARE["cpu"] // 2, _SQUARE["cpu"] // 2) for _ in range(2))
+    runs = [_matrix_product("bf16", a, b), lambda: fp32_fast.multiply(a, b)]
+    return fp32_fast.choose(("16 bits or FP32",), runs) == 0
 
 
 def best_by_type(rates: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Warnings about a plan: gains within noise, and effects that no prediction covers."""
+"""Warnings about a plan: gains within noise, gains not looked for, and effects that no prediction covers."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def find_warnings(
         "SyncBatchNorm"
     ] if norms and used else []  # fmt: skip
     found += _rounded_for_backward(graph, plan, profiles, cluster)
+    found += _worth_asking_for(plan, profiles, cluster)
     return found + _hidden_by_noise(graph, plan, profiles, cluster, budgets)
 
 
@@ -83,6 +84,31 @@ def _rounded_for_backward(
                 "gradient's variance is in no prediction; where it matters, let fewer operators save less"
             )
     return found
+
+
+def _worth_asking_for(plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[str]:
+    """Name `int8_all`, which is profiled on request, where the slowest class gains nothing by lowering less.
+
+    So it is on processors that multiply 16 bits more slowly than FP32: gradients of `int8` are of 16 bits.
+    """
+    fp32_s = {c.name: profiles[c.name].step_s.get(Precision.FP32, 0.0) for c in cluster.classes}
+    slowest = max(cluster.classes, key=lambda c: fp32_s[c.name])
+    measured = profiles[slowest.name].step_s
+    below = [p for p in (Precision.BF16, Precision.FP16, Precision.INT8) if p in measured]
+    if (
+        len(cluster.classes) == 1
+        or plan[slowest.name].lowered
+        or Precision.INT8_ALL not in slowest.precisions
+        or Precision.INT8_ALL in measured
+        or not below
+        or min(measured[p] for p in below) < fp32_s[slowest.name]
+    ):
+        return []
+    return [
+        f"{slowest.name} is no faster in {' or '.join(below)} than in FP32, so nothing is lowered there; "
+        "int8_all multiplies gradients in INT8 too, rounded stochastically: to choose from it, give "
+        'precisions=["fp32_fast", "int8_all"]'
+    ]
 
 
 def _hidden_by_noise(

@@ -16,6 +16,7 @@ import torch
 from qsync import Cluster, DeviceClass, OpGraph, Precision, Profile, Sensitivity, api
 from qsync.backend.device_detection import detect_class
 from qsync.experiments.harness.emulated_profiles import HERE, NETWORK, here_and_half
+from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.workloads.subjects import subject
 from qsync.predictor.cost_model.fill_profile import fill, simulate
 from qsync.records.datasheets import datasheet
@@ -60,8 +61,9 @@ def measure(
     torch._dynamo.reset()
     own = replace(detect_class(torch.device("cpu")), name=HERE)
     profile = api.profile(
-        model, batch, chosen.loss, device_class=own, seconds=seconds, rounds=rounds, progress=progress
-    )
+        model, batch, chosen.loss, device_class=own, precisions=offered_precisions(torch.device("cpu")),
+        seconds=seconds, rounds=rounds, progress=progress,
+    )  # fmt: skip
     batches = [chosen.batch(seed, step, 0) for step in range(2)]
     graph.save(folder / "graph.json")
     profile.save(folder / f"profile-{HERE}.json")

@@ -10,12 +10,13 @@ from typing import Any
 from qsync import Cluster, OpGraph, Plan, Precision
 from qsync.allocator import allocate, uniform
 from qsync.experiments.harness.ranks import ALONE, FAST, MARGIN, WEAK
-from qsync.experiments.speedup.ways import every_share
+from qsync.experiments.speedup.ways import every_share, has_int8_all
 from qsync.records.plan_folder import Basis
 from qsync.records.profiles import Profile
 from qsync.replayer import Sized, Timeline, profiles_under_levers, replay
 
 # In a base of 16 bits "weak_int8_all" stands in the place of "weak_bf16", which is that of plain DDP.
+# Where 16 bits are no faster than FP32, it stands beside it.
 NAMES = ("fast_alone", "ddp", "lb_bsp", "weak_bf16", "weak_int8", "all_int8", "qsync")
 _ORDER = (*NAMES[:4], "weak_int8_all", *NAMES[4:])
 
@@ -65,6 +66,8 @@ def planned_runs(
         "weak_int8": (basis.cluster, {WEAK: Precision.INT8}),
         "all_int8": (basis.cluster, {WEAK: Precision.INT8, FAST: Precision.INT8}),
     }
+    if has_int8_all(basis.profiles[WEAK]):
+        uniforms["weak_int8_all"] = (basis.cluster, {WEAK: Precision.INT8_ALL})
     at = (basis.graph, basis.profiles)
     cap: dict[str, Any] = {"bucket_cap_bytes": bucket_cap_bytes}
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True, **cap}

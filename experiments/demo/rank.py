@@ -31,6 +31,7 @@ from qsync.distributed.agreement import agree
 from qsync.experiments.demo import report
 from qsync.experiments.demo.compared_plans import Planned, planned_runs, replayed
 from qsync.experiments.demo.timed_steps import attached_runner
+from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.harness.provenance import commit
 from qsync.experiments.harness.ranks import ALONE, BUCKET_CAP_BYTES, BUCKET_CAP_MB, FAST, WEAK, Place
 from qsync.experiments.workloads.subjects import demo_workload
@@ -103,6 +104,8 @@ class Measuring:
             torch._dynamo.reset()
         on_cpu = place.device.type == "cpu"
         profiled = PROFILED_BELOW.get(base, PROFILED_BELOW_16BIT)
+        if Precision.INT8_ALL in offered_precisions(place.device):
+            profiled = tuple(dict.fromkeys((*profiled, Precision.INT8_ALL)))
         precisions = [
             p for p in profiled if p in self._own.precisions and not (p is Precision.FP16 and on_cpu)
         ]

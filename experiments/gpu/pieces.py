@@ -20,7 +20,10 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")  # pyproject.toml has options and markers of theirs
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
-_LAYERS = ("linear training", "conv training", "linear forward", "conv forward", "quantize", "host")
+_LAYERS = (
+    "linear training", "conv training", "attention training", "linear forward", "conv forward",
+    "attention forward", "quantize", "host",
+)  # fmt: skip
 assert set(_LAYERS) <= set(SECTIONS)
 # The modes that are timed beside FP32 and torch.autocast, in one process each: copies of a model take memory.
 _MODES = (("bf16", "int8", "fp8"), ("int8_all", "tf32"))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.backend.device_detection import detect_class
+from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.records.cluster import Cluster, Link
 from qsync.records.profiles import Cost, Profile
 from qsync.replayer.slowdown import computing, slowed
@@ -29,8 +30,9 @@ def here_and_half(
 
     Both are from the profile of this machine.
     """
-    own = replace(detect_class(torch.device("cpu")), name=HERE)
-    own = replace(own, precisions=default_precisions(own), hardware=None, count=count)
+    here = torch.device("cpu")
+    own = replace(detect_class(here), name=HERE, precisions=offered_precisions(here))
+    own = replace(own, hardware=None, count=count)
     cluster = Cluster((own, replace(own, name=HALF, emulated_share=share)), GLOO)
     return cluster, {HERE: profile, HALF: of_share(profile, HALF, share)}
 

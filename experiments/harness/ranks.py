@@ -124,10 +124,11 @@ def main() -> None:
             if is_first:
                 write_json(task["result"], {"result": found})
     except QSyncError as error:
-        if is_first:
-            print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
-        else:
-            time.sleep(1.0)  # torchrun ends all ranks as soon as one is gone: let rank 0 finish its sentence
+        if not is_first:
+            # torchrun ends all ranks as soon as one is gone: rank 0 may say it alone. One that does not know
+            # of it is not gone by now.
+            time.sleep(1.0)
+        print(f"qsync {task['command']}: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 

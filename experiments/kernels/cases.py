@@ -24,12 +24,19 @@ from qsync import Precision
 from qsync.backend import Kernels, Operand, select
 from qsync.errors import UnsupportedError
 from qsync.experiments.harness import peers
-from qsync.experiments.kernels.roofline import Peaks, forward_bytes, training_bytes, training_flops
-from qsync.records.precision import is_encoded, operand_type
+from qsync.experiments.kernels.roofline import (
+    Peaks,
+    forward_bytes,
+    forward_flops,
+    training_bytes,
+    training_flops,
+)
+from qsync.records.precision import PRECISIONS_BY_KIND, is_encoded, operand_type
 
 LINEAR_SHAPES = ((512, 768, 768), (1024, 768, 3072), (2048, 1024, 4096), (4096, 256, 256))  # M x K x N
 # batch, channels in and out, side, kernel
 CONV_SHAPES = ((16, 64, 32, 3), (16, 256, 16, 3), (16, 256, 16, 1))
+ATTENTION_SHAPES = ((8, 12, 128, 64), (4, 12, 512, 64), (1, 16, 1024, 64))  # batch, heads, length, width
 WITH_WEIGHT = " + weight"  # the weight's cast, once per optimizer step, is part of the call
 BF16_OUT = " bf16 out"
 Run = Callable[[], Any]
@@ -105,21 +112,36 @@ class Bench:
 
 
 class Layer:
-    """One product of a model on FP32 operands, and every alternative to compute it."""
+    """One operator of a model on FP32 operands, and every alternative to compute it.
+
+    `flops` are those of its forward pass, `sizes` the elements of its input, weight and result.
+    """
 
     def __init__(
-        self, bench: Bench, shape: str, target: Callable[..., Tensor], operands: list[Tensor], **options: Any
+        self,
+        bench: Bench,
+        kind: str,
+        shape: str,
+        target: Callable[..., Tensor],
+        operands: list[Tensor],
+        **options: Any,
     ) -> None:
-        self.bench, self.shape, self.target, self.options = bench, shape, target, options
-        self.kind = "linear" if target is F.linear else "conv2d"
+        self.bench, self.kind, self.shape, self.target, self.options = bench, kind, shape, target, options
         self.operands = [operand.requires_grad_() for operand in operands]
         with torch.no_grad():
             y = target(*operands, **options)
         gradient = torch.empty_like(y).copy_(bench.random(*y.shape))  # in the memory format of the result
         self.gradients = {torch.float32: gradient, torch.bfloat16: gradient.bfloat16()}
-        taps = math.prod(operands[1].shape[1:])  # multiply-adds per element of the result
-        self.flops = 2.0 * y.numel() * taps
-        self.sizes = (operands[0].numel(), operands[1].numel(), y.numel())
+        inputs, weight, each = operands[:1], operands[1:2], math.prod(operands[1].shape[1:])
+        if not self.has_weight:
+            inputs, weight, each = operands, [], 2 * operands[1].shape[-2]  # scores, and their values
+        self.flops = 2.0 * y.numel() * each  # multiply-adds per element of the result
+        self.sizes = (sum(x.numel() for x in inputs), sum(w.numel() for w in weight), y.numel())
+
+    @property
+    def has_weight(self) -> bool:
+        """Whether the second operand is a weight, which is cast once per optimizer step."""
+        return self.kind != "attention"
 
     def eager(self, *operands: Tensor) -> Tensor:
         """Run the call as it stands in a model."""
@@ -164,7 +186,7 @@ def linear(bench: Bench, shape: tuple[int, ...]) -> Layer:
     rows, inputs, outputs = shape
     weight = bench.random(outputs, inputs) * inputs**-0.5
     operands = [bench.random(rows, inputs), weight, bench.random(outputs)]
-    return Layer(bench, "x".join(map(str, shape)), F.linear, operands)
+    return Layer(bench, "linear", "x".join(map(str, shape)), F.linear, operands)
 
 
 def conv2d(bench: Bench, shape: tuple[int, ...]) -> Layer:
@@ -174,7 +196,13 @@ def conv2d(bench: Bench, shape: tuple[int, ...]) -> Layer:
     operands = [bench.random(batch, channels, side, side), weight]
     last = [operand.to(memory_format=torch.channels_last) for operand in operands]
     name = f"{batch}x{channels}x{side}x{side}, {kernel}x{kernel}"
-    return Layer(bench, name, torch.conv2d, last, padding=kernel // 2)
+    return Layer(bench, "conv2d", name, torch.conv2d, last, padding=kernel // 2)
+
+
+def attention(bench: Bench, shape: tuple[int, ...]) -> Layer:
+    """Make attention without a mask: queries, keys and values (batch, heads, length, width)."""
+    operands = list(bench.random(3, *shape).unbind())
+    return Layer(bench, "attention", "x".join(map(str, shape)), F.scaled_dot_product_attention, operands)
 
 
 def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
@@ -194,11 +222,15 @@ def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     case = Case(section, layer.shape, "fp32", bars)
 
     def least(variant: str, with_weight: bool = False) -> float | None:
-        return layer.least_s({variant: layer.flops}, forward_bytes(variant, layer.sizes, with_weight))
+        flops = forward_flops(layer.kind, variant, layer.flops)
+        return layer.least_s(flops, forward_bytes(variant, layer.sizes, with_weight))
 
     case.add("fp32", lambda: lambda: layer.eager(*layer.operands), least_s=least("fp32"))
-    for precision, out_type in _precisions(layer, forward=True):
+    for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=True):
         name, call = str(precision), partial(layer.qsync, precision, out_type)
+        if not layer.has_weight:
+            case.add(name, call, least_s=least(name))
+            continue
         cast_once = partial(lambda p, call: call({1: layer.cast(1, p)}), precision, call)
         case.add(name, cast_once, least_s=least(name))
         case.add(name + WITH_WEIGHT, call, least_s=least(name, True))
@@ -211,12 +243,12 @@ def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     case = Case(section, layer.shape, "fp32", bars)
 
     def least(variant: str) -> float | None:
-        flops = training_flops(variant, layer.flops)
+        flops = training_flops(layer.kind, variant, layer.flops)
         return layer.least_s(flops, training_bytes(variant, layer.sizes))
 
     eager = layer.training(lambda: layer.eager(*layer.operands))
     case.add("fp32", lambda: eager, least_s=least("fp32"))
-    for precision, out_type in _precisions(layer, forward=False):
+    for precision, out_type in precisions_of(layer.kind, layer.bench.device.type, forward=False):
         bf16_out = out_type == "bf16" and precision is not Precision.BF16
         made = partial(lambda p, o: layer.training(layer.qsync(p, o)), precision, out_type)
         name, traffic = (f"{precision}{BF16_OUT}", f"{precision}_bf16") if bf16_out else [str(precision)] * 2
@@ -225,15 +257,18 @@ def training_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
     return case
 
 
-def _precisions(layer: Layer, forward: bool) -> list[tuple[Precision, str]]:
-    """Return the precisions to measure, with the type of the result.
+def precisions_of(kind: str, device: str, forward: bool) -> list[tuple[Precision, str]]:
+    """Return the precisions to measure an operator in, with the type of the result.
 
-    int8_all differs from int8 in backward only.
+    `int8_all` differs from `int8` in backward only. A CPU may emulate FP16, and has neither TF32 nor FP8.
+
+    >>> precisions_of("conv2d", "cpu", forward=True)
+    [(Precision.BF16, "bf16"), (Precision.INT8, "fp32")]
     """
-    able = [Precision.INT8]
-    if layer.kind == "linear":
-        able += [] if forward else [Precision.INT8_ALL]
-        able += [Precision.FP8] if layer.bench.device.type == "cuda" else []
+    wanted = [Precision.INT8]
+    wanted += [Precision.INT8_ALL] if kind == "linear" and not forward else []
+    wanted += [Precision.FP8, Precision.FP16, Precision.TF32] if device == "cuda" else []
+    able = [precision for precision in wanted if precision in PRECISIONS_BY_KIND[kind]]
     results = ("fp32",) if forward else ("fp32", "bf16")
     return [(Precision.BF16, "bf16"), *itertools.product(able, results)]
 

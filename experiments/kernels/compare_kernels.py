@@ -40,7 +40,7 @@ from qsync.experiments.harness.freed_memory import keep_freed_memory
 from qsync.experiments.harness.pairing import Samples, measure, quartiles, ratios
 from qsync.experiments.kernels import cases as kernel_cases
 from qsync.experiments.kernels import host_overhead, whole_steps
-from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case
+from qsync.experiments.kernels.cases import BF16_OUT, WITH_WEIGHT, Bar, Bench, Case, Layer
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import Peaks, measure_peaks
 from qsync.experiments.kernels.whole_steps import CONTIGUOUS
@@ -58,6 +58,8 @@ BARS: dict[str, tuple[Bar, ...]] = {
     ),
     "conv forward": (Bar("int8", "fp32", 2.3), Bar("int8" + WITH_WEIGHT, "fp32", 2.3)),
     "conv training": (Bar("bf16", "fp32", 2.0),),
+    "attention forward": (Bar("bf16", "autocast", 0.99),),
+    "attention training": (Bar("bf16", "autocast", 0.99),),
     "bert": (Bar("bf16", "fp32", 2.0), Bar("int8", "fp32", 2.2), Bar("int8_all", "fp32", 2.5)),
     # FP32 eager is judged in both orders of elements: as models come, and in the faster one.
     "resnet": tuple(
@@ -68,10 +70,16 @@ BARS: dict[str, tuple[Bar, ...]] = {
 }  # fmt: skip
 _PAGE, _PICTURE = Path("docs/results/kernels.md"), Path("docs/figures/kernels.png")
 SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
+_LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[int, ...], ...]]] = {
+    "linear": (kernel_cases.linear, kernel_cases.LINEAR_SHAPES),
+    "conv": (kernel_cases.conv2d, kernel_cases.CONV_SHAPES),
+    "attention": (kernel_cases.attention, kernel_cases.ATTENTION_SHAPES),
+}
 SMALL_LINEAR, SMALL_LINEAR_LIMIT = (512, 768, 768), 2.5  # of INT8's forward pass
 
 TERMS = (
-    "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel",
+    "linear shapes: rows x inputs x outputs; convolutions: batch x channels x height x width, kernel; "
+    "attention without a mask: batch x heads x length x width of a head",
     "one thread; paired rounds; ratios are medians of the rounds' own ratios; short calls are repeated for "
     "20 ms in their turn: caches are warm",
     "a layer's operands and their gradients are FP32 outside; every cast of activation and gradient counts",
@@ -173,17 +181,14 @@ def standard_cases(bench: Bench, section: str) -> Iterator[Callable[[], Case]]:
     if section == "host":
         yield partial(host_overhead.host_case, bench)
         return
-    shapes: tuple[tuple[int, ...], ...] = () if section.startswith("conv") else kernel_cases.LINEAR_SHAPES
-    shapes += () if section.startswith("linear") else kernel_cases.CONV_SHAPES
-    yield from (partial(layer_case, bench, section, shape) for shape in shapes)
+    kinds = ("linear", "conv") if section == "quantize" else (section.split()[0],)
+    for kind in kinds:
+        yield from (partial(layer_case, bench, section, kind, shape) for shape in _LAYERS[kind][1])
 
 
-def layer_case(bench: Bench, section: str, shape: tuple[int, ...]) -> Case:
-    """Make the case of one layer in a section, with its bars: linear for three sizes, else a convolution."""
-    layer, bars = (
-        (kernel_cases.linear if len(shape) == 3 else kernel_cases.conv2d)(bench, shape),
-        BARS[section],
-    )
+def layer_case(bench: Bench, section: str, kind: str, shape: tuple[int, ...]) -> Case:
+    """Make the case of one layer in a section, with its bars; `kind` is linear, conv or attention."""
+    layer, bars = _LAYERS[kind][0](bench, shape), BARS[section]
     if section == "quantize":
         return kernel_cases.quantize_case(layer, section, bars if layer.kind == "linear" else ())
     if section.endswith("training"):

@@ -24,7 +24,12 @@ def _lighter(colour: str) -> tuple[float, ...]:
 
 # Ours are filled in the precision's colour; peers are grey to white, hatched by what they are (Inductor,
 # torchao).
-_OURS = {"bf16": Precision.BF16, "int8": Precision.INT8, "int8_all": Precision.INT8_ALL, "fp8": Precision.FP8}
+_OURS = {
+    str(precision): precision
+    for precision in (
+        Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8, Precision.INT8_ALL, Precision.FP8,
+    )
+}  # fmt: skip
 # In the order in which they are drawn.
 _STYLES: dict[str, dict[str, Any]] = {
     **{
@@ -45,6 +50,7 @@ _ROOFLINE: dict[str, Any] = {"color": INK, "marker": "v", "markersize": 5, "mark
 _PANELS = {
     "linear forward": "Linear, forward", "linear training": "Linear, forward and backward",
     "conv forward": "Convolution, forward", "conv training": "Convolution, forward and backward",
+    "attention forward": "Attention, forward", "attention training": "Attention, forward and backward",
     "bert": "Whole step", "resnet": "Whole step",
 }  # fmt: skip
 

@@ -22,18 +22,31 @@ from qsync.experiments.harness.pairing import measure
 
 SQUARE = 2048
 MEASURED_TYPES = ("fp32", "bf16", "fp8", "int8")
+MEASURED_ON_GPUS = (*MEASURED_TYPES, "fp16", "tf32")
 COPIES = (2**20, 2**22, 2**24, 2**26)  # bytes copied: in the caches, up to far beyond them
 
 # Bytes moved per element of (input, weight, result), by variant; forward, and forward with backward. Operands
 # are FP32 outside: a BF16 or INT8 variant reads 4 bytes, writes its own type and reads that again.
-FORWARD = {"fp32": (4, 4, 4), "bf16": (8, 2, 2), "fp8": (6, 1, 4), "int8": (6, 1, 4)}
+# Attention reads queries, keys and values as its input, and has no weight.
+FORWARD = {
+    "fp32": (4, 4, 4),
+    "tf32": (4, 4, 4),
+    "bf16": (8, 2, 2),
+    "fp16": (8, 2, 4),
+    "fp8": (6, 1, 4),
+    "int8": (6, 1, 4),
+}
 # A weight's cast, which is due once per optimizer step.
-WEIGHT_CAST = {"fp32": 0, "bf16": 6, "fp8": 5, "int8": 5}
+WEIGHT_CAST = {"fp32": 0, "tf32": 0, "bf16": 6, "fp16": 6, "fp8": 5, "int8": 5}
 # Backward reads the gradient twice, both operands again (INT8 codes are decoded to BF16: 1 + 2 + 2), and
 # writes FP32 gradients. `int8_all` and `fp8` encode the gradient twice, per row and per column.
 TRAINING = {
     "fp32": (12, 12, 12),
+    "tf32": (12, 12, 12),
+    "tf32_bf16": (12, 12, 6),
     "bf16": (14, 14, 6),
+    "fp16": (14, 14, 14),
+    "fp16_bf16": (14, 14, 6),
     "int8": (15, 15, 14),
     "int8_bf16": (15, 15, 6),
     "int8_all": (11, 11, 12),
@@ -86,7 +99,8 @@ class Peaks:
 
 def measure_peaks(device: torch.device, rounds: int, square: int = SQUARE) -> Peaks:
     """Measure the peaks of a device: the fastest round of each product and copy."""
-    types = [str(p) for p in device_precisions(device) if str(p) in MEASURED_TYPES]
+    wanted = MEASURED_ON_GPUS if device.type == "cuda" else MEASURED_TYPES  # a CPU may emulate FP16
+    types = [str(p) for p in device_precisions(device) if str(p) in wanted]
     multiplied = products(device, square, types)
     copies = {str(size): _copy(torch.ones(size // 4, device=device)) for size in COPIES}
     runs = {name: run for name, (_, run) in multiplied.items()} | copies
@@ -112,9 +126,17 @@ def training_bytes(variant: str, sizes: tuple[int, int, int]) -> int:
     return sum(count * each for count, each in zip(sizes, TRAINING[variant], strict=True))
 
 
-def training_flops(variant: str, forward: float) -> dict[str, float]:
+def forward_flops(kind: str, variant: str, forward: float) -> dict[str, float]:
+    """Return FLOPs by the type of the product, of a forward pass; attention's second product is in BF16."""
+    if kind == "attention" and variant == "int8":
+        return {"int8": forward / 2, "bf16": forward / 2}
+    return {variant: forward}
+
+
+def training_flops(kind: str, variant: str, forward: float) -> dict[str, float]:
     """Return FLOPs by the type of the product, of a forward and backward pass."""
     variant = variant.removesuffix("_bf16")
     if variant == "int8":
-        return {"int8": forward, "bf16": 2 * forward}
+        in_int8 = forward_flops(kind, variant, forward)["int8"]
+        return {"int8": in_int8, "bf16": 3 * forward - in_int8}
     return {"int8" if variant == "int8_all" else variant: 3 * forward}

@@ -149,6 +149,6 @@ def _flops_by_type(flops: Mapping[str, float], precision: Precision) -> dict[str
     found: dict[str, float] = {}
     for kind, forward in flops.items():
         multiplied = precision if precision in PRECISIONS_BY_KIND[kind] else Precision.FP32
-        for name, count in training_flops(str(multiplied), forward).items():
+        for name, count in training_flops(kind, str(multiplied), forward).items():
             found[name] = found.get(name, 0.0) + count
     return found

@@ -12,6 +12,7 @@ from qsync import Plan, Precision
 from qsync.distributed import job
 from qsync.distributed.agreement import agree
 from qsync.distributed.ddp_profiling import ProfileOptions, form_basis
+from qsync.experiments.harness.offered_precisions import offered_precisions
 from qsync.experiments.harness.planned_steps import PlannedSteps
 from qsync.experiments.harness.ranks import FAST, WEAK, Place
 from qsync.experiments.speedup.report import row
@@ -35,7 +36,7 @@ def measure(config: dict[str, Any], place: Place) -> dict[str, Any]:
     own = job.detect_rank(model, share, name)
     step = job.TrainingStep(model, batch, workload.loss)
     graph = job.form_graph(step)
-    options = ProfileOptions(make_optimizer=optimizer)
+    options = ProfileOptions(offered_precisions(place.device), optimizer)
     basis = form_basis(step, own, graph, job.form_cluster(own), options)
     torch._dynamo.reset()
     smaller = job.form_graph(job.TrainingStep(model, tuple(t[: len(t) // 2] for t in batch), workload.loss))

@@ -43,13 +43,15 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
     `other` is the model captured with another number of samples. A class without INT8 takes the next one up.
     LB-BSP takes the shares whose predicted step is least. With shares too, qsync adds least variance at the
     better step of LB-BSP and of its own plan without shares; fastest, it adds least at the least step that
-    any shares reach. Both try every share.
+    any shares reach. Both try every share. INT8 is in all three products where those were profiled.
     """
     fast, weak = basis.cluster.classes
     at = (basis.graph, basis.profiles)
     kept: dict[str, Any] = {"sensitivity": basis.sensitivity, "base": base, "strict": True}
     sixteen = Precision.BF16 if Precision.BF16 in weak.precisions else Precision.FP16
-    int8 = {c.name: next_up(basis.cluster, c.name, Precision.INT8) for c in (fast, weak)}
+    offered = Precision.INT8_ALL in weak.precisions and has_int8_all(basis.profiles[weak.name])
+    lowest = Precision.INT8_ALL if offered else Precision.INT8
+    int8 = {c.name: next_up(basis.cluster, c.name, lowest) for c in (fast, weak)}
     alone = replace(basis.cluster, classes=(fast,))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base)
     shares = list(every_share(basis, other))
@@ -72,6 +74,12 @@ def ways(basis: Basis, other: Sized, base: Precision) -> dict[str, Plan]:
         QSYNC_SHARE: _best(basis, shares, min(_step_s(own), _step_s(by_speed)), base),
         QSYNC_FASTEST: _best(basis, shares, (1 + _SLACK) * least_s, base),
     }
+
+
+def has_int8_all(profile: Profile) -> bool:
+    """Return whether any operator was profiled in `int8_all`."""
+    modes = {mode.partition(" ")[0] for found in profile.ops.values() for mode in found}
+    return str(Precision.INT8_ALL) in modes
 
 
 def _best(basis: Basis, shares: Sequence[Mapping[str, Profile]], target_s: float, base: Precision) -> Plan:

@@ -44,7 +44,8 @@ def demo(tmp_path_factory) -> tuple[Path, dict]:
 def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
     out, content = demo
     assert json.loads((out / "report.json").read_text()) == content
-    assert tuple(content["runs"]) == NAMES
+    # "weak_int8_all" is there where 16 bits are no faster than FP32.
+    assert tuple(name for name in content["runs"] if name != "weak_int8_all") == NAMES
     for run in content["runs"].values():
         assert all(run[name] is not None for name in OF_A_RUN)
         assert run["measured_step_s"] > 0 and run["predicted_step_s"] > 0
@@ -52,7 +53,7 @@ def test_the_report_says_of_every_run_what_was_measured_and_predicted(demo):
         assert name in content
     assert content["emulated"] is True and content["emulated_share"] == {"infer": WEAK_SHARE}
     assert set(content["runs"]["qsync"]["wait_fraction"]) == {"0", "1"}
-    assert table(content).row_count == len(NAMES)
+    assert table(content).row_count == len(content["runs"])
 
 
 @pytest.mark.dist
@@ -71,8 +72,9 @@ def test_only_the_weak_class_is_lowered_and_the_plan_holds_where_it_was_made(dem
     plan.check_graph(basis.graph)
     assert plan["train"].lowered == ()
     planned = {name: run["planned_step_s"] for name, run in content["runs"].items()}
-    if not plan["infer"].lowered:  # only where nothing would be won: a processor may have no fast low precision
-        assert planned["qsync"] <= 1.05 * min(planned[name] for name in ("ddp", "weak_bf16", "weak_int8"))
+    if not plan["infer"].lowered:  # a processor may have no lower precision that is faster
+        others = [step_s for name, step_s in planned.items() if name == "ddp" or name.startswith("weak_")]
+        assert planned["qsync"] <= 1.05 * min(others)
     reasons = explain(basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
     assert tuple(reason.op for reason in reasons) == plan["infer"].lowered
     certificate = check_plan(basis.graph, plan, basis.profiles, basis.sensitivity, basis.cluster)
@@ -237,6 +239,18 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     assert planned["lb_bsp"].timeline.step_s < 0.9 * planned["ddp"].timeline.step_s
     again = replayed(planned, basis, other=Sized(other, {}))
     assert again["lb_bsp"].step_s == pytest.approx(planned["lb_bsp"].timeline.step_s)
+
+
+def test_int8_in_all_products_is_one_more_uniform_choice_where_it_was_profiled():
+    graph = encoder(1)
+    profiles = {
+        name: profile_of(graph, name, BELOW_FP32, slow=slow, latency_s=1e-8, cast_s=1e-11)
+        for name, slow in ((ALONE, 1.0), (FAST, 1.0), (WEAK, 2.0))
+    }
+    cluster = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
+    planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)))
+    assert [name for name in planned if name not in NAMES] == ["weak_int8_all"]
+    assert set(planned["weak_int8_all"].plan[WEAK].lowered) == {op.name for op in graph.adjustable}
 
 
 def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():

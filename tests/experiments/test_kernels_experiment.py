@@ -14,8 +14,10 @@ from qsync.experiments.kernels.cases import Bar, Bench, Case
 from qsync.experiments.kernels.kernel_picture import draw
 from qsync.experiments.kernels.roofline import (
     COPIES,
+    MEASURED_ON_GPUS,
     Peaks,
     forward_bytes,
+    forward_flops,
     measure_peaks,
     training_bytes,
     training_flops,
@@ -24,7 +26,7 @@ from qsync.records.json_files import read_json
 from qsync.records.precision import Precision
 
 CPU = torch.device("cpu")
-LINEAR, CONV = (32, 48, 64), (2, 16, 8, 3)
+LINEAR, CONV, ATTENTION = (32, 48, 64), (2, 16, 8, 3), (2, 3, 16, 8)
 RATES = {"fp32": 1e11, "bf16": 2e11, "int8": 4e11}
 PEAKS = Peaks(RATES, {2**20: 4e10, 2**24: 2e10})
 ROW_FIELDS = {
@@ -56,9 +58,11 @@ def tiny_cases(bench: Bench, section: str):
     elif section == "host":
         yield lambda: host_overhead.host_case(bench, blocks=1)
     elif section.startswith("conv"):
-        yield lambda: compare_kernels.layer_case(bench, section, CONV)
+        yield lambda: compare_kernels.layer_case(bench, section, "conv", CONV)
+    elif section.startswith("attention"):
+        yield lambda: compare_kernels.layer_case(bench, section, "attention", ATTENTION)
     else:
-        yield lambda: compare_kernels.layer_case(bench, section, LINEAR)
+        yield lambda: compare_kernels.layer_case(bench, section, "linear", LINEAR)
 
 
 @pytest.mark.slow
@@ -90,7 +94,7 @@ def test_a_run_writes_complete_figures_and_a_picture(tmp_path, monkeypatch):
 
 
 def test_every_variant_of_a_linear_layer_is_measured(bench):
-    case = compare_kernels.layer_case(bench, "linear training", LINEAR)
+    case = compare_kernels.layer_case(bench, "linear training", "linear", LINEAR)
     expected = {"fp32", "bf16", "int8", "int8 bf16 out", "int8_all", "int8_all bf16 out", "autocast"}
     assert expected <= set(case.runs)
     assert {bar.variant for bar in case.bars} <= set(case.runs)
@@ -100,10 +104,43 @@ def test_every_variant_of_a_linear_layer_is_measured(bench):
         assert all(g.dtype == torch.float32 for g in gradients)
 
 
+def test_every_variant_of_attention_is_measured(bench):
+    case = compare_kernels.layer_case(bench, "attention training", "attention", ATTENTION)
+    assert {"fp32", "bf16", "int8", "int8 bf16 out", "autocast"} == set(case.runs)
+    for run in case.runs.values():
+        assert [(g.shape, g.dtype) for g in run()] == [(ATTENTION, torch.float32)] * 3
+    forward = compare_kernels.layer_case(bench, "attention forward", "attention", ATTENTION)
+    assert set(forward.runs) == {"fp32", "bf16", "int8", "autocast"}  # nothing is a weight
+    layer = cases.attention(bench, ATTENTION)
+    assert layer.flops == 2 * 2 * 6 * 16 * 16 * 8 and layer.sizes == (3 * 768, 0, 768)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv2d", "attention"])
+def test_a_gpu_measures_every_precision_that_a_layer_has_there(kind):
+    for forward in (True, False):
+        found = cases.precisions_of(kind, "cuda", forward)
+        assert {p for p, _ in found} == (
+            {Precision.BF16, Precision.INT8, Precision.FP16, Precision.TF32}
+            | ({Precision.FP8} if kind == "linear" else set())
+            | ({Precision.INT8_ALL} if kind == "linear" and not forward else set())
+        )
+        for precision, out_type in found:  # each has its bytes and FLOPs
+            name = str(precision)
+            assert forward or training_bytes(
+                name if out_type == "fp32" or name == "bf16" else f"{name}_bf16", (1, 1, 1)
+            )
+            assert not forward or forward_bytes(name, (1, 1, 1), True) > 0
+            assert set(training_flops(kind, name, 1.0)) <= {*MEASURED_ON_GPUS}
+    assert {p for p, _ in cases.precisions_of("linear", "cpu", False)} == {
+        Precision.BF16, Precision.INT8, Precision.INT8_ALL,
+    }  # fmt: skip
+
+
 def test_variants_compute_the_same(bench):
-    for layer in (cases.linear(bench, LINEAR), cases.conv2d(bench, CONV)):
+    layers = (cases.linear(bench, LINEAR), cases.conv2d(bench, CONV), cases.attention(bench, ATTENTION))
+    for layer in layers:
         expected = layer.eager(*layer.operands)
-        for precision in (Precision.BF16, Precision.INT8):
+        for precision in (Precision.BF16, Precision.FP16, Precision.INT8):
             got = layer.qsync(precision, "bf16")()
             assert got.dtype == torch.bfloat16
             assert (got - expected).norm() < 0.05 * expected.norm()
@@ -191,8 +228,11 @@ def test_the_roofline_adds_products_and_bytes():
     assert PEAKS.least_s(flops, 2e10, 2**24) == pytest.approx(3.0)
     assert PEAKS.least_s({"fp8": 1.0}) is None
     assert PEAKS.bytes_per_s(10) == PEAKS.bytes_per_s(2**23) == 4e10
-    assert training_flops("int8_bf16", 1.0) == {"int8": 1.0, "bf16": 2.0}
-    assert training_flops("int8_all", 1.0) == {"int8": 3.0}
+    assert training_flops("linear", "int8_bf16", 1.0) == {"int8": 1.0, "bf16": 2.0}
+    assert training_flops("linear", "int8_all", 1.0) == {"int8": 3.0}
+    assert training_flops("attention", "int8", 1.0) == {"int8": 0.5, "bf16": 2.5}
+    assert forward_flops("attention", "int8", 1.0) == {"int8": 0.5, "bf16": 0.5}
+    assert forward_flops("attention", "tf32", 1.0) == {"tf32": 1.0}
     assert forward_bytes("int8", (10, 1, 1), True) - forward_bytes("int8", (10, 1, 1), False) == 5
     assert training_bytes("fp32", (1, 1, 1)) == 36
 
@@ -207,7 +247,7 @@ def test_a_peak_is_the_best_product_of_its_type():
 def test_torchao_is_a_peer_that_may_be_absent(bench, monkeypatch):
     monkeypatch.setattr(peers, "torchao_version", lambda: None)
     assert peers.what_torchao_runs(CPU) == "not installed"
-    case = compare_kernels.layer_case(bench, "linear forward", LINEAR)
+    case = compare_kernels.layer_case(bench, "linear forward", "linear", LINEAR)
     assert "not installed" in case.unavailable["torchao int8"]
 
 

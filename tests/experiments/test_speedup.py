@@ -65,6 +65,20 @@ def test_every_way_is_a_plan_of_what_its_name_says(plans):
     assert lowered[ALL_INT8] == {"train": every, "infer": every}
 
 
+def test_int8_is_in_all_products_where_those_were_profiled():
+    precisions = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
+    basis = basis_of()
+    profiles = {
+        name: profile_of(basis.graph, name, precisions, slow=of)
+        for name, of in (("train", 1.0), ("infer", 2.0))
+    }
+    for able, lowest in ((precisions, Precision.INT8_ALL), (precisions[:3], Precision.INT8)):
+        offered = replace(basis, profiles=profiles, cluster=cluster_of(precisions=able))
+        found = ways(offered, OTHER, Precision.FP32)
+        assert set(found[WEAK_INT8]["infer"].assignment.values()) == {lowest}
+        assert set(found[ALL_INT8]["train"].assignment.values()) == {lowest}
+
+
 def test_lb_bsp_takes_the_shares_of_least_step(plans):
     basis, nothing = basis_of(), {"train": {}, "infer": {}}
     shares = list(every_share(basis, OTHER))

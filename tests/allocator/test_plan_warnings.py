@@ -1,0 +1,56 @@
+"""What a plan warns of: here, a precision that was not looked for because nobody asked for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from graphs import cluster_of, mlp, profile_of, sensitivity_of
+
+from qsync.allocator import allocate, find_warnings, uniform
+from qsync.records.precision import Precision
+
+GRAPH = mlp(2)
+ABLE = (Precision.FP32, Precision.BF16, Precision.INT8, Precision.INT8_ALL)
+CLUSTER = cluster_of({"train": 1, "infer": 1}, precisions=ABLE)
+
+
+def profiles(**steps: float):
+    """Profiles in which the weak class takes so long in each precision."""
+    strong = replace(profile_of(GRAPH, "train"), step_s={"fp32": 1.0})
+    return {"train": strong, "infer": replace(profile_of(GRAPH, "infer", slow=2.0), step_s=steps)}
+
+
+def asked(plan, **steps: float) -> bool:
+    return any("int8_all" in text for text in find_warnings(GRAPH, plan, profiles(**steps), CLUSTER))
+
+
+def test_int8_in_all_products_is_named_where_16_bits_are_no_faster():
+    plan = uniform(GRAPH, profiles(), CLUSTER, {})
+    assert asked(plan, fp32=2.0, bf16=2.1, int8=2.0)
+    (text,) = (
+        t for t in find_warnings(GRAPH, plan, profiles(fp32=2.0, bf16=2.1), CLUSTER) if "int8_all" in t
+    )
+    assert text.startswith("infer is no faster in bf16 than in FP32") and 'precisions=["fp32_fast"' in text
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        {"fp32": 2.0, "bf16": 2.1, "int8": 1.9},  # INT8 pays
+        {"fp32": 2.0, "bf16": 2.1, "int8": 2.1, "int8_all": 2.2},  # it was looked for
+        {"fp32": 2.0},  # nothing was looked for
+        {"fp32": 0.9, "bf16": 2.1},  # nobody waits for this class
+    ],
+)
+def test_it_is_not_named_where_it_would_help_nobody(steps):
+    assert not asked(uniform(GRAPH, profiles(), CLUSTER, {}), **steps)
+
+
+def test_it_is_not_named_for_a_class_that_is_lowered_or_lacks_it():
+    kept = profiles(fp32=2.0, bf16=2.1)
+    lowered = allocate(GRAPH, kept, sensitivity_of(GRAPH), CLUSTER, lower_all=True)
+    assert lowered["infer"].lowered and not asked(lowered, fp32=2.0, bf16=2.1)
+    without = cluster_of({"train": 1, "infer": 1}, precisions=ABLE[:3])
+    plan = uniform(GRAPH, kept, without, {})
+    assert not any("int8_all" in text for text in find_warnings(GRAPH, plan, kept, without))
