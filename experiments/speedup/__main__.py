@@ -89,7 +89,7 @@ def main(
                 make = partial(_measured, name, of, turns, steps)
                 problems.append(experiment.piece(f"{name} measured at {of}", make))
     tables, bars = report.tables(problems), report.bars(problems)
-    page = Page(_PAGE, _PICTURE, report.note(bars)) if publish else None
+    page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None
     experiment.finish(
         {"problems": problems}, bars=bars, tables=tables, measured=_ABOUT, picture=report.draw, page=page
     )

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.table import Table
 
-from qsync import Cluster, Plan
+from qsync import Cluster, Plan, Precision
 from qsync.experiments.harness import Bar, bar, table_of
 from qsync.experiments.speedup.ways import (
+    ALL_INT8,
     ALONE,
     DDP,
     LB_BSP,
@@ -40,6 +41,7 @@ def row(plan: Plan, cluster: Cluster, samples: int, turns_s: Sequence[float] = (
         "samples_per_s": rate(plan, cluster, samples, step_s), "added_variance": plan.added_variance,
         "samples": samples_of(plan, samples),
         "lowered": {name: len(entry.lowered) for name, entry in plan.classes.items()},
+        "precisions": {name: sorted(set(entry.assignment.values())) for name, entry in plan.classes.items()},
     }  # fmt: skip
 
 
@@ -83,9 +85,17 @@ def bars(problems: Sequence[Problem]) -> list[Bar]:
     return found
 
 
-def note(bars: Sequence[Bar]) -> str:
-    """Say below the tables where a promise does not hold."""
-    named = [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
+def note(bars: Sequence[Bar], problems: Sequence[Problem]) -> str:
+    """Say below the tables where a promise does not hold, and what INT8 was."""
+    used = {
+        p for one in problems if "pair" not in one
+        for own in one["ways"][ALL_INT8]["precisions"].values() for p in own
+    }  # fmt: skip
+    about = (
+        "INT8 is `int8_all`, but for pairs of GPUs: this processor multiplies 16 bits no faster than FP32."
+    )
+    named = [about] if Precision.INT8_ALL in used else []
+    named += [f"{one['name']}: {', '.join(one['which'])}." for one in bars if one.get("which")]
     picture = (
         "![Samples per second by the weak card's speed, for every way to use it](../figures/speedup.png)\n"
     )

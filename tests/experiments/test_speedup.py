@@ -173,6 +173,14 @@ def test_the_report_names_what_is_faster_at_no_more_variance():
     assert error["measured"] == pytest.approx(0.1) and not error["holds"]
 
 
+def test_the_page_says_what_int8_was():
+    found = problem()
+    for lowest, said in (("int8", False), ("int8_all", True)):
+        found["ways"][ALL_INT8]["precisions"] = {"train": ["fp32", lowest], "infer": [lowest]}
+        assert ("INT8 is `int8_all`" in report.note(report.bars([found]), [found])) is said
+        assert "INT8 is" not in report.note([], [{**found, "pair": "A100 + T4"}])
+
+
 def test_the_table_and_the_picture_show_every_way(tmp_path):
     pair = {**problem(), "pair": "A100 + T4"}
     del pair["share"]
