@@ -69,8 +69,7 @@ def main(
         if not 0 < one <= 1:
             raise QSyncError(f"--share must lie in (0, 1], found {one}; 0.5 is half as fast")
     torch.set_num_threads(1)
-    settings = {"seconds": seconds, "turns": turns, "steps": steps}
-    experiment, problems = Experiment("speedup", out, settings=settings, fresh=fresh), []
+    experiment, problems = Experiment("speedup", out, settings={"seconds": seconds}, fresh=fresh), []
     with experiment.progress():
         for name in names:
             folder = out / name
@@ -87,7 +86,7 @@ def main(
         for name in () if replay_only else names:
             for of in measured:
                 make = partial(_measured, name, of, turns, steps)
-                problems.append(experiment.piece(f"{name} measured at {of}", make))
+                problems.append(experiment.piece(f"{name} measured at {of}", make, turns=turns, steps=steps))
     tables, bars = report.tables(problems), report.bars(problems)
     page = Page(_PAGE, _PICTURE, report.note(bars, problems)) if publish else None
     experiment.finish(
