@@ -22,6 +22,7 @@ from qsync.errors import QSyncError
 from qsync.experiments.workloads.bert import Bert
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.resnet import ResNet
+from qsync.experiments.workloads.surrogate import friedman_workload, impedance_workload
 from qsync.experiments.workloads.text import load_text, windows
 from qsync.experiments.workloads.unet import Denoised, UNet
 from qsync.experiments.workloads.vgg import Vgg
@@ -252,5 +253,7 @@ TASKS: Mapping[str, Task] = {
     "vit": Task(lambda: _digits("vit", lambda: Vit(num_layers=3, width=128, num_heads=2), 16), 600),
     "denoising": Task(_denoising_workload, 500),
     "tabular": Task(_tabular_workload, 120),
+    "friedman": Task(friedman_workload, 1500),
+    "impedance": Task(impedance_workload, 1500),
     "gpt_headers": Task(lambda: replace(_gpt(_HEADERS), lr=3e-4), 400, _gpt, 800, "gpt"),
 }

@@ -217,7 +217,7 @@ def _accuracy(model: nn.Module, workload: Workload) -> float | None:
     with torch.no_grad():
         for inputs, targets in workload.heldout(_HELDOUT_BATCHES):
             outputs = model(inputs)
-            if not isinstance(outputs, torch.Tensor):
+            if not isinstance(outputs, torch.Tensor) or targets.is_floating_point():
                 return None
             found += int((outputs.argmax(-1) == targets).sum())
             total += targets.numel()

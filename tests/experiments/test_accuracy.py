@@ -103,6 +103,11 @@ def test_real_ranks_compute_what_one_process_does(tmp_path):
     assert real["final_loss"] == pytest.approx(alone["final_loss"], rel=1e-4)
 
 
+def test_targets_that_are_numbers_have_no_accuracy():
+    net = task_named("friedman").workload()
+    assert training._accuracy(net.make_model(0), net) is None
+
+
 def test_kinds_of_tokens_are_those_of_python():
     kinds = token_kinds(np.frombuffer(SOURCE, dtype=np.uint8))
     assert list(kinds[:5]) == [1, 1, 1, 0, 2] and len(kinds) == len(SOURCE)  # def, then a name

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from sklearn.datasets import make_friedman1, make_friedman2
 
 from qsync.errors import QSyncError
 from qsync.experiments.workloads.gpt import Gpt
 from qsync.experiments.workloads.subjects import DEMO_NAMES, demo_workload
+from qsync.experiments.workloads.surrogate import (
+    friedman,
+    friedman_workload,
+    impedance,
+    impedance_workload,
+)
 from qsync.experiments.workloads.text import load_text
 from qsync.experiments.workloads.workload import evaluate
 
+MADE = {"friedman": friedman_workload, "impedance": impedance_workload}
 
-@pytest.fixture(scope="module", params=DEMO_NAMES)
+
+@pytest.fixture(scope="module", params=[*DEMO_NAMES, *MADE])
 def workload(request):
-    return demo_workload(request.param)
+    return MADE[request.param]() if request.param in MADE else demo_workload(request.param)
 
 
 def test_batch_is_a_function_of_seed_step_and_rank(workload):
@@ -47,6 +58,20 @@ def test_evaluate_is_repeatable_and_puts_the_mode_back(workload):
     model = workload.make_model(0)
     assert evaluate(model, workload, num_batches=2) == evaluate(model, workload, num_batches=2)
     assert model.training
+
+
+@pytest.mark.parametrize(
+    ("function", "theirs", "inputs"), [(friedman, make_friedman1, 10), (impedance, make_friedman2, 4)]
+)
+def test_functions_are_scikit_learn_s_standardized(function, theirs, inputs):
+    x, expected = theirs(20_000, random_state=0)
+    if inputs == 4:  # given in ohms, radians a second, henrys and farads
+        low, width = ([0.0, 40 * math.pi, 0.0, 1.0], [100.0, 520 * math.pi, 1.0, 10.0])
+        x = (x - low) / width
+    y = function(torch.tensor(x).float()).squeeze(1)
+    fitted = torch.tensor((expected - expected.mean()) / expected.std()).float()
+    assert (y - fitted).abs().max() < 0.1 and abs(float(y.mean())) < 0.05 and abs(float(y.std()) - 1) < 0.05
+    assert torch.corrcoef(torch.stack([y, fitted]))[0, 1] > 0.999999
 
 
 def test_gpt_has_ten_million_parameters_and_starts_uniform():
