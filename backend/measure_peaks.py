@@ -52,7 +52,7 @@ def sixteen_bits_pay(device: torch.device) -> bool:
     if device.type != "cpu":
         return True
     a, b = (torch.randn(_SQUARE["cpu"] // 2, _SQUARE["cpu"] // 2) for _ in range(2))
-    runs = [_matrix_product("bf16", a, b), lambda: fp32_fast.multiply(a, b)]
+    runs = [_matrix_product("bf16", a, b), lambda: fp32_fast.multiply(a, b.t())]
     return fp32_fast.choose(("16 bits or FP32",), runs) == 0
 
 

@@ -1,0 +1,20 @@
+"""The precisions that a comparison offers: INT8 in all products only where 16 bits do not pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qsync.backend.device_detection import default_precisions, detect_class
+from qsync.experiments.harness import offered_precisions as module
+from qsync.records.precision import Precision
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_int8_in_all_products_is_offered_where_16_bits_do_not_pay(pays, monkeypatch):
+    monkeypatch.setattr(module, "sixteen_bits_pay", lambda device: pays)
+    by_default = default_precisions(detect_class(CPU))
+    assert Precision.INT8_ALL not in by_default
+    assert module.offered_precisions(CPU) == (*by_default, *(() if pays else (Precision.INT8_ALL,)))
