@@ -125,6 +125,8 @@ def tables(tasks: Mapping[str, Mapping[str, Any]]) -> list[Table]:
 
 def _table(name: str, task: Mapping[str, Any]) -> Table:
     slowest, rows = task["methods"][DDP]["step_s"], []
+    # Four digits of a small loss, four decimals of others.
+    decimals = max(4, 3 - math.floor(math.log10(statistics.fmean(losses(task, DDP)))))
     for method in METHODS:
         cells = [
             NAMES[method],
@@ -137,8 +139,8 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
                 continue
             paired = difference_of(task, method, DDP, at)
             cells += [
-                f"{statistics.fmean(losses(task, method, at)):.4f}",
-                _shown(paired) if method != DDP else "",
+                f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
+                _shown(paired, decimals) if method != DDP else "",
             ]
         accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
         cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
@@ -152,8 +154,9 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
     )  # fmt: skip
 
 
-def _shown(found: Difference) -> str:
-    return f"{found.mean:+.4f} " + ("(one seed)" if math.isinf(found.half) else f"± {found.half:.4f}")
+def _shown(found: Difference, decimals: int) -> str:
+    half = "(one seed)" if math.isinf(found.half) else f"± {found.half:.{decimals}f}"
+    return f"{found.mean:+.{decimals}f} {half}"
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:

@@ -212,3 +212,8 @@ def test_tasks_are_real_and_unknown_ones_are_refused(tmp_path):
     assert len(TASKS) >= 5 and any(task.start is not None for task in TASKS.values())
     with pytest.raises(QSyncError, match="there is no task 'imagenet'; choose from gpt"):
         command.main(out=tmp_path, task=["imagenet"])
+
+
+def test_a_small_loss_is_shown_with_digits_that_tell_it_apart():
+    assert report._shown(report.Difference(1e-7, 2e-8), 8) == "+0.00000010 ± 0.00000002"
+    assert report._shown(report.Difference(-0.01, math.inf), 4) == "-0.0100 (one seed)"
