@@ -87,9 +87,9 @@ def _rounded_for_backward(
 
 
 def _worth_asking_for(plan: Plan, profiles: Mapping[str, Profile], cluster: Cluster) -> list[str]:
-    """Name `int8_all`, which is profiled on request, where the slowest class gains nothing by lowering less.
+    """Name `int8_all`, which is profiled on request, where no other precision makes the slowest class faster.
 
-    So it is on processors that multiply 16 bits more slowly than FP32: gradients of `int8` are of 16 bits.
+    Processors that multiply 16 bits no faster than FP32 are such classes: `int8` has gradients of 16 bits.
     """
     fp32_s = {c.name: profiles[c.name].step_s.get(Precision.FP32, 0.0) for c in cluster.classes}
     slowest = max(cluster.classes, key=lambda c: fp32_s[c.name])

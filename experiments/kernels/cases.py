@@ -140,7 +140,7 @@ class Layer:
 
     @property
     def has_weight(self) -> bool:
-        """Whether the second operand is a weight, which is cast once per optimizer step."""
+        """Return whether the second operand is a weight, which is cast once per optimizer step."""
         return self.kind != "attention"
 
     def eager(self, *operands: Tensor) -> Tensor:

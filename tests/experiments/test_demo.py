@@ -245,25 +245,25 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     assert again["lb_bsp"].step_s == pytest.approx(planned["lb_bsp"].timeline.step_s)
 
 
-def test_int8_in_all_products_is_one_more_uniform_choice_where_it_was_profiled():
+def with_int8_all(slow: float):
+    """A model, profiles and a cluster whose weak class, so many times slower, has every precision."""
     graph = encoder(1)
     profiles = {
-        name: profile_of(graph, name, BELOW_FP32, slow=slow, latency_s=1e-8, cast_s=1e-11)
-        for name, slow in ((ALONE, 1.0), (FAST, 1.0), (WEAK, 2.0))
+        name: profile_of(graph, name, BELOW_FP32, slow=times, latency_s=1e-8, cast_s=1e-11)
+        for name, times in ((ALONE, 1.0), (FAST, 1.0), (WEAK, slow))
     }
-    cluster = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
+    return graph, profiles, cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
+
+
+def test_int8_in_all_products_is_one_more_uniform_choice_where_it_was_profiled():
+    graph, profiles, cluster = with_int8_all(2.0)
     planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)))
     assert [name for name in planned if name not in NAMES] == ["weak_int8_all"]
     assert set(planned["weak_int8_all"].plan[WEAK].lowered) == {op.name for op in graph.adjustable}
 
 
 def test_above_bf16_the_weak_rank_is_compared_with_all_its_products_in_int8():
-    graph = encoder(1)
-    profiles = {
-        name: profile_of(graph, name, BELOW_FP32, slow=slow, latency_s=1e-8, cast_s=1e-11)
-        for name, slow in ((ALONE, 1.0), (FAST, 1.0), (WEAK, 1.4))
-    }
-    cluster = cluster_of({FAST: 1, WEAK: 1}, precisions=BELOW_FP32)
+    graph, profiles, cluster = with_int8_all(1.4)
     planned = planned_runs(Basis(graph, cluster, profiles, sensitivity_of(graph)), base=Precision.BF16)
     names = [name for name in NAMES if name != "lb_bsp"]  # no second capture, no shares
     assert tuple(planned) == tuple("weak_int8_all" if name == "weak_bf16" else name for name in names)
