@@ -124,9 +124,8 @@ def tables(tasks: Mapping[str, Mapping[str, Any]]) -> list[Table]:
 
 
 def _table(name: str, task: Mapping[str, Any]) -> Table:
-    slowest, rows = task["methods"][DDP]["step_s"], []
-    # Four digits of a small loss, four decimals of others.
-    decimals = max(4, 3 - math.floor(math.log10(statistics.fmean(losses(task, DDP)))))
+    slowest, fp32 = task["methods"][DDP]["step_s"], statistics.fmean(losses(task, DDP))
+    decimals, rows = max(4, 3 - math.floor(math.log10(fp32))), []  # four digits of a small loss
     for method in METHODS:
         cells = [
             NAMES[method],
@@ -140,7 +139,7 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
             paired = difference_of(task, method, DDP, at)
             cells += [
                 f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
-                _shown(paired, decimals) if method != DDP else "",
+                _percent(paired, statistics.fmean(losses(task, DDP, at))) if method != DDP else "",
             ]
         accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
         cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
@@ -148,44 +147,45 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
     seeds = len(losses(task, DDP))
     return table_of(
         f"{name}: {task['description']}; {task['steps']} steps, {seeds} seeds",
-        ("", "step / FP32's (simulated)", "added variance", "loss, equal steps", "- FP32",
-         "loss, equal seconds", "- FP32",
+        ("", "step / FP32's (simulated)", "added variance", "loss, equal steps", "above FP32's",
+         "loss, equal seconds", "above FP32's",
          "accuracy, equal steps"), rows,
     )  # fmt: skip
 
 
-def _shown(found: Difference, decimals: int) -> str:
-    half = "(one seed)" if math.isinf(found.half) else f"± {found.half:.{decimals}f}"
-    return f"{found.mean:+.{decimals}f} {half}"
+def _percent(found: Difference, fp32: float) -> str:
+    """Say how far a loss is above that of FP32."""
+    half = "(one seed)" if math.isinf(found.half) else f"± {found.half / fp32:.2%}"
+    return f"{found.mean / fp32:+.2%} {half}"
 
 
 def draw(content: Mapping[str, Any], path: Path) -> None:
-    """Draw each task's differences from FP32 with their intervals, and its loss against steps and seconds."""
+    """Draw a row a task: differences from FP32 with their intervals, and losses against steps and seconds."""
     from qsync.experiments.harness.pictures import axes_of, legend_below, new_figure  # imports matplotlib
     from qsync.figures.style import INK, SERIES_COLOURS, save_png
 
     shown = {name: task for name, task in content["tasks"].items() if task["runs"][STEPS]}
     if not shown:
         return
-    figure = new_figure(2.9 * len(shown) + 1.2, 8.4, "Final held-out loss, paired by seed, 95 % intervals")
-    panels = figure.subplots(3, len(shown), squeeze=False)
+    figure = new_figure(10.5, 2.3 * len(shown) + 0.9, "Final held-out loss, paired by seed, 95 % intervals")
+    panels = figure.subplots(len(shown), 3, squeeze=False)
     others = [method for method in METHODS if method != DDP]
-    for column, (name, task) in enumerate(shown.items()):
-        axes = panels[0][column]
+    for (name, task), (differences, *over) in zip(shown.items(), panels, strict=True):
+        percent = 100.0 / statistics.fmean(losses(task, DDP))
         for row, method in enumerate(others):
             found = difference_of(task, method, DDP)
             colour = SERIES_COLOURS[0] if method in (QSYNC, QSYNC_SHARE) else INK
-            axes.errorbar(found.mean, -row, xerr=found.half, fmt="o", capsize=3, color=colour)
-        axes.axvline(0.0, color=INK, linewidth=0.8)
-        axes.set_yticks(
-            [-row for row in range(len(others))], [NAMES[m] for m in others] if not column else []
-        )
-        axes_of(axes, name, "loss - loss of FP32, equal steps")
-        for axes, unit in zip(panels[1:, column], ("steps", "seconds (simulated)"), strict=True):
+            differences.errorbar(
+                percent * found.mean, -row, xerr=percent * found.half, fmt="o", capsize=3, color=colour
+            )
+        differences.axvline(0.0, color=INK, linewidth=0.8)
+        differences.set_yticks([-row for row in range(len(others))], [NAMES[method] for method in others])
+        axes_of(differences, name, "% above FP32's loss, equal steps")
+        for axes, unit in zip(over, ("steps", "seconds (simulated)"), strict=True):
             for colour, method in zip(SERIES_COLOURS, (QSYNC, DDP, LB_BSP, WEAK_INT8), strict=False):
                 seconds, heldout = zip(*task["curves"][NAMES[method]], strict=True)
                 step_s = 1.0 if unit != "steps" else task["methods"][method]["step_s"]
                 axes.plot([s / step_s for s in seconds], heldout, color=colour, label=NAMES[method])
-            axes_of(axes, "", unit, "held-out loss" if not column else "")
-    legend_below(figure, panels[1])
+            axes_of(axes, "", unit, "held-out loss" if axes is over[0] else "", yscale="log")
+    legend_below(figure, panels[0][1:])
     save_png(figure, path)

@@ -28,7 +28,7 @@ def axes_of(axes: Axes, title: str = "", x: str = "", y: str = "", **more: Any) 
     axes.set_xlabel(x, fontsize=9, color=INK)
     axes.set_ylabel(y, fontsize=9, color=INK)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(labelsize=8, colors=INK)
+    axes.tick_params(which="both", labelsize=8, colors=INK)
 
 
 def legend_below(figure: Figure, panels: Iterable[Axes] | Sequence[Any], ncols: int = 6) -> None:

@@ -25,17 +25,17 @@ from qsync.experiments.harness import (
     Experiment,
     Fresh,
     Out,
-    Page,
     Publish,
     bar,
     run_command,
     show,
     table_of,
 )
+from qsync.experiments.harness.tables import as_markdown, write_between
 from qsync.experiments.results.commands import RERUNS, Rerun
 from qsync.experiments.results.papers import papers_table
 
-_PAGE = Page(Path("docs/results/index.md"))
+_PAGE = Path("docs/results/index.md")  # has the papers' table; what is finished is for who runs this
 
 
 def main(
@@ -76,8 +76,10 @@ def main(
             bar("experiments that are finished", finished, len(RERUNS), at_least=True),
             bar("commits that their figures are of", len(commits), 1),
         ],
-        tables=[_table(states), papers], page=_PAGE if publish and not listed else None,
+        tables=[_table(states), papers],
     )  # fmt: skip
+    if publish and not listed:
+        write_between([_PAGE], "results", as_markdown(papers))
     if failed:
         raise QSyncError(
             f"{', '.join(failed)} did not finish; the lines above say why, and a further run continues"

@@ -30,6 +30,7 @@ Problem = Mapping[str, Any]
 _EQUAL = 0.01  # rates that differ by no more are equal: steps on this machine repeat to about that
 _FASTER = "uniform choices of no more variance that are faster than the plan"
 _BY_SHARES = "problems in which LB-BSP is faster than the plan with shares"
+STEP_ERROR = "|predicted / measured - 1| of steps, median"
 _DRAWN = (DDP, LB_BSP, WEAK_16, WEAK_INT8, QSYNC, QSYNC_FASTEST)
 
 
@@ -81,7 +82,7 @@ def bars(problems: Sequence[Problem]) -> list[Bar]:
         bar(_BY_SHARES, len(by_shares), 0, which=by_shares),
     ]
     if errors:
-        found.append(bar("|predicted / measured - 1| of steps, median", errors[len(errors) // 2], 0.05))
+        found.append(bar(STEP_ERROR, errors[len(errors) // 2], 0.05))
     return found
 
 

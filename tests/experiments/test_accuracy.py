@@ -214,6 +214,6 @@ def test_tasks_are_real_and_unknown_ones_are_refused(tmp_path):
         command.main(out=tmp_path, task=["imagenet"])
 
 
-def test_a_small_loss_is_shown_with_digits_that_tell_it_apart():
-    assert report._shown(report.Difference(1e-7, 2e-8), 8) == "+0.00000010 ± 0.00000002"
-    assert report._shown(report.Difference(-0.01, math.inf), 4) == "-0.0100 (one seed)"
+def test_a_difference_is_shown_in_percent_of_fp32s_loss():
+    assert report._percent(report.Difference(1e-7, 2e-8), 1e-5) == "+1.00% ± 0.20%"
+    assert report._percent(report.Difference(-0.01, math.inf), 0.5) == "-2.00% (one seed)"

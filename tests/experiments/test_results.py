@@ -17,6 +17,7 @@ from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.results import __main__ as results
 from qsync.experiments.results.commands import RERUNS, Rerun
 from qsync.experiments.results.papers import CLAIMS, papers_table
+from qsync.experiments.speedup.report import STEP_ERROR
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 COMMANDS = [(name, command) for name, rerun in RERUNS.items() for command in rerun.commands]
@@ -122,11 +123,13 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
     found = {
         "prediction": {"results": [{"errors": {"replay": [0.01, -0.02, 0.03]}}]},
         "accuracy": {"tasks": {"digits": task}},
+        "speedup": {"bars": [{"name": STEP_ERROR, "measured": 0.031}, {"name": "other", "measured": 1}]},
         "growing": {"summary": {"gpt": {"methods": {"a": growing}}}},
     }
     table = papers_table(found)
     text = as_markdown(table)
     assert text.count("median 2.0%, 95th percentile 3.0%") == 2  # QSync's row, and dPRO's
+    assert "median 3.1%" in text and "median" not in as_markdown(papers_table({"speedup": {"bars": []}}))
     assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
     assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
     assert {claim.experiment for claim in CLAIMS} <= {*RERUNS, ""}
