@@ -4,7 +4,7 @@
 
 Every family is measured in processes of its own, and every part of it is a piece. Families that are held out
 are measured on request only, and reported apart. `--publish` writes the tables and the picture into
-`docs/results/unseen.md`.
+`docs/results/unseen.md`; with `--beside` the tables go below them, as those of a second kind of processor.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def main(
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
+    beside: Annotated[bool, typer.Option("--beside", help="Publish as a second processor's.")] = False,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -80,8 +81,8 @@ def main(
     bars = report.bars(seen) if seen else []
     of_held_out = [*report.tables(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
     tables = [*report.tables(seen), *of_held_out]
-    page = Page(_PAGE, _PICTURE, "One thread.") if publish else None
-    experiment.finish(figures, bars=bars, tables=tables, picture=report.draw, page=page)
+    page = Page(_PAGE, None, "One thread.", "beside") if beside else Page(_PAGE, _PICTURE, "One thread.")
+    experiment.finish(figures, bars=bars, tables=tables, picture=report.draw, page=page if publish else None)
 
 
 def _measured(
