@@ -26,7 +26,7 @@ from qsync.backend.kernels.fp32_fast import (
     linear_fp32_fast,
     matmul_fp32_fast,
 )
-from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16
+from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32_fast
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
 from qsync.backend.kernels.matmul import matmul_int8
 from qsync.records.kernel_support import why_not_multiplied
@@ -68,7 +68,9 @@ _FAST_KERNELS: dict[str, Kernel] = {
     "addmm": addmm_fp32_fast,
     "conv2d": conv2d_fp32_fast,
     "matmul": matmul_fp32_fast,
+    "grouped_mm": grouped_mm_fp32_fast,
 }
+_FAST_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
@@ -102,7 +104,7 @@ def _torch_candidates(
     if precision in (Precision.FP32, Precision.BF16):
         return (_candidate("torch", direct, reason),)
     if precision is Precision.FP32_FAST:
-        name = "memory order by shape" if kind == "conv2d" else "MKL or oneDNN by shape"
+        name = _FAST_NAMES.get(kind, "MKL or oneDNN by shape")
         return (_candidate(name, _FAST_KERNELS[kind], reason or _why_no_onednn()),)
     if precision is Precision.FP16:
         return (_candidate("torch, scaled", product_fp16, reason),)

@@ -81,35 +81,41 @@ def fastest_attention_bf16(
 ) -> Tensor:
     """Compute `attention_bf16`, or run torch's kernel where that is faster: with long sequences.
 
-    Each number of keys above 128, rounded up to a power of two, is timed once. One thread of a Zen 4 takes
-    0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Both kernels save the
-    same tensors.
+    Each number of keys, rounded up to a power of two, is timed once; with gradients from 129 on. One thread
+    of a Zen 4 takes 0.7 times as long as torch for 128 keys, as long for 256 and 1.4 times for 2048. Without
+    gradients one of a Xeon without AMX takes twice as long for 128. Both kernels save the same tensors.
     With dropout torch writes all scores out, in FP32, and saves them three times (25 MB in the place of 0.5
     for a layer of 32 heads of 128x128), so it is not used.
 
     >>> fastest_attention_bf16(F.scaled_dot_product_attention, "bf16", q, k, v)
     """
     options = (attn_mask, dropout_p, is_causal)
-    if not dropout_p and key.shape[-2] > _SHORT and key.numel():
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if not dropout_p and key.numel() and (key.shape[-2] > _SHORT or not trains):
         keys = 1 << (key.shape[-2] - 1).bit_length()
-        if _torch_is_faster(keys, key.shape[-1], is_causal, torch.get_num_threads()):
+        if _torch_is_faster(keys, key.shape[-1], is_causal, trains, torch.get_num_threads()):
             y = target(query, key, value, *options, scale=scale, enable_gqa=enable_gqa)
             return y.to(DTYPES[out_type])
     return attention_bf16(target, out_type, query, key, value, *options, scale, enable_gqa)
 
 
 @cache
-def _torch_is_faster(keys: int, width: int, is_causal: bool, threads: int) -> bool:
-    """Return whether torch's kernel takes less time forward and backward, on some heads of these lengths."""
+def _torch_is_faster(keys: int, width: int, is_causal: bool, trains: bool, threads: int) -> bool:
+    """Return whether torch's kernel takes less time, on some heads of these lengths.
+
+    Forward alone, and backward too if the call `trains`.
+    """
     attend = torch.nn.functional.scaled_dot_product_attention
     heads = min(max(2, _TIMED_SCORES // keys**2), 64)
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(trains):
         operands = [torch.randn(1, heads, keys, width).bfloat16().requires_grad_() for _ in range(3)]
         gradient = torch.randn(1, heads, keys, width).bfloat16()
 
         def seconds(kernel: Callable[..., Tensor]) -> float:
             def run() -> None:
-                torch.autograd.grad(kernel(*operands, is_causal=is_causal), operands, gradient)
+                y = kernel(*operands, is_causal=is_causal)
+                if trains:
+                    torch.autograd.grad(y, operands, gradient)
 
             run()
             return least_s(run)

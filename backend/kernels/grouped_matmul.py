@@ -1,4 +1,4 @@
-"""Products of experts in BF16 on CPUs: each weight multiplies the rows that were routed to it."""
+"""Products of experts on CPUs, in BF16 and FP32: each weight multiplies the rows that were routed to it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,25 @@ def grouped_mm_bf16(
     Input (rows, K) is sorted by expert, weight is (experts, K, N). `offs` says where each expert's rows end;
     rows after the last are zeros in y.
     """
-    return differentiable(_Groups, input, weight, offs).to(DTYPES[out_type])
+    return differentiable(_Groups, input, weight, offs, BLOCK_ROWS).to(DTYPES[out_type])
+
+
+def grouped_mm_fp32_fast(
+    target: Callable[..., Tensor], out_type: str, input: Tensor, weight: Tensor, offs: Tensor
+) -> Tensor:
+    """Compute `grouped_mm_bf16` in FP32: the products of the traced call, which clears each result first."""
+    return differentiable(_Groups, input.float(), weight.float(), offs, 1).to(DTYPES[out_type])
 
 
 class _Groups(torch.autograd.Function):
+    """The products of all groups, of multiples of so many rows."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, offs: Tensor, block: int) -> Tensor:
         need_rows, need_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(rows if need_weight else None, weight if need_rows else None, offs)
-        ctx.like = weight.shape, weight.stride()
-        return _products(rows, weight, offs)
+        ctx.like, ctx.block = (weight.shape, weight.stride()), block
+        return _products(rows, weight, offs, block)
 
     @staticmethod
     @once_differentiable
@@ -43,16 +52,16 @@ class _Groups(torch.autograd.Function):
         rows, weight, offs = ctx.saved_tensors
         d_rows = d_weight = None
         if weight is not None:
-            d_rows = _products(gradient, weight.mT, offs)
+            d_rows = _products(gradient, weight.mT, offs, ctx.block)
         if rows is not None:
             d_weight = rows.new_empty_strided(*ctx.like)
             for expert, start, end in _groups(offs):
-                left, right = (_padded(one[start:end], end - start) for one in (rows, gradient))
+                left, right = (_padded(one[start:end], ctx.block) for one in (rows, gradient))
                 torch.mm(left.mT, right, out=d_weight[expert])
-        return d_rows, d_weight, None
+        return d_rows, d_weight, None, None
 
 
-def _products(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+def _products(rows: Tensor, weight: Tensor, offs: Tensor, block: int) -> Tensor:
     """Return the products of all groups.
 
     A product computes the first rows of the next groups too, whose own products write over them.
@@ -60,11 +69,11 @@ def _products(rows: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
     found = rows.new_empty(len(rows), weight.shape[2])
     end = 0
     for expert, start, end in _groups(offs):
-        stop = start + _blocks(end - start)
+        stop = start + _blocks(end - start, block)
         if stop <= len(rows):
             torch.mm(rows[start:stop], weight[expert], out=found[start:stop])
         else:
-            found[start:end] = (_padded(rows[start:end], end - start) @ weight[expert])[: end - start]
+            found[start:end] = (_padded(rows[start:end], block) @ weight[expert])[: end - start]
     found[end:] = 0
     return found
 
@@ -77,9 +86,10 @@ def _groups(offs: Tensor) -> Iterator[tuple[int, int, int]]:
         start = end
 
 
-def _blocks(num_rows: int) -> int:
-    return -(-num_rows // BLOCK_ROWS) * BLOCK_ROWS
+def _blocks(num_rows: int, block: int) -> int:
+    return -(-num_rows // block) * block
 
 
-def _padded(rows: Tensor, num_rows: int) -> Tensor:
-    return pad(rows, (0, 0, 0, _blocks(num_rows) - num_rows))
+def _padded(rows: Tensor, block: int) -> Tensor:
+    more = _blocks(len(rows), block) - len(rows)
+    return pad(rows, (0, 0, 0, more)) if more else rows

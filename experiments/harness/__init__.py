@@ -19,6 +19,7 @@ What nearly every experiment needs stands here; what imports more than that is i
 
 from qsync.experiments.harness.experiment import (
     Bar,
+    Beside,
     Experiment,
     Fresh,
     Models,
@@ -40,6 +41,6 @@ from qsync.experiments.harness.tables import (
 )
 
 __all__ = [
-    "Bar", "Experiment", "Fresh", "Models", "Out", "Page", "Publish", "as_markdown", "bar", "grouped",
-    "markdown_table", "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
+    "Bar", "Beside", "Experiment", "Fresh", "Models", "Out", "Page", "Publish", "as_markdown", "bar",
+    "grouped", "markdown_table", "milliseconds", "run_command", "show", "table_of", "write_between", "yes",
 ]  # fmt: skip

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,6 +37,9 @@ Out = Annotated[
 ]
 Publish = Annotated[
     bool, typer.Option("--publish", help="Write tables and picture into the page of the documentation.")
+]
+Beside = Annotated[
+    bool, typer.Option("--beside", help="Publish below the page's tables: those of a second processor.")
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Measure anew what the folder already holds.")]
 Models = Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat for several.")]
@@ -80,6 +83,10 @@ class Page:
     picture: Path | None = None
     note: str = ""
     marker: str = "results"
+
+    def beside(self) -> Page:
+        """Return the part of the page for a second kind of processor; the picture is the first one's."""
+        return replace(self, picture=None, marker="beside")
 
 
 class Experiment:

@@ -218,7 +218,10 @@ def quantize_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
 
 
 def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
-    """Compare forward passes, the activation's cast included; the weight's where the name says so."""
+    """Compare forward passes, the activation's cast included; the weight's where the name says so.
+
+    Attention is not recorded for backward: recorded, it saves what spares its backward a product.
+    """
     case = Case(section, layer.shape, "fp32", bars)
 
     def least(variant: str, with_weight: bool = False) -> float | None:
@@ -235,6 +238,8 @@ def forward_case(layer: Layer, section: str, bars: tuple[Bar, ...]) -> Case:
         case.add(name, cast_once, least_s=least(name))
         case.add(name + WITH_WEIGHT, call, least_s=least(name, True))
     _add_peers(case, layer, training=False)
+    if not layer.has_weight:
+        case.runs = {name: torch.no_grad()(run) for name, run in case.runs.items()}
     return case
 
 

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from qsync import QSyncError
 from qsync.experiments.harness import (
+    Beside,
     Experiment,
     Fresh,
     Out,
@@ -68,7 +69,7 @@ BARS: dict[str, tuple[Bar, ...]] = {
     ),
     "host": host_overhead.BARS,
 }  # fmt: skip
-_PAGE, _PICTURE = Path("docs/results/kernels.md"), Path("docs/figures/kernels.png")
+_PAGE = Page(Path("docs/results/kernels.md"), Path("docs/figures/kernels.png"), "One thread.")
 SECTIONS, STEPS = tuple(BARS), ("bert", "resnet")
 _LAYERS: dict[str, tuple[Callable[[Bench, tuple[int, ...]], Layer], tuple[tuple[int, ...], ...]]] = {
     "linear": (kernel_cases.linear, kernel_cases.LINEAR_SHAPES),
@@ -84,8 +85,8 @@ TERMS = (
     "20 ms in their turn: caches are warm",
     "a layer's operands and their gradients are FP32 outside; every cast of activation and gradient counts",
     "linear and conv training: forward and backward of one step, the weight's cast included (once per step)",
-    "forward: recorded for backward; the weight's cast is included only where the variant says '+ weight': a "
-    "bar is judged without it, and again with it",
+    "forward: recorded for backward (attention: not); the weight's cast is included only where the variant "
+    "says '+ weight': a bar is judged without it, and again with it",
     "against FP32 an INT8 layer hands on FP32; against torch.autocast, which hands on BF16, it hands on BF16",
     "bert, resnet: forward, loss, backward and AdamW; dropout as configured; a fixed random batch",
     "host: forward and backward of operators so small that a step is Python's and autograd's",
@@ -103,6 +104,7 @@ def main(
     quick: Annotated[bool, typer.Option(help=f"{QUICK_ROUNDS} rounds of everything, no Inductor.")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda.")] = "cpu",
     seed: Annotated[int, typer.Option(help="Of operands, weights and batches.")] = 0,
+    beside: Beside = False,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -118,8 +120,9 @@ def main(
         "keep_freed_memory": keep_freed_memory(),
     }  # fmt: skip
     experiment = Experiment("kernels", out, seed=seed, settings=settings, fresh=fresh)
+    page = _PAGE.beside() if beside else _PAGE
     with experiment.progress():
-        run(experiment, only or SECTIONS, page=Page(_PAGE, _PICTURE, "One thread.") if publish else None)
+        run(experiment, only or SECTIONS, page=page if publish else None)
 
 
 def run(

@@ -18,6 +18,7 @@ import typer
 
 from qsync.errors import QSyncError
 from qsync.experiments.harness import (
+    Beside,
     Experiment,
     Fresh,
     Out,
@@ -31,8 +32,7 @@ from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.unseen import family_runs, report
 from qsync.experiments.workloads.families import HELD_OUT, HELD_OUT_SEED, SEEN, family_named
 
-_PAGE = Path("docs/results/unseen.md")
-_PICTURE = Path("docs/figures/unseen.png")
+_PAGE = Page(Path("docs/results/unseen.md"), Path("docs/figures/unseen.png"), "One thread.")
 _PARTS, _PEAK_ROUNDS, _SEED = ("speed", "prediction", "memory"), 5, 0
 _RANKS = "ranks"  # two at once: on request, because it takes two cores
 _PARTS_HELP = f"{', '.join(_PARTS)} (all if left out), or {_RANKS}."
@@ -48,7 +48,7 @@ def main(
     held_out: Annotated[bool, typer.Option("--held-out", help="Measure these families too.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size: to try the command.")] = False,
     kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
-    beside: Annotated[bool, typer.Option("--beside", help="Publish as a second processor's.")] = False,
+    beside: Beside = False,
     publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
@@ -81,7 +81,7 @@ def main(
     bars = report.bars(seen) if seen else []
     of_held_out = [*report.tables(apart, ": held out"), bars_table(figures["held_out_bars"])] if apart else []
     tables = [*report.tables(seen), *of_held_out]
-    page = Page(_PAGE, None, "One thread.", "beside") if beside else Page(_PAGE, _PICTURE, "One thread.")
+    page = _PAGE.beside() if beside else _PAGE
     experiment.finish(figures, bars=bars, tables=tables, picture=report.draw, page=page if publish else None)
 
 

@@ -48,7 +48,8 @@ _NO_FP8_CONVOLUTION = "not written; torch has no convolution in FP8"
 _UNWRITTEN_KINDS = {
     "attention": "not written; torch's fused attention takes 16-bit floats at the least",
     "embedding": "not written; it multiplies nothing",
-    **dict.fromkeys(("rnn", "einsum", "grouped_mm"), "not written; only its BF16 form is"),
+    **dict.fromkeys(("rnn", "einsum"), "not written; only its BF16 form is"),
+    "grouped_mm": "not written; its FP32 and BF16 forms are",
 }
 _UNWRITTEN = {
     ("attention", Precision.FP32_FAST): "not written; torch has one attention in FP32",

@@ -105,7 +105,7 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
     "rnn": (Precision.FP32, Precision.BF16),
     "einsum": (Precision.FP32, Precision.BF16),
-    "grouped_mm": (Precision.FP32, Precision.BF16),
+    "grouped_mm": (Precision.FP32, Precision.FP32_FAST, Precision.BF16),
 }
 
 # Precisions that take FP32 operands, give FP32 results and gradients, and round inside the product.

@@ -179,8 +179,8 @@ def test_a_cpu_may_choose_it():
 def test_long_sequences_run_the_kernel_that_was_faster(monkeypatch, torch_is_faster):
     asked = []
 
-    def timed(keys, *_):
-        asked.append(keys)
+    def timed(keys, width, is_causal, trains, threads):
+        asked.append((keys, trains))
         return torch_is_faster
 
     monkeypatch.setattr(attention_bf16, "_torch_is_faster", timed)
@@ -191,11 +191,15 @@ def test_long_sequences_run_the_kernel_that_was_faster(monkeypatch, torch_is_fas
         return ATTENTION(*args, **kwargs)
 
     for keys, dropout in ((128, 0.0), (129, 0.0), (300, 0.0), (300, 0.1)):
-        q, k, v = (torch.randn(1, 2, keys, 16).bfloat16() for _ in range(3))
+        q, k, v = (torch.randn(1, 2, keys, 16).bfloat16().requires_grad_() for _ in range(3))
         got = attention_bf16.fastest_attention_bf16(attend, "bf16", q, k, v, dropout_p=dropout)
         if not dropout:
             assert (got.float() - ATTENTION(q, k, v).float()).norm() < 0.02 * got.float().norm()
-    assert asked == [256, 512] and ran == ([129, 300] if torch_is_faster else [])
+    assert asked == [(256, True), (512, True)] and ran == ([129, 300] if torch_is_faster else [])
+    ran.clear()
+    with torch.no_grad():  # nothing is saved for backward: torch's kernel may be faster for few keys, too
+        attention_bf16.fastest_attention_bf16(attend, "bf16", *(t[..., :100, :] for t in (q, k, v)))
+    assert asked[2:] == [(128, False)] and ran == ([100] if torch_is_faster else [])
 
 
 def test_timing_kernels_leaves_random_numbers_and_gradients_as_they_were():
@@ -204,5 +208,6 @@ def test_timing_kernels_leaves_random_numbers_and_gradients_as_they_were():
     expected = torch.rand(1)
     torch.manual_seed(0)
     with torch.no_grad():
-        assert attention_bf16._torch_is_faster(256, 16, True, torch.get_num_threads()) in (True, False)
+        for trains in (True, False):
+            assert isinstance(attention_bf16._torch_is_faster(256, 16, True, trains, 1), bool)
         assert torch.equal(torch.rand(1), expected) and not torch.is_grad_enabled()
