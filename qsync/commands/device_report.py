@@ -17,7 +17,7 @@ from qsync.backend.cuda_build import architecture as architecture_of
 from qsync.backend.device_detection import detect_class, machine, untested_torch
 from qsync.backend.kernel_candidates import candidates
 from qsync.backend.measure_peaks import measured_peaks, peak_of
-from qsync.commands.doctor_tables import SLOWER, passed_over
+from qsync.commands.doctor_tables import passed_over
 from qsync.records.kernel_support import SHAPE_LIMITS, why_unwritten
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
@@ -109,7 +109,7 @@ def _note(row: dict[str, Any], device: torch.device) -> str | None:
     if row["kernel"] is None:
         tried = candidates(row["kind"], Precision(row["precision"]), device)
         return "; ".join(c.reason for c in tried if c.reason) or row["why"]
-    slower = [] if row["speedup"] >= 1 else [SLOWER]
+    slower = [] if row["speedup"] >= 1 else ["slower than FP32 here"]
     return "; ".join(slower + passed_over(row)) or None
 
 

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from qsync.records.precision import Precision
 
-SLOWER = "slower than FP32 here"
 _ORDER = {str(precision): number for number, precision in enumerate(Precision)}
 
 
@@ -45,7 +44,7 @@ def kernels_table(device: dict[str, Any]) -> Table:
         shown.add_row(
             kind, row["precision"], row["kernel"], f"{row['speedup']:.2f}",
             "-" if rate is None else _giga(rate), "-" if share is None else f"{share:.0%}",
-            SLOWER if row["speedup"] < 1 else "",
+            "slower" if row["speedup"] < 1 else "",
         )  # fmt: skip
         last = row["kind"]
     return shown
