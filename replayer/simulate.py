@@ -14,6 +14,7 @@ all-reduce on a class is the compute seconds that the class loses if it computes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import sub, truediv
@@ -278,7 +279,7 @@ def replay(
         step.reduced_s,
         classes,
         OnAccess(found.events),
-        interval_s=_interval(works, uncertainty, exchange),
+        interval_s=_interval(step.reduced_s, works, uncertainty, exchange),
     )
 
 
@@ -342,12 +343,16 @@ def _blocked_s(step: Step) -> list[float]:
 
 
 def _interval(
-    works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
+    step_s: float, works: Sequence[Work], uncertainty: Sequence[float], exchange: Exchange
 ) -> tuple[float, float] | None:
-    """Return the step with all classes faster, and with all slower, by as much as one run in twenty is."""
-    if not any(uncertainty):
+    """Return the step with all classes faster, and with all slower, by as much as one run in twenty is.
+
+    What steps missed beyond their own work (`Link.error`) is independent of that.
+    """
+    beyond_s = NINE_IN_TEN * exchange.link.error * step_s
+    if not any(uncertainty) and not beyond_s:
         return None
-    fast, slow = (
+    fast_s, slow_s = (
         step_time(
             [
                 work.slower(max(LEAST_RATE, 1.0 + sign * NINE_IN_TEN * part))
@@ -357,7 +362,7 @@ def _interval(
         )
         for sign in (-1.0, 1.0)
     )
-    return fast, slow
+    return step_s - math.hypot(step_s - fast_s, beyond_s), step_s + math.hypot(slow_s - step_s, beyond_s)
 
 
 def costs_of_classes(

@@ -21,7 +21,7 @@ from qsync.experiments.demo.report import HEADINGS, cells
 from qsync.experiments.harness import markdown_table, run_command, write_between
 from qsync.records.json_files import read_json, write_json
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/results/demo.md")
 FIGURES = Path("docs/results/demo.json")
 PICTURES = ("steps.png", "allocation.png", "timeline.png")

@@ -41,6 +41,7 @@ from qsync.predictor.profiling.profiler import Profiler, ProfilerOptions
 from qsync.records.plan_folder import Basis, save_plan
 from qsync.replayer import Sized
 from qsync.runtime import planned_forward
+from qsync.runtime.program import Program
 
 STEPS_A_TURN = 4
 HELDOUT_BATCHES = 16
@@ -112,22 +113,29 @@ class Measuring:
         found = agree("sensitivity", lambda: qsync.sensitivity(
             self._model, [self._batch], self._loss_fn, precisions=profiled).to_json())  # fmt: skip
         self._sensitivity = ddp_profiling.mean_sensitivity(found)
-        self._profiler = self._make_profiler(workload, precisions)
+        model, program = self._attached(workload)
+        step = job.TrainingStep(model, self._batch, self._loss_fn)
+        self._profiler = ddp_profiling.DdpProfiler(program, step, self._rank, ddp_profiling.ProfileOptions(
+            precisions, make_optimizer(workload.lr), self._loader(workload), BUCKET_CAP_MB, progress=show
+        ))  # fmt: skip
         # The fast rank alone has the machine to itself: caches, memory and clock rate that ranks otherwise
         # share.
         dist.barrier()
         alone = list(dict.fromkeys([Precision.FP32, base]))
-        self._alone = self._make_profiler(workload, alone) if dist.get_rank() == 0 else None
+        self._alone = self._profiler_alone(workload, alone) if dist.get_rank() == 0 else None
         self._links: list[tuple[Cluster, LinkMeasurement]] = []
         for _ in range(rounds):
             self.round()
 
-    def _make_profiler(self, workload: Workload, precisions: list[Precision]) -> Profiler:
+    def _attached(self, workload: Workload) -> tuple[torch.nn.Module, Program]:
         model = workload.make_model(0).to(self.place.device)
-        program = planned_forward.attach(model, lambda graph: {})
+        return model, planned_forward.attach(model, lambda graph: {})
+
+    def _profiler_alone(self, workload: Workload, precisions: list[Precision]) -> Profiler:
+        model, program = self._attached(workload)
         return Profiler(
             program, lambda: self._loss_fn(model, self._batch), list(model.parameters()), precisions,
-            ddp_profiling.job_clock(self.place.device, self._own.emulated_share),
+            ddp_profiling.job_clock(self.place.device),
             ProfilerOptions(make_optimizer(workload.lr), self.show, loader=self._loader(workload)),
         )  # fmt: skip
 
@@ -140,7 +148,8 @@ class Measuring:
     def round(self) -> None:
         """One more round of the profile and of the link."""
         dist.barrier()
-        agree("profiling", self._profiler.round)
+        for k in range(self._profiler.num_choices):
+            self._profiler.measure(k)
         dist.barrier()
         agree("profiling the fast rank alone", lambda: self._alone.round() if self._alone else None)
         self._links.append(job.form_cluster(self._rank, self.show, rounds=2))
@@ -148,14 +157,14 @@ class Measuring:
     def basis(self) -> Basis:
         """Return the basis from all rounds so far."""
         here = machine(self.place.device)
-        profile = self._profiler.profile(self._own.name, here, self._own.emulated_share)
         exchanged = median_measurement([exchanged for _, exchanged in self._links])
-        profile = ddp_profiling.with_toll(profile, exchanged)
+        profile = ddp_profiling.with_toll(self._profiler.profile(here), exchanged)
         profiles = ddp_profiling.first_of_each_class(agree("gathering profiles", profile.to_json))
+        cluster = replace(self._links[0][0], link=exchanged.link)
+        cluster = self._profiler.cluster_in_use(self._graph, profiles, cluster)
         alone, *_ = agree("gathering the profile of the fast rank alone", lambda: (
             self._alone.profile(ALONE, here).to_json() if self._alone else {}))  # fmt: skip
         profiles[ALONE] = Profile.from_json(alone)
-        cluster = replace(self._links[0][0], link=exchanged.link)
         return Basis(self._graph, cluster, profiles, self._sensitivity)
 
 

@@ -53,12 +53,16 @@ class Link:
     On a CPU communication and compute share the cores: beside compute an all-reduce runs at `overlap_rate` of
     its speed alone (1 where a copy engine does the work). It slows compute by an amount that each class has
     measured (`Profile.reduce_s_per_byte`).
+
+    `error` is by how much steps that were taken with the link missed their replay, beyond what the profiles
+    missed: a standard deviation, as a part of a step; 0 where no steps were compared.
     """
 
     latency_s: float
     bytes_per_s: float
     overlap_rate: float = 1.0
     num_ranks: int | None = None
+    error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +213,8 @@ def _from_datasheet(entry: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _link(entry: Mapping[str, Any], where: str) -> Link:
     _check_known(entry, Link, where)
     values = {name: field(entry, name, (int, float), where) for name in ("latency_s", "bytes_per_s")}
-    values["overlap_rate"] = field({"overlap_rate": 1.0, **entry}, "overlap_rate", (int, float), where)
+    for name, usual in (("overlap_rate", 1.0), ("error", 0.0)):
+        values[name] = field({name: usual, **entry}, name, (int, float), where)
     shown = {name: shortened(number) for name, number in values.items()}
     if not 0 <= values["latency_s"] < math.inf:
         raise FormatError(
@@ -224,6 +229,8 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
         raise FormatError(
             f"{where}: overlap_rate must lie in (0, 1], found {shown['overlap_rate']}; 1 if nothing slows it"
         )
+    if not 0 <= values["error"] < 1:
+        raise FormatError(f"{where}: error must lie in [0, 1), found {shown['error']}; leave it out for 0")
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
         raise FormatError(

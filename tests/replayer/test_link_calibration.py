@@ -53,4 +53,21 @@ def test_links_between_hosts_are_scaled_with_those_within():
 
 def test_a_link_that_no_step_waits_for_stays_as_it_was():
     measured = replace(cluster_of(), link=Link(0.0, 1e15, 1.0, 2))
-    assert with_links_in_use(GRAPH, PROFILES, measured, runs(measured, (1.02, 1.02))).link == measured.link
+    found = with_links_in_use(GRAPH, PROFILES, measured, runs(measured, (1.02, 1.02))).link
+    assert replace(found, error=0.0) == measured.link
+
+
+def test_the_error_is_what_steps_still_miss_and_widens_the_interval():
+    """The steps of both plans miss the replay that is right for their mean, one above and one below."""
+    link = Link(replay(GRAPH, PLANS[0], PROFILES, cluster_of()).step_s, 1e9, 1.0, 2)
+    measured, off = replace(cluster_of(), link=link), 0.08
+    found = with_links_in_use(GRAPH, PROFILES, measured, runs(measured, (1 + off, 1 - off)))
+    steps = [replay(GRAPH, plan, PROFILES, measured) for plan in PLANS]
+    waits = [t.step_s - max(entry.compute_s for entry in t.classes.values()) for t in steps]
+    parts = [off * wait_s / t.step_s for wait_s, t in zip(waits, steps, strict=True)]
+    assert found.link.error == pytest.approx(1.4826 * sum(parts) / 2, rel=0.1)
+    exact = {name: replace(profile, error=0.0, drift=0.0) for name, profile in PROFILES.items()}
+    assert replay(GRAPH, PLANS[0], exact, measured).interval_s is None
+    low, high = replay(GRAPH, PLANS[0], exact, found).interval_s
+    step_s = replay(GRAPH, PLANS[0], exact, found).step_s
+    assert low < (1 - found.link.error) * step_s and high > (1 + found.link.error) * step_s
