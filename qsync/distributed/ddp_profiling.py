@@ -29,7 +29,6 @@ from qsync.distributed.agreement import agree, agree_locally
 from qsync.errors import FormatError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
-from qsync.predictor.profiling.mixed_assignments import num_round_steps
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
 from qsync.predictor.profiling.runner import check_finite, check_scalar
 from qsync.records.cluster import Cluster
@@ -170,20 +169,14 @@ class DdpProfiler:
         self.profiler = agree_locally("profiling", lambda: Profiler(
             program, lambda: self._loss(), parameters, self.precisions, clock, options.of_profiler(most)
         ))  # fmt: skip
-        classes = dict.fromkeys(agree("profiling", lambda: rank.device_class.name))
-        place = list(classes).index(rank.device_class.name)
-        num = num_round_steps(most)  # which a round takes once, and once more where operators may save less
-        shift = place * most  # uniform steps of one class go beside the mixtures of another
-        self._own = [k // num * num + (k + shift) % num for k in range(self.num_choices)]
         if job.world_size() > 1:
             self._step_together(step, options)
 
     def _step_together(self, step: job.TrainingStep, options: ProfileOptions) -> None:
         """Time steps on all ranks as the slowest rank would; if `in_ddp`, step through DDP from now on."""
-        own_s = self.profiler.typical_s()
-        everyone = agree("profiling", lambda: [own_s[k] for k in self._own])
+        everyone = agree("profiling", self.profiler.typical_s)
         typical_s = [max(of_ranks) for of_ranks in zip(*everyone, strict=True)]
-        self.profiler.set_typical_s([typical_s[self._own.index(k)] for k in range(self.num_choices)])
+        self.profiler.set_typical_s(typical_s)
         if self.in_ddp:
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
             ddp_options = dict(options.ddp_options or {})
@@ -199,8 +192,8 @@ class DdpProfiler:
         return self.profiler.num_choices
 
     def measure(self, k: int) -> None:
-        """Take the k-th step of a round, on all ranks: each class in another assignment, as under plans."""
-        agree("profiling", partial(self.profiler.measure, self._own[k]))
+        """Take the k-th step of a round, on all ranks."""
+        agree("profiling", partial(self.profiler.measure, k))
 
     def fill(self, seconds: float) -> None:
         """Take steps until every rank knows a step's time to half a per cent, or `seconds` have passed."""
@@ -227,8 +220,7 @@ class DdpProfiler:
         everyone = agree("gathering steps", lambda: own)
         classes, plans, plain = self._round()
         runs = []
-        for (own_k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
-            k = self._own.index(own_k)
+        for (k, _), ranks in zip(self.profiler.waits(), zip(*everyone, strict=True), strict=True):
             if not plain[k]:
                 continue  # it shows nothing new of the links, and `plans` do not state what saves less
             # Use the wait of the rank that works longest: all other ranks wait for it.
@@ -238,16 +230,17 @@ class DdpProfiler:
 
     def _round(self) -> tuple[list[str], list[dict[str, dict[str, Precision]]], list[bool]]:
         """Return each rank's class and, by step of a round, assignments and whether nothing saves less."""
+        steps = range(self.num_choices)
         everyone: list[Any] = agree("gathering steps", lambda: [
             self._rank.device_class.name,
-            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in self._own],
-            [self.profiler.saves_less(k) for k in self._own],
+            [{op: str(p) for op, p in self.profiler.assignment(k).items()} for k in steps],
+            [self.profiler.saves_less(k) for k in steps],
         ])  # fmt: skip
-        plans: list[dict[str, dict[str, Precision]]] = [{} for _ in self._own]
+        plans: list[dict[str, dict[str, Precision]]] = [{} for _ in steps]
         for name, assignments, _ in everyone:
             for plan, assignment in zip(plans, assignments, strict=True):
                 plan.setdefault(name, {op: Precision(p) for op, p in assignment.items()})
-        plain = [not any(of_ranks) for of_ranks in zip(*(less for _, _, less in everyone), strict=True)]
+        plain = [not any(less[k] for _, _, less in everyone) for k in steps]
         return [name for name, _, _ in everyone], plans, plain
 
 
