@@ -232,14 +232,14 @@ def _digits(name: str, make: Callable[[], torch.nn.Module], size: int) -> Worklo
     return digits_workload(name, make, size, f"{name}, {size} images of 16 x 16; scikit-learn's digits")
 
 
-def _gpt(data: Path | None = None) -> Workload:
+def _gpt(data: Path | None = None, text: str = "Python standard library") -> Workload:
     make = lambda: Gpt(num_layers=3, width=192, num_heads=3, context=_CONTEXT)  # noqa: E731
     return text_workload(
         "gpt",
         make,
         _ROWS,
         _CONTEXT,
-        f"byte-level GPT, {_ROWS} x {_CONTEXT} tokens; text: {{source}}",
+        f"byte-level GPT, {_ROWS} x {_CONTEXT} tokens; text: {text}",
         data=data,
     )
 
@@ -255,5 +255,7 @@ TASKS: Mapping[str, Task] = {
     "tabular": Task(_tabular_workload, 120),
     "friedman": Task(friedman_workload, 1500),
     "impedance": Task(impedance_workload, 1500),
-    "gpt_headers": Task(lambda: replace(_gpt(_HEADERS), lr=3e-4), 400, _gpt, 800, "gpt"),
+    "gpt_headers": Task(
+        lambda: replace(_gpt(_HEADERS, "torch's C++ headers"), lr=3e-4), 400, _gpt, 800, "gpt"
+    ),
 }
