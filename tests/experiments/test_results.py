@@ -127,10 +127,15 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
         "accuracy": {"tasks": {"digits": task}},
         "speedup": {"bars": [{"name": STEP_ERROR, "measured": 0.031}, {"name": "other", "measured": 1}]},
         "growing": {"summary": {"gpt": {"methods": {"a": growing}}}},
+        "unseen": {
+            "families": {"vit": {"ranks": {"errors": [0.004, -0.012]}}, "bart": {"speed": {}}},
+            "held_out": {"t5": {"ranks": {"errors": [-0.05]}}, "gpt2": {"ranks": {"failed": "a sentence"}}},
+        },
     }
     table = papers_table(found)
     text = as_markdown(table)
     assert text.count("median 2.0%, 95th percentile 3.0%") == 2  # QSync's row, and dPRO's
+    assert "median 1.2%, 95th percentile 5.0%" in text
     assert "median 3.1%" in text and "median" not in as_markdown(papers_table({"speedup": {"bars": []}}))
     assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
     assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
