@@ -362,7 +362,8 @@ def _interval(
         )
         for sign in (-1.0, 1.0)
     )
-    return step_s - math.hypot(step_s - fast_s, beyond_s), step_s + math.hypot(slow_s - step_s, beyond_s)
+    low_s = step_s - math.hypot(step_s - fast_s, beyond_s)
+    return max(0.0, low_s), step_s + math.hypot(slow_s - step_s, beyond_s)
 
 
 def costs_of_classes(

@@ -81,7 +81,8 @@ class Prediction:
                 timeline = replay(
                     basis.graph, plan, profiles, basis.cluster, bucket_cap_bytes=plan.bucket_cap_bytes
                 )
-            except QSyncError:  # a cached plan whose profiles are gone: there is nothing to compare with
+            except QSyncError as error:  # as where the profiles of a cached plan are gone
+                logger.warning("steps are not compared with a prediction: %s", error)
                 return None
             costs = sequence_costs(basis.graph, timeline, profiles)
             calls = basis.graph.num_calls

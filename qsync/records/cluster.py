@@ -229,8 +229,8 @@ def _link(entry: Mapping[str, Any], where: str) -> Link:
         raise FormatError(
             f"{where}: overlap_rate must lie in (0, 1], found {shown['overlap_rate']}; 1 if nothing slows it"
         )
-    if not 0 <= values["error"] < 1:
-        raise FormatError(f"{where}: error must lie in [0, 1), found {shown['error']}; leave it out for 0")
+    if not 0 <= values["error"] < math.inf:
+        raise FormatError(f"{where}: error must be finite and not negative, found {shown['error']}")
     num_ranks = entry.get("num_ranks")
     if num_ranks is not None and (type(num_ranks) is not int or num_ranks < 2):
         raise FormatError(

@@ -142,9 +142,10 @@ def test_an_interrupted_command_says_what_it_found_also_in_the_background(tmp_pa
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_told_to_end_ends_its_piece(number, tmp_path):
     code = (
-        "import sys\n"
+        "import signal, sys\n"
         "from pathlib import Path\n"
         "from qsync.experiments.gpu.__main__ import _heed_signals, run_within\n"
+        f"signal.signal({number}, signal.SIG_DFL)\n"  # the tests may run under nohup
         "_heed_signals()\n"
         "piece = 'import os, time; print(os.getpid(), flush=True); time.sleep(600)'\n"
         "run_within([sys.executable, '-c', piece], 600.0, Path(sys.argv[1]))\n"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 from graphs import cluster_of, mlp, profile_of
 
-from qsync.records.cluster import Link
+from qsync.records.cluster import Cluster, Link
 from qsync.records.precision import Precision
 from qsync.replayer import replay
 from qsync.replayer.link_calibration import with_links_in_use
@@ -71,3 +72,14 @@ def test_the_error_is_what_steps_still_miss_and_widens_the_interval():
     low, high = replay(GRAPH, PLANS[0], exact, found).interval_s
     step_s = replay(GRAPH, PLANS[0], exact, found).step_s
     assert low < (1 - found.link.error) * step_s and high > (1 + found.link.error) * step_s
+
+
+def test_steps_far_from_their_replay_leave_a_cluster_that_can_be_saved():
+    """As on a machine that pauses: tiny steps, of which some take several times their replay."""
+    link = Link(replay(GRAPH, PLANS[0], PROFILES, cluster_of()).step_s, 1e9, 1.0, 2)
+    measured = replace(cluster_of(), link=link)
+    found = with_links_in_use(GRAPH, PROFILES, measured, runs(measured, (0.0, 12.0)))
+    assert found.link.error > 1.0
+    assert Cluster.from_json(json.loads(json.dumps(found.to_json()))) == found
+    low, high = replay(GRAPH, PLANS[0], PROFILES, found).interval_s
+    assert low == 0.0 and high > replay(GRAPH, PLANS[0], PROFILES, found).step_s
