@@ -273,7 +273,7 @@ def test_a_cluster_file_reads(tmp_path):
         ("bytes_per_s = 1e9", "bytes_per_s = nan", "bytes_per_s must be positive and finite, found nan"),
         ("bytes_per_s = 1e9", "bytes_per_s = 1" + "0" * 400, "field 'bytes_per_s' must be finite"),
         ("bytes_per_s = 1e9", "bytes_per_s = 1e9\noverlap_rate = 2", r"overlap_rate must lie in \(0, 1\]"),
-        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\nerror = -1", "error must be finite and not negative, found -1"),
+        ("bytes_per_s = 1e9", "bytes_per_s = 1e9\nerror = -1", "error must be finite and not negative"),
         ("\n[link]", TOML.partition("\n[link]")[0] + "\n[link]", "names the device class 'infer' twice"),
     ],
 )
