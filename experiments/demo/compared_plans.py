@@ -35,7 +35,7 @@ class Planned:
         return {
             "predicted_step_s": again.step_s,
             "planned_step_s": self.timeline.step_s,
-            "planned_interval_s": self.timeline.interval_s,  # nine of ten steps lie in it
+            "planned_interval_s": self.timeline.interval_s,
             "predicted_wait_fraction": {name: c.wait_fraction for name, c in again.classes.items()},
             "predicted_memory_bytes": {name: c.memory_bytes for name, c in again.classes.items()},
             "added_variance": variance,
@@ -48,8 +48,11 @@ def planned_runs(
     bucket_cap_bytes: int | None = None,
     base: Precision = Precision.FP32,
     other: Sized | None = None,
+    num_steps: int = 0,
 ) -> dict[str, Planned]:
     """Plan every run of the demo. Without a base of 16 bits the strong rank runs in FP32, plain or fast.
+
+    Intervals are of `num_steps` steps of every run that follow the profile, in turns.
 
     The weak class's 16-bit and 8-bit precisions stand for BF16 and INT8 where it has no such kernel. `other`
     is the model captured with another number of samples. LB-BSP takes the shares of the batch by which the
@@ -81,10 +84,14 @@ def planned_runs(
         plans["lb_bsp"] = (basis.cluster, min(found, key=lambda plan: plan.step_s or math.inf))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
     plans["qsync"] = (basis.cluster, own)
-    return {
+    planned = {
         name: Planned(plan, cluster, replay(basis.graph, plan, _priced(basis, plan, other), cluster, **cap))
         for name, (cluster, plan) in sorted(plans.items(), key=lambda one: _ORDER.index(one[0]))
     }
+    training_s = num_steps * sum(entry.timeline.step_s for entry in planned.values())
+    ahead = {name: profile.ahead(training_s) for name, profile in basis.profiles.items()}
+    timelines = replayed(planned, replace(basis, profiles=ahead), bucket_cap_bytes, other)
+    return {name: replace(entry, timeline=timelines[name]) for name, entry in planned.items()}
 
 
 def replayed(
@@ -93,7 +100,7 @@ def replayed(
     bucket_cap_bytes: int | None = None,
     other: Sized | None = None,
 ) -> dict[str, Timeline]:
-    """Replay the same plans from the profile and link of the whole training."""
+    """Replay the same plans from other profiles and another link, such as those of the whole training."""
     return {
         name: replay(
             basis.graph, entry.plan, _priced(basis, entry.plan, other),

@@ -60,7 +60,8 @@ def run(config: dict[str, Any], place: Place) -> dict[str, Any] | None:
         base = Precision(config["base"])
         measuring = Measuring(workload, place, show, config["rounds"], base)
         basis = measuring.basis()
-        planned = planned_runs(basis, BUCKET_CAP_BYTES, base, measuring.smaller)
+        num_steps = config["seeds"] * steps
+        planned = planned_runs(basis, BUCKET_CAP_BYTES, base, measuring.smaller, num_steps)
         seeds = range(config["seed"], config["seed"] + config["seeds"])
         results = [_train(workload, planned, measuring, seed, steps) for seed in seeds]
         basis = measuring.basis()

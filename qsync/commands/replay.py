@@ -70,7 +70,8 @@ def replay(
         replay_churn(plan, found, churn, churn_costs, picture, as_json)
         return
     parts, cap = (found.graph, plan, found.profiles, found.cluster), plan.bucket_cap_bytes
-    timeline = simulate(*parts, bucket_cap_bytes=cap)
+    ahead = {name: profile.ahead(tables.RUN_S) for name, profile in found.profiles.items()}
+    timeline = simulate(found.graph, plan, ahead, found.cluster, bucket_cap_bytes=cap)
     varied = None
     if steps is not None:
         varied = vary(*parts, num_steps=steps, seed=seed, bucket_cap_bytes=cap)

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from qsync.replayer import Timeline  # imports numpy, which most commands do without
 
 
+# Intervals are of the median step of a run of so many seconds that follows the profile.
+RUN_S = 600.0
+
 # Why a plan is not proved to be the best.
 _WHY_UNPROVED = {
     "optimal": "within the gap that was asked for",
@@ -209,8 +212,8 @@ def frontier_table(plans: Sequence[Plan]) -> Table:
 def timeline_table(timeline: Timeline, model: str) -> Table:
     """Return a row per class: the parts of its step, and its memory peak (simulated)."""
     interval = (
-        f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine runs of ten"
-        if timeline.interval_s else ""
+        f", {timeline.interval_s[0] * 1e3:.1f} to {timeline.interval_s[1] * 1e3:.1f} in nine of ten runs of "
+        f"{RUN_S / 60:.0f} minutes" if timeline.interval_s else ""
     )  # fmt: skip
     table = Table(title=f"One step of {model}: {timeline.step_s * 1e3:.1f} ms{interval} (simulated)")
     for heading in ("class", "ranks", "loading", "compute", "communication", "waiting", "memory peak"):

@@ -144,8 +144,24 @@ class Profile:
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard deviation to expect of (measured - predicted) / predicted, median step."""
+        """Return the standard deviation to expect of (measured - predicted) / predicted, median step.
+
+        It holds for steps that take turns with the profile's, or of a profile that was carried `ahead`.
+        """
         return math.hypot(self.error, self.drift)
+
+    def ahead(self, run_s: float) -> Profile:
+        """Return the profile with the drift that the mean step of the next `run_s` seconds shows.
+
+        The machine's slowness is a random walk (`predictor.profiling.machine_drift`). A walk of rate q
+        departs from its own mean over S seconds by a variance of qS/6, which is what `drift` states. Its mean
+        over the next T seconds departs from that mean by q(S + T)/3.
+
+        >>> replay(graph, plan, {name: p.ahead(600.0) for name, p in profiles.items()}, cluster).interval_s
+        """
+        if not self.drift or not self.seconds:
+            return self
+        return replace(self, drift=self.drift * math.sqrt(2.0 * (1.0 + run_s / self.seconds)))
 
     @property
     def hash(self) -> str:

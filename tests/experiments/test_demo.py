@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,25 @@ def test_samples_by_speed_round_nothing_and_are_faster_than_equal_ones():
     assert planned["lb_bsp"].timeline.step_s < 0.9 * planned["ddp"].timeline.step_s
     again = replayed(planned, basis, other=Sized(other, {}))
     assert again["lb_bsp"].step_s == pytest.approx(planned["lb_bsp"].timeline.step_s)
+
+
+def test_the_interval_is_of_the_training_and_not_of_the_profile():
+    graph = mlp(4)
+    profiles = {
+        name: replace(profile_of(graph, name, slow=slow), drift=0.01, seconds=10.0)
+        for name, slow in ((ALONE, 1.0), (FAST, 1.0), (WEAK, 2.0))
+    }
+    basis = Basis(graph, cluster_of({FAST: 1, WEAK: 1}), profiles, sensitivity_of(graph))
+    plans = planned_runs(basis)
+    steps = round(30.0 / sum(entry.timeline.step_s for entry in plans.values()))  # three times the profile
+    short, long = (
+        {name: entry.timeline for name, entry in found.items()}
+        for found in (plans, planned_runs(basis, num_steps=steps))
+    )
+    for name in short:
+        assert long[name].step_s == short[name].step_s
+        widths = [low_high[1] - low_high[0] for low_high in (short[name].interval_s, long[name].interval_s)]
+        assert widths[1] / widths[0] == pytest.approx(2.0, rel=0.05)
 
 
 def with_int8_all(slow: float):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 from graphs import assignments_for, cluster_of, encoder, graphs, mlp, profile_of, sensitivity_of
 from hypothesis import assume, given
@@ -380,6 +381,21 @@ def test_every_kernel_s_operands_have_a_type_of_known_size(kind):
     for precision in PRECISIONS_BY_KIND[kind]:
         for index in range(2):
             assert type_bytes(operand_type(kind, index, precision), 10) in (10, 20, 40)
+
+
+def test_a_walk_drifts_ahead_of_a_profile_as_far_as_it_says():
+    """Many walks: by their deviation while profiled the profile says how far their next means lie off."""
+    rng, taken, next_s = np.random.default_rng(0), 100, 300
+    walks = np.cumsum(rng.normal(size=(4000, taken + next_s)), axis=1)
+    now, later = walks[:, :taken], walks[:, taken:]
+    drift = float(np.sqrt(now.var(axis=1).mean()))
+    off = later.mean(axis=1) - now.mean(axis=1)
+    profile = replace(profile_of(GRAPH), drift=drift, seconds=float(taken))
+    assert profile.ahead(float(next_s)).drift == pytest.approx(float(off.std()), rel=0.05)
+    still = replace(profile_of(GRAPH), drift=0.0, seconds=100.0)
+    assert still.ahead(1e6) == still  # a machine that did not drift
+    simulated = replace(profile_of(GRAPH), drift=0.01, seconds=0.0)
+    assert simulated.ahead(600.0) == simulated
 
 
 def test_every_error_is_qsync_s():
