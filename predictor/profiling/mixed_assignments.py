@@ -1,14 +1,15 @@
 """The assignments that a round of a profile times: one per uniform precision, and mixtures of them. Pure.
 
 An operator's cost depends on its neighbours: on the casts between them, on the type in which a following
-operator runs, on the memory format of images. Mixtures show operators beside neighbours of other types.
+operator runs, on the memory format of images. Mixtures show operators beside neighbours of other types, and
+in each form beside products of their own precision too: the difference is the price of a switch.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from qsync.lowering.incremental import lower
@@ -17,13 +18,28 @@ from qsync.predictor.profiling.runner import Choose
 from qsync.records.graph import OpGraph
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
-NUM_CANDIDATES = 48
+NUM_CANDIDATES = 192
 # Nodes lowered at most to find mixtures: a graph of thousands of operators gets fewer candidates.
 MAX_LOWERED_NODES = 50_000
 # Mixed steps timed for each uniform one.
 MIXTURES_PER_PRECISION = 2
+# With this probability an operator of every other candidate has the precision of the operator before it.
+_STAYING = 0.75
+
+# Products of a precision that shall be timed both beside their like and beside others, each way.
+_PRODUCTS_FOR_A_PRICE = 6
 
 Assignment = dict[str, Precision]
+
+
+class _Beside(NamedTuple):
+    """A product, as a profile times it, after (or before) a product of its own or of another precision."""
+
+    op: str
+    timed_as: str
+    mode: str
+    way: str
+    other: bool
 
 
 class RoundStep(NamedTuple):
@@ -82,12 +98,15 @@ def round_steps(
 
 
 def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: int = 0) -> list[Assignment]:
-    """Choose `num` mixed assignments that together show the most (operator, mode) pairs and casts.
+    """Choose `num` mixed assignments that together show the most of what a profile prices.
 
-    Greedy cover: draw random assignments, then `num` times take the assignment with most pairs and casts that
-    neither a uniform assignment nor an assignment taken before shows. Among equals take the one whose pairs
-    and casts were shown least: a small graph is covered soon, and more steps of one mixture show less than
-    steps of several.
+    That is (operator, mode) pairs, each beside products of its own precision and of another, and casts.
+
+    Greedy cover: draw random assignments, then `num` times take the assignment that shows most of what
+    neither a uniform assignment nor an assignment taken before shows. What shows the price of a switch comes
+    first, until enough products do for each precision. Among equals take the one that shows what was shown
+    least: a small graph is covered soon, and more steps of one mixture show less than steps of several. In
+    every other draw neighbours often have one precision, as in plans.
 
     >>> mixtures(graph, [Precision.FP32, Precision.BF16, Precision.INT8], num=3)
     """
@@ -96,27 +115,55 @@ def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: in
     usable = {op.name: [p for p in precisions if p in PRECISIONS_BY_KIND[op.kind]] for op in graph.adjustable}
     usable = {name: found for name, found in usable.items() if found}
     num_candidates = max(num, min(NUM_CANDIDATES, MAX_LOWERED_NODES // max(len(graph.ops), 1)))
-    candidates = [{name: draw.choice(found) for name, found in usable.items()} for _ in range(num_candidates)]
+    candidates = [_drawn(usable, draw, _STAYING if k % 2 else 0.0) for k in range(num_candidates)]
     shown = [_shown(graph, candidate, float_16bit) for candidate in candidates]
-    times: Counter[tuple[str, ...]] = Counter()
+    times: Counter[tuple[Hashable, ...]] = Counter()
     for precision in precisions:
         uniform = {name: precision for name, found in usable.items() if precision in found}
         times.update(_shown(graph, uniform, float_16bit))
 
-    def shows(i: int) -> tuple[int, float, int]:
-        return len(shown[i] - times.keys()), -sum(times[key] for key in shown[i]) / max(len(shown[i]), 1), -i
+    priced: Counter[tuple[Hashable, ...]] = Counter()
+
+    def prices(i: int) -> Counter[tuple[Hashable, ...]]:
+        """Count the products, by precision and way, that are now shown beside both their like and others."""
+        new = (key for key in shown[i] - times.keys() if isinstance(key, _Beside))
+        return Counter((key.mode, key.way) for key in new if key._replace(other=not key.other) in times)
+
+    def shows(i: int) -> tuple[int, int, float, int]:
+        scarce = sum(min(num, _PRODUCTS_FOR_A_PRICE - priced[of]) for of, num in prices(i).items()
+                     if priced[of] < _PRODUCTS_FOR_A_PRICE)  # fmt: skip
+        new = len(shown[i] - times.keys())
+        return scarce, new, -sum(times[key] for key in shown[i]) / max(len(shown[i]), 1), -i
 
     chosen: list[Assignment] = []
     for _ in range(num):
         best = max(range(num_candidates), key=shows)
         chosen.append(candidates[best])
+        priced.update(prices(best))
         times.update(shown[best])
     return chosen
 
 
-def _shown(graph: OpGraph, assignment: Assignment, float_16bit: str | None) -> set[tuple[str, ...]]:
-    """Return the keys of a profile that a step under this assignment measures."""
-    return {
-        (node.value, node.taken_as, node.target) if isinstance(node, Cast) else (node.op, node.timed_as)
-        for node in lower(graph, assignment, float_16bit).nodes
-    }
+def _drawn(usable: Mapping[str, Sequence[Precision]], draw: random.Random, staying: float) -> Assignment:
+    """Draw a precision for each operator, in order; with probability `staying` that of the one before."""
+    drawn: Assignment = {}
+    before: Precision | None = None
+    for name, found in usable.items():
+        if before not in found or draw.random() >= staying:
+            drawn[name] = before = draw.choice(found)
+        else:
+            drawn[name] = before
+    return drawn
+
+
+def _shown(graph: OpGraph, assignment: Assignment, float_16bit: str | None) -> set[tuple[Hashable, ...]]:
+    """Return what a step under this assignment shows: keys of a profile, and what products stand beside."""
+    keys: set[tuple[Hashable, ...]] = set()
+    for node in lower(graph, assignment, float_16bit).nodes:
+        if isinstance(node, Cast):
+            keys.add((node.value, node.taken_as, node.target))
+        else:
+            keys.add((node.op, node.timed_as))
+            keys.add(_Beside(node.op, node.timed_as, node.mode, "after", node.after_other))
+            keys.add(_Beside(node.op, node.timed_as, node.mode, "before", node.before_other))
+    return keys

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
+import pytest
+import torch
 from graphs import mlp
 
+import qsync
+from qsync.experiments.workloads.gpt import Gpt
 from qsync.lowering.incremental import lower
-from qsync.lowering.lowered_graph import Cast
+from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.mixed_assignments import mixtures
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 
@@ -48,3 +54,24 @@ def test_every_precision_given_is_one_that_the_kind_has():
     for mixture in mixtures(graph, [Precision.FP32, Precision.FP8, Precision.INT8_ALL], 3):
         for op in graph.adjustable:
             assert mixture[op.name] in PRECISIONS_BY_KIND[op.kind]
+
+
+@pytest.mark.parametrize("layers", [4, 6, 8])
+def test_products_stand_beside_their_own_precision_and_beside_others_in_one_form(layers):
+    """Only the difference of the two tells what a switch costs, and one product shows mostly noise."""
+    graph = qsync.capture(Gpt(layers, 16, 2, 16, 50), torch.zeros(2, 16, dtype=torch.long))
+    linear = {op.name for op in graph.ops if op.kind == "linear"}
+    precisions = [*CHOSEN, Precision.FP32_FAST, Precision.INT8_ALL]
+    uniform = [
+        {op.name: p for op in graph.adjustable if p in PRECISIONS_BY_KIND[op.kind]} for p in precisions
+    ]
+    before, after = defaultdict(set), defaultdict(set)
+    for assignment in [*uniform, *mixtures(graph, precisions, 2 * len(precisions))]:
+        for node in lower(graph, assignment, "bf16").nodes:
+            if isinstance(node, Run) and node.op in linear:
+                before[node.mode, node.op, node.timed_as].add(node.before_other)
+                after[node.mode, node.op, node.timed_as].add(node.after_other)
+    for precision in precisions:
+        for sides in (before, after):
+            both = [key for key, ways in sides.items() if key[0] == precision and len(ways) == 2]
+            assert len(both) >= 6, (precision, both)
