@@ -149,10 +149,9 @@ def _drawn(usable: Mapping[str, Sequence[Precision]], draw: random.Random, stayi
     drawn: Assignment = {}
     before: Precision | None = None
     for name, found in usable.items():
-        if before not in found or draw.random() >= staying:
-            drawn[name] = before = draw.choice(found)
-        else:
-            drawn[name] = before
+        stays = draw.random() < staying
+        before = before if stays and before is not None and before in found else draw.choice(found)
+        drawn[name] = before
     return drawn
 
 
