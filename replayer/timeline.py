@@ -61,9 +61,10 @@ class ClassTimeline:
 class Timeline:
     """One steady synchronous step of the whole cluster, simulated.
 
-    The median step of a run should lie within `interval_s` nine times in ten, by the errors that the profiles
-    state (`Profile.uncertainty`). `interval_s` is None if the profiles state no error. `events` are computed
-    at their first use.
+    The median of steps that take turns with the profile's should lie within `interval_s` nine times in ten,
+    by the errors that the profiles state (`Profile.uncertainty`); so should that of a run that follows, if
+    the profiles were carried `ahead`. `interval_s` is None if the profiles state no error. `events` are
+    computed at their first use.
 
     >>> timeline = qsync.replay(graph, plan, profiles, cluster)
     >>> timeline.step_s, timeline.classes["infer"].wait_fraction

@@ -84,14 +84,12 @@ def planned_runs(
         plans["lb_bsp"] = (basis.cluster, min(found, key=lambda plan: plan.step_s or math.inf))
     own = allocate(*at, basis.sensitivity, basis.cluster, margin=MARGIN, base=base, **cap)
     plans["qsync"] = (basis.cluster, own)
-    planned = {
-        name: Planned(plan, cluster, replay(basis.graph, plan, _priced(basis, plan, other), cluster, **cap))
+    training_s = num_steps * sum(plan.step_s or 0.0 for _, plan in plans.values())
+    ahead = replace(basis, profiles={name: p.ahead(training_s) for name, p in basis.profiles.items()})
+    return {
+        name: Planned(plan, cluster, replay(basis.graph, plan, _priced(ahead, plan, other), cluster, **cap))
         for name, (cluster, plan) in sorted(plans.items(), key=lambda one: _ORDER.index(one[0]))
     }
-    training_s = num_steps * sum(entry.timeline.step_s for entry in planned.values())
-    ahead = {name: profile.ahead(training_s) for name, profile in basis.profiles.items()}
-    timelines = replayed(planned, replace(basis, profiles=ahead), bucket_cap_bytes, other)
-    return {name: replace(entry, timeline=timelines[name]) for name, entry in planned.items()}
 
 
 def replayed(
@@ -100,7 +98,7 @@ def replayed(
     bucket_cap_bytes: int | None = None,
     other: Sized | None = None,
 ) -> dict[str, Timeline]:
-    """Replay the same plans from other profiles and another link, such as those of the whole training."""
+    """Replay the same plans from the profile and link of the whole training."""
     return {
         name: replay(
             basis.graph, entry.plan, _priced(basis, entry.plan, other),

@@ -25,7 +25,6 @@ MAX_LOWERED_NODES = 50_000
 MIXTURES_PER_PRECISION = 2
 # With this probability an operator of every other candidate has the precision of the operator before it.
 _STAYING = 0.75
-
 # Products of a precision that shall be timed both beside their like and beside others, each way.
 _PRODUCTS_FOR_A_PRICE = 6
 
@@ -33,7 +32,10 @@ Assignment = dict[str, Precision]
 
 
 class _Beside(NamedTuple):
-    """A product, as a profile times it, after (or before) a product of its own or of another precision."""
+    """An operator, as a profile times it, after or before a product of its own or of another precision.
+
+    `other` is False for what is no product.
+    """
 
     op: str
     timed_as: str
@@ -124,22 +126,21 @@ def mixtures(graph: OpGraph, precisions: Sequence[Precision], num: int, seed: in
 
     priced: Counter[tuple[Hashable, ...]] = Counter()
 
-    def prices(i: int) -> Counter[tuple[Hashable, ...]]:
-        """Count the products, by precision and way, that are now shown beside both their like and others."""
-        new = (key for key in shown[i] - times.keys() if isinstance(key, _Beside))
-        return Counter((key.mode, key.way) for key in new if key._replace(other=not key.other) in times)
+    def prices(new: set[tuple[Hashable, ...]]) -> Counter[tuple[Hashable, ...]]:
+        """Count the products, by precision and way, that these keys show beside their like and others."""
+        beside = (key for key in new if isinstance(key, _Beside))
+        return Counter((key.mode, key.way) for key in beside if key._replace(other=not key.other) in times)
 
     def shows(i: int) -> tuple[int, int, float, int]:
-        scarce = sum(min(num, _PRODUCTS_FOR_A_PRICE - priced[of]) for of, num in prices(i).items()
-                     if priced[of] < _PRODUCTS_FOR_A_PRICE)  # fmt: skip
-        new = len(shown[i] - times.keys())
-        return scarce, new, -sum(times[key] for key in shown[i]) / max(len(shown[i]), 1), -i
+        new = shown[i] - times.keys()
+        scarce = sum(min(num, max(0, _PRODUCTS_FOR_A_PRICE - priced[of])) for of, num in prices(new).items())
+        return scarce, len(new), -sum(times[key] for key in shown[i]) / max(len(shown[i]), 1), -i
 
     chosen: list[Assignment] = []
     for _ in range(num):
         best = max(range(num_candidates), key=shows)
         chosen.append(candidates[best])
-        priced.update(prices(best))
+        priced.update(prices(shown[best] - times.keys()))
         times.update(shown[best])
     return chosen
 
