@@ -39,7 +39,7 @@ gpu:
 	@$(PYTHON) -c 'import torch, numpy, scipy, optuna, matplotlib, sklearn, rich, typer' || \
 		{ echo "$(PYTHON) lacks a package that qsync needs; install it, or name another: make gpu PYTHON=/path/to/python3" >&2; exit 2; }
 	$(call lay_out,build/gpu)
-	PYTHONPATH=$(CURDIR)/build/gpu PYTHONSAFEPATH=1 $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
+	PYTHONPATH=$(CURDIR)/build/gpu$${PYTHONPATH:+:$$PYTHONPATH} PYTHONSAFEPATH=1 $(PYTHON) -m qsync.experiments.gpu $(GPU_ARGS)
 
 results: $(VENV)/testable
 	$(BIN)/python -m qsync.experiments.results --publish $(RESULTS_ARGS)
