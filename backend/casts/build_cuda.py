@@ -7,6 +7,7 @@ source serves every GPU.
 
 from __future__ import annotations
 
+import ctypes
 import re
 import sys
 import tempfile
@@ -17,8 +18,13 @@ from typing import Any
 
 from qsync.backend import cuda_build, kernel_cache
 from qsync.backend.casts.build_process import run_apart
+from qsync.errors import BuildError
 
 _OLDEST = "70"  # the compute capability that the CUDA C is written for
+# What TVM's host code calls, through pointers of its library that whoever loads it must fill.
+_CALLED = (
+    "TVMFFIFunctionCall", "TVMFFIHandleInitOnce", "TVMFFIErrorSetRaisedFromCStr", "TVMFFIEnvModLookupFromImports",
+)  # fmt: skip
 
 
 def load(architecture: str, facts: Mapping[str, str]) -> Any:
@@ -46,9 +52,25 @@ def load(architecture: str, facts: Mapping[str, str]) -> Any:
 
     kernels = kernel_cache.built(f"casts-sm{architecture}", {**facts, **compiler}, kernels_to)
     host = kernel_cache.built("casts-host", facts, host_to)
+    _register_called()
     module = tvm_ffi.load_module(str(host))
     module.import_module(tvm_ffi.load_module(str(kernels)))
     return module
+
+
+@cache
+def _register_called() -> None:
+    """Name tvm_ffi the functions that host code calls, as TVM's runtime does when it is loaded.
+
+    Without it the pointers stay null: the first launch would end the process.
+    """
+    import tvm_ffi.libinfo
+
+    library = ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi())
+    for name in _CALLED:
+        address = ctypes.cast(getattr(library, name), ctypes.c_void_p)
+        if library.TVMFFIEnvModRegisterContextSymbol(f"__{name}".encode(), address):
+            raise BuildError(f"tvm_ffi {tvm_ffi.__version__} does not take {name}: install another release")
 
 
 @cache
