@@ -41,6 +41,8 @@ def _with_plain_strides(matrix: Tensor) -> Tensor:
 def _int_mm_cuda(a: Tensor, b: Tensor) -> Tensor:
     """Call `torch._int_mm` within cuBLASLt's limits: row-major times column-major, padded."""
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
+    if 0 in (rows, inner, columns):
+        return a.new_zeros(rows, columns, dtype=torch.int32)
     pad_rows = max(0, 24 - rows) if rows <= 16 else 0
     pad_inner, pad_columns = -inner % 8, -columns % 8
     b = b.t()

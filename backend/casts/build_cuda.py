@@ -23,7 +23,8 @@ from qsync.errors import BuildError
 _OLDEST = "70"  # the compute capability that the CUDA C is written for
 # What TVM's host code calls, through pointers of its library that whoever loads it must fill.
 _CALLED = (
-    "TVMFFIFunctionCall", "TVMFFIHandleInitOnce", "TVMFFIErrorSetRaisedFromCStr", "TVMFFIEnvModLookupFromImports",
+    "TVMFFIFunctionCall", "TVMFFIHandleInitOnce", "TVMFFIErrorSetRaisedFromCStr",
+    "TVMFFIEnvModLookupFromImports",
 )  # fmt: skip
 
 

@@ -349,7 +349,8 @@ def scales(values: Tensor, dims: tuple[int, ...], largest: float) -> tuple[Tenso
     # costs page faults); vector_norm(inf) and aminmax, which do not vectorize, take 4 to 8 (Zen 5, one
     # thread, torch 2.13).
     amax = torch.maximum(values.amax(dims, keepdim=True), values.amin(dims, keepdim=True).neg_())
-    amax.clamp_(min=SMALLEST_AMAX)
+    # The scale and its inverse stay normal numbers: E5M2, whose largest number is 57344, needs more room.
+    amax.clamp_(min=max(SMALLEST_AMAX, largest * torch.finfo(torch.float32).tiny))
     inverse = largest / amax
     # amax - amax is 0 for finite rows and NaN for the others: without it a row with Inf could decode to
     # zeros.

@@ -30,6 +30,7 @@ from qsync.backend.compressed_saves.activation_slopes import (
 from qsync.backend.compressed_saves.bitmask import as_laid_out, in_memory_order, pack_bits, unpack_bits
 from qsync.backend.compressed_saves.late_answers import late_answer
 from qsync.backend.encoding import Encoded, decode, encode
+from qsync.backend.kernels.norms import in_type_of
 from qsync.errors import UnsupportedError
 
 _aten = torch.ops.aten
@@ -206,6 +207,7 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Tensor:
+        weight, bias = in_type_of(weight, input), in_type_of(bias, input)
         return differentiable(_LayerNorm, input, tuple(normalized_shape), weight, bias, eps, form)
 
     return run

@@ -125,7 +125,8 @@ def _batched_products(a: Tensor, b: Tensor) -> Tensor:
     """Compute exact integer products by 16-bit ones: torch has no batched INT8 one on GPUs."""
     dtype = sixteen_bit_dtype(a.device)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:]).to(dtype) for t in (a, b))
+    count = math.prod(batch)
+    left, right = (t.expand(*batch, *t.shape[-2:]).reshape(count, *t.shape[-2:]).to(dtype) for t in (a, b))
     sums = torch.bmm(left, right, out_dtype=torch.float32)
     return sums.view(*batch, *sums.shape[1:])
 

@@ -133,7 +133,8 @@ class Trained:
         """Return the memory model's prediction of the step, for a rank of several."""
         chosen, sixteen_bit = self._chosen, self.program.kernels.sixteen_bit
         lowered = lower(self.graph, chosen.assignment, sixteen_bit, chosen.saving_less)
-        return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2)
+        device = self.program.device.type
+        return peak.StepMemory(lowered, optimizer_bytes=self.optimizer_bytes, num_ranks=2, device=device)
 
     def _choose(self, choice: Choice, observer: Any) -> None:
         self._chosen = choice

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -54,6 +55,7 @@ def _or_failure(run: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, A
         try:
             return run(*arguments, **options)
         except Exception as error:
+            traceback.print_exc()  # for the log; the result holds the sentence
             return {"failed": f"{type(error).__name__}: {shortened(error, quote=False)}"}
 
     return found

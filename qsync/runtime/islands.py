@@ -74,7 +74,7 @@ def form_islands(module: torch.fx.GraphModule, observer: Any) -> None:
         )
         for placeholder in body.graph.find_nodes(op="placeholder"):
             placeholder.meta = {}  # not the notes of the node that it stands for
-        insert_subgm(module, body, inputs, outputs, nodes[-1])
+        insert_subgm(module, body, inputs, outputs)
         setattr(module, f"island_{number}", Island(body, observer))
         erase_nodes(module, nodes)
     stable_topological_sort(module)

@@ -9,6 +9,7 @@ operands of that type. The exceptions:
 - An operator that saves less calls the backend's operator of that form.
 - An operator that another computes in its epilogue becomes no call.
 - Dropout calls the backend's, which gives the same numbers.
+- Norms of 16-bit values on GPUs call the backend's, which rounds their parameters.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from qsync.backend.casts.epilogues import Activation, activation
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
+from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, norm
 from qsync.errors import UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
@@ -200,6 +202,13 @@ def needs_kernel(op: Op, precision: Precision) -> bool:
     return precision is not Precision.BF16 or op.kind in _KINDS_WITH_BF16_KERNEL
 
 
+def is_norm_on_gpu(op: Op, run: Run, node: torch.fx.Node) -> bool:
+    """Return whether a call is a norm of 16-bit values on a GPU, where torch takes no FP32 parameters."""
+    value = node.meta.get("example_value")
+    on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
+    return on_gpu and op.kind in NORMS_OF_ONE_TYPE and run.operands[0] != "fp32" and callable(node.target)
+
+
 class _Rewriter:
     def __init__(
         self, lowered: LoweredGraph, kernels: KernelTable, observer: Observer | None, compile_islands: bool
@@ -343,6 +352,12 @@ class _Rewriter:
         if native and op.kind in REPLACED and not run.as_traced and callable(node.target):
             following = FollowingCall(self._kernels.in_lowered_graphs(op.kind), node.target)
             return _call(module, op.kind, following, args, kwargs)
+        if native and is_norm_on_gpu(op, run, node):
+            call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)  # type: ignore[arg-type]
+            call.meta = dict(node.meta)
+            if self._compile_islands and (kind := pure_kind(op, node)):
+                call.meta[PURE] = kind
+            return call
         if native:
             # A view asks for an order of elements that a convolution's result may not have here.
             named = "reshape" if node.target == "view" and not names_a_type(node) else node.target

@@ -25,12 +25,13 @@ from qsync.backend.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
-from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by
+from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, untraced
 from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
 # Where a graph breaks it is traced once more: a model may change itself in its first call (Hugging Face's
 # install hooks, under a lock), and its graph then breaks in that call alone.
 MOST_TRACES = 2
+_ASKS = "it asks the tracer itself"  # not every release of torch traces such a function
 
 
 def capture(model: torch.nn.Module, example_inputs: Any) -> OpGraph:
@@ -84,6 +85,7 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
     return segments
 
 
+@untraced(_ASKS)
 def graph_breaks() -> dict[str, int]:
     """Return how often the tracer stopped so far, by reason; the second kind made it skip a whole frame."""
     return {**counters["unimplemented"], **counters["graph_break"]}
@@ -93,11 +95,13 @@ def _breaks_since(breaks: dict[str, int]) -> list[str]:
     return [reason for reason, count in graph_breaks().items() if count > breaks.get(reason, 0)]
 
 
+@untraced(_ASKS)
 def num_skipped_frames() -> int:
     """Return how many frames the tracer gave up so far: what such a frame computes itself is not lowered."""
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
 
 
+@untraced(_ASKS)
 def why_skipped(model: torch.nn.Module, breaks: dict[str, int], num_skipped: int) -> str:
     """Return why the tracer gave up a frame of a model; empty if it did not.
 
@@ -201,6 +205,7 @@ def undisturbed(model: torch.nn.Module) -> Iterator[None]:
                 parameter.grad = gradient
 
 
+@untraced(_ASKS)
 def autocast_type(device: torch.device) -> str | None:
     """Return the type of the torch.autocast that is on for a device; None where none is."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):

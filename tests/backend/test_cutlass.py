@@ -877,4 +877,4 @@ class TestOnAGpu(OnGpu):
         found = {c.name: c for c in candidates(kind, precision, torch.device("cuda", 0))}["cutlass"]
         if found.kernel is None:
             pytest.skip(found.reason)
-        assert select("cuda")._disagreement(kind, precision, found) is None
+        assert select("cuda")._disagreement(kind, precision, found.kernel) is None
