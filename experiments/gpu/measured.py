@@ -70,14 +70,11 @@ def _toolchain(device: str) -> str:
         return f"none: {error}"
 
 
-def steps(
-    name: str, modes: Sequence[str], peers: bool, compiled: bool, tiny: bool, device: str
-) -> dict[str, Any]:
-    """Time whole steps in turns: FP32 eager, torch.autocast, modes, and if asked compiled, and peers."""
+def steps(name: str, modes: Sequence[str], compiled: bool, tiny: bool, device: str) -> dict[str, Any]:
+    """Time whole steps in turns: FP32 eager, torch.autocast, modes; if asked, compiled beside other peers."""
     peaks = family_runs.peaks(3, tiny, device)
-    rounds = 2 if tiny else _ROUNDS
-    peers, compiled = peers and not tiny, compiled and not tiny
-    return family_runs.speeds(name, rounds, modes, peers, peaks, tiny, device, compiled)
+    rounds, compiled = 2 if tiny else _ROUNDS, compiled and not tiny
+    return family_runs.speeds(name, rounds, modes, compiled, peaks, tiny, device, compiled)
 
 
 def prediction(name: str, tiny: bool, device: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,14 +20,17 @@ _TESTS = Path(__file__).resolve().parents[2] / "tests"
 # `both` (tests/support/compiled_and_plain.py) is a fixture with a case on a GPU.
 _CUDA_CASES = re.compile(r"mark\.cuda|def test_\w+\([^)]*\bboth\b")
 _TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist")  # pyproject.toml has options and markers of theirs
+_PLUGINS_OFF = ("-p", "no:cacheprovider", "-p", "no:benchmark")  # the latter warns of workers
+_MOST_WORKERS = 8
 # Of the sections of compare_kernels those of layers, in this order; whole steps are pieces of their own.
 _LAYERS = (
     "linear training", "conv training", "attention training", "linear forward", "conv forward",
     "attention forward", "quantize", "host",
 )  # fmt: skip
 assert set(_LAYERS) <= set(SECTIONS)
-# The modes that are timed beside FP32 and torch.autocast, in one process each: copies of a model take memory.
-_MODES = (("bf16", "int8", "fp8"), ("int8_all", "tf32"))
+# The modes that are timed beside FP32 and torch.autocast; those also timed compiled, beside other peers.
+_MODES = ("bf16", "int8", "fp8", "int8_all", "tf32")
+_COMPILED_MODES = ("bf16", "int8", "fp8")
 # A trained copy of the largest takes 16 bytes a parameter, 18 GB: FP32, autocast and one mode fit a card of
 # 80 GB, and nothing else: no compiled form, no other peer.
 _LARGEST, _LARGEST_MODES = "llama_1b", (("bf16",), ("int8",), ("fp8",))
@@ -69,7 +73,16 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
     yield measured("environment", "doctor", 240, "doctor")  # compiles what the kernels and steps below run
     for file in tests():
         result = out / "tests" / f"{file.stem}.xml"
-        options = ("-m", "cuda", "-q", "-p", "no:cacheprovider", f"--junitxml={result}", str(file))
+        options = (
+            "-m",
+            "cuda",
+            "-q",
+            "-n",
+            str(_workers()),
+            *_PLUGINS_OFF,
+            f"--junitxml={result}",
+            str(file),
+        )
         yield Piece("tests", file.stem, _module("pytest", *options), 150, result, _TEST_TOOLS)
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
@@ -78,19 +91,22 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
     for name in LARGE:
-        is_largest = name == _LARGEST
-        parts = _LARGEST_MODES if is_largest else _MODES
-        for number, modes in enumerate([sum(parts, ())] if tiny else parts):
-            peers, compiled = number == 0 and not is_largest, not is_largest
-            arguments = (name, _able(modes, device), peers, compiled, tiny, device)
-            yield measured("steps", f"{name} {'+'.join(modes)}", 120, "steps", *arguments)
+        parts = _LARGEST_MODES if name == _LARGEST else (_MODES,)
+        for modes in [sum(parts, ())] if tiny else parts:
+            arguments = (name, _able(modes, device), False, tiny, device)
+            called = f"{name} {modes[0]}" if name == _LARGEST else name
+            yield measured("steps", called, 120, "steps", *arguments)
     for name in ("bert_base", "resnet50_224", "gpt2_small"):
         yield measured("prediction", name, 120, "prediction", name, tiny, device)
-        yield measured("memory", name, 60, "memory", name, _able(_MODES[0], device), tiny, device)
+        yield measured("memory", name, 60, "memory", name, _able(_COMPILED_MODES, device), tiny, device)
     for where in (ONE_GPU, GPU_AND_CPU):
-        yield measured("ranks", where, 90, "ranks", where, tiny, device)
+        yield measured("ranks", where, 120, "ranks", where, tiny, device)
     for backend in ("nccl", "gloo"):
         yield measured("collectives", backend, 60, "collectives", backend, device)
+    for name in LARGE:
+        if name != _LARGEST:
+            arguments = (name, _able(_COMPILED_MODES, device), True, tiny, device)
+            yield measured("compiled", name, 240, "steps", *arguments)
     folder = out / "demo"
     demo = _module("qsync.commands.main", "demo", "--out", str(folder), *(_QUICK_DEMO if tiny else ()))
     yield Piece("demo", "two ranks", demo, 240, folder / "report.json")
@@ -113,6 +129,11 @@ def _is_installed(name: str) -> bool:
     except metadata.PackageNotFoundError:
         return False
     return True
+
+
+def _workers() -> int:
+    """Return how many processes test at once: a GPU serves several, and each needs a core."""
+    return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // 2))
 
 
 def _able(modes: Sequence[str], device: str) -> list[str]:

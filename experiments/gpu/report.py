@@ -71,15 +71,14 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         for case in result["cases"]
         for name, why in case.get("failed", {}).items()
     ]
+    runs = [*_of(pieces, "steps"), *((f"{name}, compiled", one) for name, one in _of(pieces, "compiled"))]
     steps = [
         [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}"]
-        for name, result in _of(pieces, "steps")
+        for name, result in runs
         for variant, (seconds, ratio) in _speeds(result).items()
     ]
     missing = [
-        [name, variant, why]
-        for name, result in _of(pieces, "steps")
-        for variant, why in result["unavailable"].items()
+        [name, variant, why] for name, result in runs for variant, why in result["unavailable"].items()
     ]
     errors = [
         [name, "  ".join(f"{100 * error:+.1f} %" for error in _errors(result)) or "-"]
