@@ -73,16 +73,8 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
     yield measured("environment", "doctor", 240, "doctor")  # compiles what the kernels and steps below run
     for file in tests():
         result = out / "tests" / f"{file.stem}.xml"
-        options = (
-            "-m",
-            "cuda",
-            "-q",
-            "-n",
-            str(_workers()),
-            *_PLUGINS_OFF,
-            f"--junitxml={result}",
-            str(file),
-        )
+        workers = ("-n", str(_workers()), *_PLUGINS_OFF)
+        options = ("-m", "cuda", "-q", *workers, f"--junitxml={result}", str(file))
         yield Piece("tests", file.stem, _module("pytest", *options), 150, result, _TEST_TOOLS)
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
