@@ -31,9 +31,10 @@ from qsync.errors import UnsupportedError, shortened
 from qsync.experiments.gpu import report
 from qsync.experiments.gpu.commands import run_within
 from qsync.experiments.gpu.pieces import Piece, lacking, pieces
-from qsync.experiments.harness import Experiment, Fresh, Out, run_command
+from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.records.json_files import read_json
 
+_PAGE = Path("docs/results/gpu.md")
 _LEAST_S = 10.0  # that are left for a piece to be begun
 _BUSY_MIB, _BUSY_PER_CENT = 1024, 10  # of a GPU that nobody else uses
 
@@ -44,12 +45,15 @@ def main(
     device: Annotated[str, typer.Option(help="cuda; cpu is a dry run of every piece.")] = "cuda",
     only: Annotated[list[str] | None, typer.Option(help="Only this group of pieces; repeatable.")] = None,
     tiny: Annotated[bool, typer.Option("--tiny", help="Models of no size.")] = False,
+    kept: Annotated[bool, typer.Option("--kept", help="Report what --out has; measure nothing.")] = False,
+    publish: Publish = False,
     fresh: Fresh = False,
 ) -> None:
     """Measure what is missing, most valuable first, and report all there is."""
     end = time.monotonic() + 60 * minutes
     _heed_signals()
-    _check(device)
+    if not kept:
+        _check(device)
     settings = {"device": device, "tiny": tiny}
     experiment = Experiment("gpu", out, settings=settings, fresh=fresh)
     every = pieces(out.absolute(), device, tiny)
@@ -63,7 +67,12 @@ def main(
         or {"not_run": "not begun" if piece in wanted else "not asked for"}
         for piece in every
     }
-    figures: dict[str, Any] = {"doubts": _doubts() if device == "cuda" else [], "pieces": found}
+    figures: dict[str, Any] = {"doubts": [], "pieces": found}
+    if kept:
+        wanted = []
+        figures |= {"machine": machine} if (machine := _machine(found)) else {}
+    elif device == "cuda":
+        figures["doubts"] = _doubts()
     measured = "on a GPU" if device == "cuda" else "a dry run on a CPU: no figure is of a GPU"
     with experiment.progress():
         # What failed or was cut before comes last: it would take the minutes of every run.
@@ -72,8 +81,9 @@ def main(
             experiment.note(figures, bars=report.bars(found), measured=measured)
     figures["doubts"] += report.held_down(found)
     experiment.finish(
-        figures, bars=report.bars(found), tables=report.tables(found, figures["doubts"]), measured=measured
-    )
+        figures, bars=report.bars(found), tables=report.tables(found, figures["doubts"]), measured=measured,
+        page=Page(_PAGE, note=report.cards(found)) if publish else None,
+    )  # fmt: skip
 
 
 def _heed_signals() -> None:
@@ -81,6 +91,13 @@ def _heed_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+def _machine(pieces: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the machine that the pieces in the folder were measured on."""
+    result = pieces["environment machine"].get("result")
+    machine: Mapping[str, Any] | None = result and result["machine"]
+    return machine
 
 
 def _kept(experiment: Experiment, piece: Piece) -> dict[str, Any] | None:

@@ -61,6 +61,13 @@ def held_down(pieces: Pieces) -> list[str]:
     ]
 
 
+def cards(pieces: Pieces) -> str:
+    """Say on which GPUs the pieces were measured; nothing if that is not known."""
+    found = [result for name, result in _of(pieces, "environment") if name == "machine"]
+    names = [f"{gpu['name']} (driver {gpu['driver_version']})" for one in found for gpu in one["gpus"]]
+    return f"{', '.join(names)}; NCCL {found[0]['nccl']}." if names else ""
+
+
 def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
     """Return the tables: each piece, doubts, tests that failed, steps, predictions, memory, ranks."""
     every = [[key, _state(found)] for key, found in pieces.items()]
@@ -72,6 +79,13 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         for name, why in case.get("failed", {}).items()
     ]
     runs = [*_of(pieces, "steps"), *((f"{name}, compiled", one) for name, one in _of(pieces, "compiled"))]
+    chosen = [
+        [kernel["kind"], kernel["precision"], kernel["kernel"], f"{1e3 * kernel['measured_s']:.2f} ms",
+         f"{kernel['speedup']:.2f}"]
+        for name, result in _of(pieces, "environment") if name == "doctor"
+        for device in result["devices"] if device["device"] != "cpu"
+        for kernel in device["kernels"] if kernel["kernel"]
+    ]  # fmt: skip
     steps = [
         [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}"]
         for name, result in runs
@@ -109,6 +123,12 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         table_of("Doubts", ("",), [[doubt] for doubt in doubts], left=1),
         table_of("Tests that failed", ("test", "why"), failed, left=2),
         table_of("Kernels that failed", ("layer", "variant", "why"), kernels, left=3),
+        table_of(
+            "Kernels that qsync doctor chooses, forward and backward",
+            ("kind", "precision", "kernel", "time", "x FP32"),
+            chosen,
+            left=3,
+        ),
         table_of("Whole steps", ("model", "variant", "step", "x autocast"), steps, left=2),
         table_of("Whole steps that do not run", ("model", "variant", "why"), missing, left=3),
         table_of("Predicted / measured - 1 of plans, against FP32", ("model", "plans"), errors, left=2),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import casts_on_cpu
@@ -125,6 +126,22 @@ def test_every_cast_that_has_a_compiled_form_is_registered_with_a_trial():
     for function, trial in autotune.REGISTERED.values():
         result = function(*trial(torch.device("cpu")))
         assert autotune._difference(result, result) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a launch on no memory would break this GPU's context")
+def test_a_launch_goes_all_the_way_to_cuda():
+    """Without a GPU it ends in CUDA's sentence: TVM's host code has found the functions that it calls."""
+    try:
+        cuda_build.toolchain("80", with_headers=False)
+    except BuildError as error:
+        pytest.skip(str(error))
+    # In a process of its own: a null pointer would end it, and TVM, once imported, would have set it.
+    launch = Path(casts_on_cpu.__file__).with_name("launch_without_gpu.py")
+    done = subprocess.run([sys.executable, launch], capture_output=True, text=True)
+    assert done.returncode == 1 and "RuntimeError" in done.stderr and "CUDA" in done.stderr, done.stderr[
+        -2000:
+    ]
 
 
 @pytest.mark.cuda

@@ -180,3 +180,15 @@ def test_any_finite_row_survives(row):
     assert encoded.data.abs().max() <= 127
     error = (decode(encoded).double() - x.double()).abs()
     assert (error <= encoded.scale.double() * 0.5001).all()
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8", "fp8_gradient"])
+@pytest.mark.parametrize("size", [0.0, 1e-37, 1e-30, 1.0])
+def test_codes_of_zeros_and_of_tiny_values_are_finite_and_decode(form, size):
+    """The inverse of the least scale is finite in every format: 57344 / 1e-35 would be Inf, and 0 Inf NaN."""
+    x = torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) * size
+    codes, scale = nearest_codes(x, (1,), form)
+    decoded = codes.float() * scale
+    assert decoded.isfinite().all() and scale.min() >= torch.finfo(torch.float32).tiny
+    if size >= 1e-30:
+        assert (decoded - x).norm() <= 0.1 * x.norm()

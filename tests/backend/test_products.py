@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.backend.kernels import convolution
-from qsync.backend.matmul_primitives import LONGEST_INT32_SUM, int8_sums
+from qsync.backend.matmul_primitives import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
 
@@ -289,3 +289,12 @@ def test_a_bf16_convolution_saves_its_input_and_its_weight_and_no_windows():
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
         select("cpu").kernel("conv2d", "bf16")(torch.conv2d, "bf16", x, w, padding=1)
     assert sum(saved) == x.nbytes + w.nbytes
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 8), (8, 0, 8), (8, 8, 0)])
+def test_a_gpu_s_integer_product_of_nothing_is_zeros(sizes):
+    """cuBLASLt refuses empty matrices: what surrounds its call answers for them."""
+    rows, inner, columns = sizes
+    a, b = torch.zeros(rows, inner, dtype=torch.int8), torch.zeros(inner, columns, dtype=torch.int8)
+    product = _int_mm_cuda(a, b)
+    assert product.shape == (rows, columns) and product.dtype is torch.int32 and not product.any()

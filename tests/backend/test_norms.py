@@ -1,0 +1,47 @@
+"""Norms of 16-bit values on GPUs, where torch takes no FP32 parameters beside them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from qsync.backend.kernels.norms import norm
+
+
+def called(device):
+    """The types of the values and parameters that torch's function gets."""
+    with FakeTensorMode():  # of a GPU that this machine need not have
+        x = torch.empty(4, 8, device=device, dtype=torch.bfloat16)
+        weight, bias = torch.empty(8, device=device), torch.empty(8, device=device)
+        found = []
+
+        def target(input, shape, weight, bias=None, eps=1e-5):
+            found.extend([input.dtype, weight.dtype, bias.dtype])
+            return input
+
+        norm(target, x, (8,), weight, bias=bias)
+    return found
+
+
+def test_on_a_gpu_parameters_come_in_the_type_of_the_values():
+    assert called("cuda") == [torch.bfloat16] * 3
+
+
+def test_on_a_cpu_they_stay_fp32():
+    assert called("cpu") == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("target", "first"), [(F.layer_norm, (16,)), (F.rms_norm, (16,)), (F.group_norm, 4)], ids=str
+)
+def test_a_gpu_s_norm_is_that_of_fp32_but_for_the_rounding(target, first):
+    x = torch.randn(8, 16, device="cuda")
+    weight = torch.randn(16, device="cuda", requires_grad=True)
+    y = norm(target, x.bfloat16(), first, weight)
+    y.sum().backward()
+    assert y.dtype is torch.bfloat16 and weight.grad.dtype is torch.float32
+    torch.testing.assert_close(y.float(), target(x, first, weight), rtol=2e-2, atol=2e-2)
