@@ -1,4 +1,4 @@
-"""Sizes of the blocks in which CPU kernels work; the memory model counts by them. No torch."""
+"""Sizes of the blocks in which kernels work; the memory model counts by them. No torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from __future__ import annotations
 # and 2.8). With an allocator that keeps freed memory 18.2, 9.7, 8.5, 7.8; of 32 heads of 512x512 38 each,
 # torch in FP32 83.
 SCORES_PER_BLOCK = 2**17
+# On a GPU, in 256 MB: there every pass over a block is a launch, and no block stays in a cache.
+_SCORES_PER_GPU_BLOCK = 2**26
 
 # Elements of gelu' and silu' per step through memory: five passes over a block stay in the cache. 4.6 ms
 # for 1024x3072 against 10.3 in one piece (Zen 5, one thread).
 SLOPES_PER_BLOCK = 2**17
 
 _MOST_SAVED_KEYS = 64  # the width of a head: the weights of a query are as large as the query
+
+
+def scores_per_block(device: str) -> int:
+    """Return how many scores of INT8 attention go through their passes together on a kind of device.
+
+    >>> scores_per_block("cpu")
+    131072
+    """
+    return _SCORES_PER_GPU_BLOCK if device == "cuda" else SCORES_PER_BLOCK
 
 
 def saves_weights(keys: int, dropout_p: float) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qsync.backend.autograd import differentiable
-from qsync.backend.block_sizes import SCORES_PER_BLOCK, saves_weights
+from qsync.backend.block_sizes import saves_weights, scores_per_block
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.attention_heads import AttentionOptions, Heads
 from qsync.backend.kernels.attention_short import attention_short
@@ -132,7 +132,8 @@ class _Heads(Heads):
 
     def chunks(self) -> list[slice]:
         """Return the heads that are computed together, chunk by chunk."""
-        step = max(SCORES_PER_BLOCK // max(math.prod(self.scores_shape[-2:]), 1), 1)
+        most = scores_per_block(self._codes[0].device.type)
+        step = max(most // max(math.prod(self.scores_shape[-2:]), 1), 1)
         return [slice(i, min(i + step, self.count)) for i in range(0, self.count, step)]
 
     def weights(self, some: slice) -> Tensor:

@@ -83,7 +83,7 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         command = _module("qsync.experiments.kernels.compare_kernels", *chosen, *quick)
         yield Piece("kernels", section, command, 120, folder / "figures.json")
     for name in LARGE:
-        parts = _LARGEST_MODES if name == _LARGEST else (_MODES,)
+        parts: tuple[tuple[str, ...], ...] = _LARGEST_MODES if name == _LARGEST else (_MODES,)
         for modes in [sum(parts, ())] if tiny else parts:
             arguments = (name, _able(modes, device), False, tiny, device)
             called = f"{name} {modes[0]}" if name == _LARGEST else name

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_weights
+from qsync.backend.block_sizes import SCORES_PER_BLOCK, SLOPES_PER_BLOCK, saves_weights, scores_per_block
 from qsync.backend.kernels.conv_strategy import int8_gradient_unfolds, windows_bytes
 from qsync.lowering.lowered_graph import Run
 from qsync.records.graph import Op, num_elements
@@ -390,7 +390,8 @@ def _attention_int8(op: Op, context: OpContext, backward: bool) -> int:
     heads = num_elements(op.shape[:-2])
     q, k = heads * queries * context.shapes[0][-1], heads * keys * context.shapes[0][-1]
     v, y = heads * keys * op.shape[-1], op.num_elements
-    chunk = min(max(SCORES_PER_BLOCK // max(queries * keys, 1), 1), heads) * queries * keys
+    most = scores_per_block(context.device)
+    chunk = min(max(most // max(queries * keys, 1), 1), heads) * queries * keys
     base = q + k + 2 * _FP32 * heads * max(queries, keys)  # codes, heads in front, and scales
     for mask in context.masks:
         base += heads * queries * keys * mask.width if num_elements(mask.shape[:-2]) > 1 else 0

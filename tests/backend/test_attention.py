@@ -61,7 +61,7 @@ def test_shapes(name, options):
 
 @pytest.mark.parametrize("at_a_time", [1, 100, 250])
 def test_a_few_heads_at_a_time_are_all_heads(monkeypatch, at_a_time):
-    monkeypatch.setattr(attention_int8, "SCORES_PER_BLOCK", at_a_time)
+    monkeypatch.setattr(attention_int8, "scores_per_block", lambda device: at_a_time)
     mask = sample(2, 1, 9, 9, seed=4)
     assert_parity(
         "attention", "int8", F.scaled_dot_product_attention, [*qkv([(2, 3, 9, 8)] * 3), mask], BOUNDS
