@@ -36,6 +36,7 @@ from qsync.tracing.segments import DTYPES, Segment
 # A precision is left only for one that takes this part less time: a nearer race is decided by noise.
 _TIE = 0.05
 _ROUNDS, _TIMED_S = 20, 0.05  # of one choice
+_CALLS_ON_A_GPU = 8  # in a row
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _OFFSETS = "offsets"  # of groups of rows
 _READER = "the readers of the result"
@@ -165,7 +166,7 @@ class _Part:
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
             runs = [self._alone(ops, precision, kernels) for precision in precisions]
-            return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
+            return fastest(runs, _ROUNDS, _TIMED_S, _TIE, _CALLS_ON_A_GPU if gpus else 1)
 
     def _calls(self, ops: Sequence[str]) -> list[torch.fx.Node]:
         """Return the calls of these operators and of those behind them that run in the type handed on.

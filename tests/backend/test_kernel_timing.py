@@ -49,3 +49,9 @@ def test_short_runs_are_repeated_until_the_time_is_over(taking):
 @pytest.mark.parametrize("tie, chosen", [(0.0, 1), (0.1, 1), (0.11, 0)])
 def test_of_a_tie_the_first_is_chosen(taking, tie, chosen):
     assert fastest([taking(1.105), taking(1.0)], tie=tie) == chosen
+
+
+def test_calls_in_a_row_are_timed_together(taking):
+    run = taking(1.0)
+    assert fastest([run], seconds=0.0, calls=8) == 0
+    assert len(run.counted) == 1 + 8 * 5  # warmed up by one, then at least five rounds
