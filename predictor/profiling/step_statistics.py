@@ -22,6 +22,7 @@ CastKey = tuple[str, str, str]  # (value, source type, target type)
 Runs = Mapping[tuple[str, str], Sequence[tuple[Run, Cost]]]  # by operator and mode
 
 _PRODUCTS_FOR_A_PRICE = 3  # of a switch between precisions
+_MEDIAN_ERROR = 1.2533  # of normal values, over the error of their mean: sqrt(pi / 2)
 _LEAST_OWN = 0.1  # of a node's timed seconds: what is taken out of them is an estimate, and no node is free
 
 
@@ -106,7 +107,7 @@ def switch_costs(runs: Runs) -> dict[str, Cost]:
     Forward that is the product before it, backward the one after it. It is as long for a small product as for
     a large one (Zen 5: linear in BF16 of 0.2 and 0.8 ms, 0.05 ms each), as if caches filled again. Of every
     product that was timed both ways the difference of the medians counts; of these, the median. Fewer than
-    three products show noise, not a price.
+    three products show noise, not a price; so do products whose differences are as often negative.
     """
     found: dict[str, list[list[float]]] = defaultdict(lambda: [[], []])
     for timed in runs.values():
@@ -117,10 +118,19 @@ def switch_costs(runs: Runs) -> dict[str, Cost]:
             beside_like = [seconds for switched, seconds in samples if not switched]
             if beside_other and beside_like:
                 found[timed[0][0].mode][way].append(median(beside_other) - median(beside_like))
-    return {
-        mode: Cost(*(max(0.0, median(way)) if len(way) >= _PRODUCTS_FOR_A_PRICE else 0.0 for way in ways))
-        for mode, ways in found.items()
-    }
+    return {mode: Cost(*map(_beyond_noise, ways)) for mode, ways in found.items()}
+
+
+def _beyond_noise(differences: Sequence[float]) -> float:
+    """Return the median, or zero where it is within two of its standard errors, of few values or negative."""
+    if len(differences) < _PRODUCTS_FOR_A_PRICE:
+        return 0.0
+    middle = median(differences)
+    return (
+        middle
+        if middle > 2 * _MEDIAN_ERROR * robust_deviation(differences) / math.sqrt(len(differences))
+        else 0.0
+    )
 
 
 def _without_switch(run: Run, cost: Cost, price: Cost) -> Cost:

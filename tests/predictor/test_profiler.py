@@ -18,7 +18,7 @@ from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.profiling.clocks import ShareClock, WallClock
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes
 from qsync.predictor.profiling.profiler import Profiler
-from qsync.predictor.profiling.step_statistics import node_costs, timer_seconds
+from qsync.predictor.profiling.step_statistics import node_costs, switch_costs, timer_seconds
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost, Profile
 from qsync.records.save_less import ops_that_save_less
@@ -193,6 +193,21 @@ def test_what_a_switch_of_precision_costs_is_taken_out_of_the_products():
     for k, own in enumerate(own_s):
         for cost in found.ops[f"fc{k}"].values():
             assert (cost.forward_s, cost.backward_s) == pytest.approx((own, 2 * own))
+
+
+@pytest.mark.parametrize(
+    ("differences", "price"),
+    [((3, -2, 2, -1, 1, -3, 0.5), 0.0), ((3, 2, 2.5, 2.2, 1.8, 2.4, 2.6), 2.4), ((0.5, 0.5, 0.5), 0.5)],
+)
+def test_a_switch_has_a_price_where_products_agree_that_it_has(differences, price):
+    """Products that differ as often the other way show noise: a price would be taken out of all of them."""
+    runs = {}
+    for k, difference in enumerate(differences):
+        beside_other, beside_like = (
+            Run(f"fc{k}", "bf16", ("bf16",), "bf16", after_other=switched) for switched in (True, False)
+        )
+        runs[f"fc{k}", "bf16"] = [(beside_other, Cost(9.0 + difference)), (beside_like, Cost(9.0))]
+    assert switch_costs(runs)["bf16"].forward_s == pytest.approx(price)
 
 
 def test_noise_makes_no_node_free():
