@@ -92,7 +92,7 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         yield measured("prediction", name, 120, "prediction", name, tiny, device)
         yield measured("memory", name, 60, "memory", name, _able(_COMPILED_MODES, device), tiny, device)
     for where in (ONE_GPU, GPU_AND_CPU):
-        yield measured("ranks", where, 120, "ranks", where, tiny, device)
+        yield measured("ranks", where, 240, "ranks", where, tiny, device)  # a profile on each
     for backend in ("nccl", "gloo"):
         yield measured("collectives", backend, 60, "collectives", backend, device)
     for name in LARGE:

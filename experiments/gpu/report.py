@@ -87,10 +87,11 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         for kernel in device["kernels"] if kernel["kernel"]
     ]  # fmt: skip
     steps = [
-        [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}"]
+        [name, variant, milliseconds(seconds), "-" if ratio is None else f"{ratio:.2f}",
+         _mebibytes(result["variants"][variant].get("peak_bytes"))]
         for name, result in runs
         for variant, (seconds, ratio) in _speeds(result).items()
-    ]
+    ]  # fmt: skip
     missing = [
         [name, variant, why] for name, result in runs for variant, why in result["unavailable"].items()
     ]
@@ -99,7 +100,7 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
         for name, result in _of(pieces, "prediction")
     ]
     memory = [
-        [name, mode, f"{one['peak_bytes'] / 2**20:.0f} MiB",
+        [name, mode, _mebibytes(one["peak_bytes"]),
          f"{100 * (one['predicted_peak_bytes'] / one['peak_bytes'] - 1):+.1f} %"]
         for name, result in _of(pieces, "memory") for mode, one in result.items() if isinstance(one, Mapping)
     ]  # fmt: skip
@@ -129,7 +130,12 @@ def tables(pieces: Pieces, doubts: Sequence[str] = ()) -> list[Table]:
             chosen,
             left=3,
         ),
-        table_of("Whole steps", ("model", "variant", "step", "x autocast"), steps, left=2),
+        table_of(
+            "Whole steps",
+            ("model", "variant", "step", "x autocast", "peak beyond what stays"),
+            steps,
+            left=2,
+        ),
         table_of("Whole steps that do not run", ("model", "variant", "why"), missing, left=3),
         table_of("Predicted / measured - 1 of plans, against FP32", ("model", "plans"), errors, left=2),
         table_of("Peak memory of a step", ("model", "mode", "measured", "predicted"), memory, left=2),
@@ -175,6 +181,10 @@ def _state(found: Mapping[str, Any]) -> str:
 
 def _counts(tests: Mapping[str, Any]) -> str:
     return f"{tests['passed']} passed, {tests['skipped']} skipped, {len(tests['failed'])} failed"
+
+
+def _mebibytes(num_bytes: float | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _errors(result: Mapping[str, Any]) -> Sequence[float]:
