@@ -75,7 +75,9 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
         result = out / "tests" / f"{file.stem}.xml"
         workers = ("-n", str(_workers()), *_PLUGINS_OFF)
         options = ("-m", "cuda", "-q", *workers, f"--junitxml={result}", str(file))
-        yield Piece("tests", file.stem, _module("pytest", *options), 150, result, _TEST_TOOLS)
+        imports_tvm = "qsync.backend.casts.tvm import" in file.read_text(encoding="utf-8")
+        needs = (*_TEST_TOOLS, *(("apache-tvm",) if imports_tvm else ()))  # others run what is compiled
+        yield Piece("tests", file.stem, _module("pytest", *options), 150, result, needs)
     for section in _LAYERS:
         folder = out / "kernels" / section.replace(" ", "-")
         chosen = ("--only", section, "--device", device, "--out", str(folder))
