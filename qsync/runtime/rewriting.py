@@ -206,7 +206,7 @@ def is_norm_on_gpu(op: Op, run: Run, node: torch.fx.Node) -> bool:
     """Return whether a call is a norm of 16-bit values on a GPU, where torch takes no FP32 parameters."""
     value = node.meta.get("example_value")
     on_gpu = isinstance(value, torch.Tensor) and value.is_cuda
-    return on_gpu and op.kind in NORMS_OF_ONE_TYPE and run.operands[0] != "fp32" and callable(node.target)
+    return on_gpu and op.kind in NORMS_OF_ONE_TYPE and run.operands[0] != "fp32"
 
 
 class _Rewriter:
@@ -352,16 +352,13 @@ class _Rewriter:
         if native and op.kind in REPLACED and not run.as_traced and callable(node.target):
             following = FollowingCall(self._kernels.in_lowered_graphs(op.kind), node.target)
             return _call(module, op.kind, following, args, kwargs)
-        if native and is_norm_on_gpu(op, run, node):
-            call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)  # type: ignore[arg-type]
-            call.meta = dict(node.meta)
-            if self._compile_islands and (kind := pure_kind(op, node)):
-                call.meta[PURE] = kind
-            return call
         if native:
-            # A view asks for an order of elements that a convolution's result may not have here.
-            named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
-            call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
+            if callable(node.target) and is_norm_on_gpu(op, run, node):
+                call = _call(module, op.kind, FollowingCall(norm, node.target), args, kwargs)
+            else:
+                # A view asks for an order of elements that a convolution's result may not have here.
+                named = "reshape" if node.target == "view" and not names_a_type(node) else node.target
+                call = module.graph.create_node(node.op, named, args, kwargs, type_expr=node.type)
             call.meta = dict(node.meta)
             if self._compile_islands and (kind := pure_kind(op, node)):
                 call.meta[PURE] = kind

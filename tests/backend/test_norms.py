@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from qsync.backend.kernels.norms import norm
+from qsync.runtime.rewriting import is_norm_on_gpu
 
 
 def called(device):
@@ -31,6 +34,23 @@ def test_on_a_gpu_parameters_come_in_the_type_of_the_values():
 
 def test_on_a_cpu_they_stay_fp32():
     assert called("cpu") == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("kind", "carried", "device", "is_ours"),
+    [
+        ("layer_norm", "bf16", "cuda", True),
+        ("group_norm", "bf16", "cuda", True),
+        ("batch_norm", "bf16", "cuda", False),
+        ("layer_norm", "fp32", "cuda", False),
+        ("layer_norm", "bf16", "cpu", False),
+    ],
+)
+def test_the_pass_takes_it_for_16_bit_values_on_gpus_alone(kind, carried, device, is_ours):
+    with FakeTensorMode():
+        value = torch.empty(2, 4, device=device)
+    op, run = SimpleNamespace(kind=kind), SimpleNamespace(operands=(carried,))
+    assert is_norm_on_gpu(op, run, SimpleNamespace(meta={"example_value": value})) is is_ours
 
 
 @pytest.mark.cuda
