@@ -207,7 +207,6 @@ def _layer_norm(form: str) -> Callable[..., Tensor]:
         eps: float = 1e-5,
         cudnn_enable: bool = True,
     ) -> Tensor:
-        weight, bias = in_type_of(weight, input), in_type_of(bias, input)
         return differentiable(_LayerNorm, input, tuple(normalized_shape), weight, bias, eps, form)
 
     return run
@@ -231,7 +230,7 @@ class _LayerNorm(torch.autograd.Function):
         eps: float,
         form: str,
     ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, shape, in_type_of(weight, x), in_type_of(bias, x), eps)
         ctx.shape = shape
         ctx.from_output = form == "output" and _recoverable(weight, bias, y.dtype)
         if ctx.from_output:
@@ -246,8 +245,9 @@ class _LayerNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, rstd, *saved = ctx.saved_tensors
+        rounded = in_type_of(weight, gradient), in_type_of(bias, gradient)
         if ctx.from_output:
-            centred = _normalized(saved[0], weight, bias).div(rstd)
+            centred = _normalized(saved[0], *rounded).div(rstd)
         else:
             centred = _decoded(*saved).view(gradient.shape)
         wanted = [ctx.needs_input_grad[i] for i in (0, 2, 3)]
@@ -257,10 +257,10 @@ class _LayerNorm(torch.autograd.Function):
             ctx.shape,
             torch.zeros_like(rstd),
             rstd,
-            weight,
-            bias,
+            *rounded,
             wanted,
         )
+        dw, db = (d if d is None else d.to(of.dtype) for d, of in ((dw, weight), (db, bias)))
         return dx, None, dw, db, None, None
 
 
