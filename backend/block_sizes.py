@@ -8,8 +8,8 @@ from __future__ import annotations
 # and 2.8). With an allocator that keeps freed memory 18.2, 9.7, 8.5, 7.8; of 32 heads of 512x512 38 each,
 # torch in FP32 83.
 SCORES_PER_BLOCK = 2**17
-# On a GPU, in 256 MB: there every pass over a block is a launch, and no block stays in a cache.
-_SCORES_PER_GPU_BLOCK = 2**26
+# On a GPU, in 64 MB: there every pass over a block is a launch, which a pass over so much hides on any card.
+_SCORES_PER_GPU_BLOCK = 2**24
 
 # Elements of gelu' and silu' per step through memory: five passes over a block stay in the cache. 4.6 ms
 # for 1024x3072 against 10.3 in one piece (Zen 5, one thread).
