@@ -42,7 +42,8 @@ def test_every_command_takes_its_options(name, command, tmp_path):
 
 def test_every_page_of_figures_is_written_by_an_experiment():
     written = {rerun.page for rerun in RERUNS.values()}
-    assert {page.name for page in PAGES.glob("*.md")} - {"index.md"} <= written
+    by_hand = {"index.md", "gpu.md"}  # what `make gpu` finds is published where there is a GPU
+    assert {page.name for page in PAGES.glob("*.md")} - by_hand <= written
     for page in PAGES.glob("*.md"):
         assert "<!-- " in page.read_text() and ":begin -->" in page.read_text(), page
 

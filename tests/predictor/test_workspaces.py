@@ -222,6 +222,10 @@ CASES = [
 ]
 
 
+# oneDNN's kernels for AMX allocate other scratch, which the memory model does not know.
+WITH_AMX = 0.025 if torch.cpu._is_amx_tile_supported() else 0.0
+
+
 @pytest.fixture(scope="module")
 def trained() -> dict[str, memory_runs.Trained]:
     """Models in training, made when a case asks for them."""
@@ -247,4 +251,6 @@ def test_the_peak_of_a_step_is_as_predicted(trained, name, precision, saves_less
     # Four bytes more: the weight of all targets together, which cross_entropy keeps.
     assert found["saved_bytes"] - found["predicted_saved_bytes"] in (0, 4)
     above = found["peak_bytes"] - found["throughout_bytes"]
-    assert found["predicted_peak_bytes"] - found["throughout_bytes"] == pytest.approx(above, rel=tolerance)
+    assert found["predicted_peak_bytes"] - found["throughout_bytes"] == pytest.approx(
+        above, rel=max(tolerance, WITH_AMX)
+    )
