@@ -22,8 +22,6 @@ def norm(target: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any
 
     >>> norm(F.layer_norm, x.bfloat16(), (768,), weight, bias)
     """
-    if not input.is_cuda:
-        return target(input, *args, **kwargs)
     named = {name: in_type_of(value, input) for name, value in kwargs.items()}
     return target(input, *(in_type_of(value, input) for value in args), **named)
 

@@ -125,12 +125,8 @@ def _beyond_noise(differences: Sequence[float]) -> float:
     """Return the median, or zero where it is within two of its standard errors, of few values or negative."""
     if len(differences) < _PRODUCTS_FOR_A_PRICE:
         return 0.0
-    middle = median(differences)
-    return (
-        middle
-        if middle > 2 * _MEDIAN_ERROR * robust_deviation(differences) / math.sqrt(len(differences))
-        else 0.0
-    )
+    middle, deviation = median(differences), robust_deviation(differences)
+    return middle if middle > 2 * _MEDIAN_ERROR * deviation / math.sqrt(len(differences)) else 0.0
 
 
 def _without_switch(run: Run, cost: Cost, price: Cost) -> Cost:
