@@ -300,7 +300,18 @@ def _representative(
             [(images, channels, side * 8), (channels, channels, 3), (channels,)],
             {"padding": 1},
         ),
+        "conv3d": (
+            torch.conv3d,
+            [(images, channels, side, side, 4), (channels, channels, 3, 3, 1), (channels,)],
+            {"padding": (1, 1, 0)},
+        ),
+        "conv_transpose": (
+            torch.conv_transpose2d,
+            [(images, channels, side, side), (channels, channels, 2, 2), (channels,)],
+            {"stride": 2},
+        ),
         "matmul": (torch.matmul, [(2, n, n // 2), (2, n // 2, n)], {}),
+        "baddbmm": (torch.baddbmm, [(1, n, n), (2, n, n // 2), (2, n // 2, n)], {}),
         "attention": (attention, [(2, 4, n // 2, 32)] * 3, {}),
         "embedding": (_look_up, [(n, n)], {}),
         "einsum": (_contract, [(2, n, n // 2), (2, n // 2, n)], {}),

@@ -38,7 +38,7 @@ from qsync.distributed.step_phases import PhaseTimer
 from qsync.errors import FormatError, shortened
 from qsync.planning import plan as choose_plan
 from qsync.progress import shown_on_rank_zero
-from qsync.records.base import default_base, parse_base
+from qsync.records.base import default_base, measured_base, parse_base
 from qsync.records.graph import digest
 from qsync.records.levers import SAVE_LESS
 from qsync.records.plan_folder import Basis, save_plan
@@ -106,8 +106,9 @@ def hybrid(
             and planned with.
         base: "fp32", "fp32_fast", "tf32", "bf16" or "fp16": what the strong class runs in, as torch.autocast
             would, and what the others are lowered from. Without it the type of the torch.autocast that is on
-            here, or of Accelerate's mixed precision, else "fp32_fast" where a class has it. "fp32" keeps
-            the strong class bitwise torch's. The training loop may keep its torch.autocast of that type.
+            here, or of Accelerate's mixed precision, else "fp32_fast" where the strong class's steps are
+            faster by it. "fp32" keeps the strong class bitwise torch's. The training loop may keep its
+            torch.autocast of that type.
         ddp: False leaves wrapping to a framework that does it itself: its DDP, or fully_shard. At the first
             training call that DDP is found, its steps are watched, and its gradients weighed.
         ddp_options: DDP's arguments: `find_unused_parameters`, `static_graph`, `gradient_as_bucket_view`,
@@ -337,7 +338,8 @@ def _profile_and_plan(
     """Return the plan of this job, the same on every rank, and its folder: cached, or made now."""
     graph = job.form_graph(step)
     formed = job.form_cluster(rank, profiling.progress)
-    if "base" not in options:
+    is_asked = "base" in options
+    if not is_asked:
         able = {p for device_class in formed[0].classes for p in device_class.precisions}
         chosen = able.intersection(profiling.precisions or able)
         options = {**options, "base": str(default_base(graph, chosen))}
@@ -350,6 +352,8 @@ def _profile_and_plan(
     plan = cached_plan(folder)
     if plan is None:
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
+        if not is_asked:
+            options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}
         profiling.progress("allocation")
         plan = Plan.from_json(from_rank_zero(
             "planning", lambda: _plan_and_save(basis, folder, profiling.bucket_cap_bytes, options).to_json()

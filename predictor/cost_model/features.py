@@ -17,7 +17,8 @@ from qsync.records.graph import num_elements
 # Kinds of one algorithm, learned together. All other kinds are "rest".
 _FAMILIES = {
     "linear": "product", "addmm": "product", "matmul": "matmul", "conv2d": "convolution",
-    "conv1d": "convolution", "attention": "attention", "grouped_mm": "matmul", "cast": "cast", "view": "view",
+    "conv1d": "convolution", "conv3d": "convolution", "conv_transpose": "convolution",
+    "attention": "attention", "grouped_mm": "matmul", "baddbmm": "matmul", "cast": "cast", "view": "view",
 }  # fmt: skip
 
 # Kinds of the family "rest" that are distinguished by a feature: they access memory differently.

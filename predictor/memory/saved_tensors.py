@@ -25,7 +25,7 @@ SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
 # The two factors of a product: each is saved if the other one has a gradient.
 FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
-    "grouped_mm": (0, 1),
+    "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")

@@ -21,6 +21,7 @@ _BLOCK, _SHORT_WINDOW = 16, 3  # of oneDNN, in FP32: channels in a block, and a 
 _FORWARD_SCRATCH_BYTES = 197_632
 FULL = (Precision.FP32, Precision.FP32_FAST)
 _INT8 = (Precision.INT8, Precision.INT8_ALL)
+_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose")
 _CONVOLVED = (*FULL, Precision.BF16, *_INT8)
 _SAVING_LESS = ("output", "bits", "codes")
 
@@ -66,7 +67,7 @@ def forward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return mask + _attention_plain(op, backward=False)
     if run.mode in _INT8 and op.kind in ("linear", "addmm"):
         return 0 if run.output == "fp32" else _FP32 * elements  # sums; an FP32 result replaces them
-    if op.kind == "conv2d" and context.device == "cpu":
+    if op.kind in _CONVOLUTIONS and context.device == "cpu":
         return _convolution_forward(op, run, context)
     if op.kind == "embedding" and run.mode != Precision.FP32:  # the rows in FP32 before they are rounded
         return type_bytes("fp32", elements) + type_bytes("int8", elements) * (run.mode == Precision.INT8)
@@ -85,7 +86,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return _attention_int8(op, context, backward=True)
     if run.mode == Precision.BF16 and op.kind in ("linear", "addmm"):
         return _product_bf16(op, context)
-    if op.kind == "conv2d" and context.device == "cpu" and run.mode in _CONVOLVED:
+    if op.kind in _CONVOLUTIONS and context.device == "cpu" and run.mode in _CONVOLVED:
         return _convolution_backward(op, run, context)
     workspace = sum(_gradient_of(j, taken, context) for j, taken in enumerate(run.operands))
     if op.kind == "cross_entropy":  # the gradient of its log-probabilities
@@ -218,11 +219,13 @@ def _convolution_forward(op: Op, run: Run, context: OpContext) -> int:
     """
     x, w, y = num_elements(context.shapes[0]), num_elements(context.shapes[1]), op.num_elements
     channels_last, one_channel = run.channels_last or op.channels_last, context.shapes[1][1] == 1
+    if op.kind == "conv_transpose":  # its result lies in rows of channels at first, and is copied twice
+        return 2 * type_bytes(run.mode, y)
     if run.mode in _INT8:
-        windows = windows_bytes("int8", context.shapes[0], context.shapes[1], op.shape)[0]
+        windows = _windows_bytes(op, run, context)[0]
         return windows + (0 if run.output == "fp32" else _FP32 * y)
     if run.mode == Precision.BF16:
-        windows = windows_bytes("bf16", context.shapes[0], context.shapes[1], op.shape)[0]
+        windows = _windows_bytes(op, run, context)[0]
         reordered = 0 if channels_last or one_channel else _BF16 * x
         return (
             windows + max(reordered - _BF16 * y, _FORWARD_SCRATCH_BYTES)
@@ -253,7 +256,7 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
         return max(made + workspace, made + cast_dx * (context.carried[0] != "fp32")) - passed_on
     if run.mode == Precision.INT8_ALL:
         return _convolution_int8_all(op, run, context) - passed_on
-    windows = windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)[1]
+    windows = _windows_bytes(op, run, context)[1]
     scratch = _scratch_of(y // max(op.shape[1], 1), op.shape[1], num_elements(context.shapes[1][1:]))
     made = _BF16 * x if has_dx else 0
     if run.mode == Precision.BF16:
@@ -268,6 +271,13 @@ def _convolution_backward(op: Op, run: Run, context: OpContext) -> int:
     dx_reordered = 0 if channels_last else passed_on
     last = passed_on + _BF16 * w + max(bucket, dx_reordered)
     return base + max(first, then, last) - passed_on
+
+
+def _windows_bytes(op: Op, run: Run, context: OpContext) -> tuple[int, int]:
+    """Return the bytes of a convolution's windows, forward and backward: of images alone there are any."""
+    if op.kind != "conv2d":
+        return 0, 0
+    return windows_bytes(run.mode, context.shapes[0], context.shapes[1], op.shape)
 
 
 def _takes_pixels(op: Op, context: OpContext) -> bool:

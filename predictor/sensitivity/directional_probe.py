@@ -332,7 +332,7 @@ def _squares(product: torch.Tensor, op: Op, is_parameter: bool) -> torch.Tensor:
     """Return the sum over columns of squared sums over rows; for parameters the sum of squares."""
     if is_parameter or product.ndim < 2:
         return product.square().sum()
-    images = product.ndim == 4 and op.kind not in ("attention", "matmul", "softmax")
+    images = op.kind == "conv3d" or (product.ndim == 4 and op.kind not in ("attention", "matmul", "softmax"))
     channel = 1 if images else product.ndim - 1
     rest, left = [], product.numel()
     for dim in (0, *reversed(range(1, product.ndim))):

@@ -59,8 +59,11 @@ _SAVED_OPERANDS = {
     "linear": (0,),
     "conv2d": (0,),
     "conv1d": (0,),
+    "conv3d": (0,),
+    "conv_transpose": (0,),
     "addmm": (1,),
     "matmul": (0, 1),
+    "baddbmm": (1, 2),
     "embedding": (),
 }
 

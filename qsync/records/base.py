@@ -7,15 +7,19 @@ the base, and states variance above the base's own.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.records.graph import Op, OpGraph
 from qsync.records.precision import PRECISION_ORDER, PRECISIONS_BY_KIND, Precision
+from qsync.records.profiles import Profile
 
 BASES = (Precision.FP32, Precision.FP32_FAST, Precision.TF32, Precision.BF16, Precision.FP16)
 # Kinds of operators that torch.autocast lowers, on CPUs and GPUs alike (aten/src/ATen/autocast_mode.h).
-_AUTOCAST_KINDS = ("linear", "addmm", "conv2d", "conv1d", "matmul", "attention", "rnn", "einsum")
+_AUTOCAST_KINDS = (
+    "linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "matmul", "baddbmm", "attention",
+    "rnn", "einsum",
+)  # fmt: skip
 # A class without the base takes the first of these that it has: a T4 runs FP16 beside an A100's BF16.
 _ALTERNATIVES = {
     Precision.FP32_FAST: (Precision.FP32,),
@@ -89,6 +93,23 @@ def default_base(graph: OpGraph, precisions: Collection[Precision]) -> Precision
     loaded = base_of_graph(graph)
     fast = loaded is Precision.FP32 and Precision.FP32_FAST in precisions
     return Precision.FP32_FAST if fast else loaded
+
+
+def measured_base(base: Precision, profiles: Mapping[str, Profile]) -> Precision:
+    """Return FP32 in the place of its fastest kernels where they make the strongest class's step no faster.
+
+    Each of them is the fastest alone, and together they may still be slower: their neighbours pay for an
+    image's memory order.
+
+    >>> measured_base(default_base(graph, precisions), profiles)
+    """
+    steps = [
+        profile.step_s for profile in profiles.values() if profile.step_s.keys() >= {"fp32", "fp32_fast"}
+    ]
+    if base is not Precision.FP32_FAST or not steps:
+        return base
+    strongest = min(steps, key=lambda step_s: min(step_s["fp32"], step_s["fp32_fast"]))
+    return base if strongest["fp32_fast"] < strongest["fp32"] else Precision.FP32
 
 
 def is_lowered(precision: Precision, base: Precision) -> bool:

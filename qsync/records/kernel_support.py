@@ -49,6 +49,7 @@ _UNWRITTEN_KINDS = {
     "attention": "not written; torch's fused attention takes 16-bit floats at the least",
     "embedding": "not written; it multiplies nothing",
     **dict.fromkeys(("rnn", "einsum"), "not written; only its BF16 form is"),
+    **dict.fromkeys(("conv3d", "conv_transpose", "baddbmm"), "not written; its TF32 and 16-bit forms are"),
     "grouped_mm": "not written; its FP32 and BF16 forms are",
 }
 _UNWRITTEN = {

@@ -103,6 +103,10 @@ PRECISIONS_BY_KIND: dict[str, tuple[Precision, ...]] = {
     ),
     "attention": (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16, Precision.INT8),
     "embedding": (Precision.FP32, Precision.BF16, Precision.INT8),
+    **dict.fromkeys(
+        ("conv3d", "conv_transpose", "baddbmm"),
+        (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16),
+    ),
     "rnn": (Precision.FP32, Precision.BF16),
     "einsum": (Precision.FP32, Precision.BF16),
     "grouped_mm": (Precision.FP32, Precision.FP32_FAST, Precision.BF16),

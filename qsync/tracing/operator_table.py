@@ -19,9 +19,12 @@ PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "addmm": ("addmm", ("input", "mat1", "mat2")),
     "conv2d": ("conv2d", ("input", "weight", "bias")),
     "conv1d": ("conv1d", ("input", "weight", "bias")),
+    "conv3d": ("conv3d", ("input", "weight", "bias")),
+    **{f"conv_transpose{n}d": ("conv_transpose", ("input", "weight", "bias")) for n in (1, 2, 3)},
     "matmul": ("matmul", ("input", "other")),
     "bmm": ("matmul", ("input", "mat2")),
     "mm": ("matmul", ("input", "mat2")),
+    "baddbmm": ("baddbmm", ("input", "batch1", "batch2")),
     "scaled_dot_product_attention": ("attention", ("query", "key", "value", "attn_mask")),
     "embedding": ("embedding", ("input", "weight")),
     # All layers of torch's recurrences are one call; without names every tensor of it is an operand.
@@ -48,10 +51,7 @@ FOLLOWING: dict[str, str] = {
 }  # fmt: skip
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
-UNWRITTEN_PRODUCTS = (
-    "baddbmm", "addbmm", "bilinear", "conv3d", "conv_transpose1d", "conv_transpose2d",
-    "conv_transpose3d", "grouped_mm", "_grouped_mm",
-)  # fmt: skip
+UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
 
 # Fixed kinds worth a name of their own (the memory model reads them); everything else unknown is "other".
 FIXED: dict[str, str] = {
@@ -189,10 +189,12 @@ def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> 
     """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
     if kind == "linear":
         return 2 * num_elements(output) * shapes[1][-1]
-    if kind == "addmm":
+    if kind in ("addmm", "baddbmm"):
         return 2 * num_elements(output) * shapes[1][-1]
-    if kind in ("conv2d", "conv1d"):
+    if kind in ("conv1d", "conv2d", "conv3d"):
         return 2 * num_elements(output) * num_elements(shapes[1][1:])
+    if kind == "conv_transpose":  # every element of the input is multiplied by the filters of its channel
+        return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
     if kind in ("matmul", "grouped_mm"):
         return 2 * num_elements(output) * shapes[0][-1]
     if kind == "attention":
@@ -221,14 +223,10 @@ def flops_of_unwritten(node: torch.fx.Node) -> int:
     result, *shapes = [traced_shape(value) if isinstance(value, torch.Tensor) else () for value in values]
     if len(shapes) < 2 or not result:
         return 0
-    if name.startswith("conv_transpose"):
-        return 2 * num_elements(shapes[0]) * num_elements(shapes[1][1:])
-    if name.startswith("conv"):
-        return 2 * num_elements(result) * num_elements(shapes[1][1:])
     if name == "bilinear":
         return 2 * num_elements(result) * shapes[0][-1] * shapes[1][-1]
     left = shapes[1] if "bmm" in name else shapes[0]
-    return 2 * num_elements(result) * left[-1]
+    return 2 * num_elements(left) * result[-1]
 
 
 def traced_shape(value: torch.Tensor) -> tuple[int, ...]:

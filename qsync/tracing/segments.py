@@ -47,6 +47,8 @@ DTYPES = {
 }  # fmt: skip
 
 _CHECKPOINT = "tag_activation_checkpoint"
+# Kinds of which torch has a module.
+_MODULES_OWN = ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "rnn")
 
 
 @dataclass(slots=True)
@@ -385,7 +387,7 @@ class _Reader:
 
 def operator_name(path: str, kind: str) -> str:
     """Return an operator's module path, and its kind unless it is its module's own product."""
-    own = kind in ("linear", "addmm", "conv2d", "conv1d", "rnn", path.rpartition(".")[2])
+    own = kind in (*_MODULES_OWN, path.rpartition(".")[2])
     return path if own and path else f"{path}.{kind}" if path else kind
 
 

@@ -10,7 +10,7 @@ from graphs import cluster_of, encoder, profile_of, sensitivity_of
 from qsync.allocator import allocate, check_plan, explain
 from qsync.commands.tables import base_lines
 from qsync.errors import FormatError, UnsupportedError
-from qsync.records.base import base_of, base_on, bases_of, is_below, parse_base
+from qsync.records.base import base_of, base_on, bases_of, is_below, measured_base, parse_base
 from qsync.records.cluster import Link
 from qsync.records.graph import Op, Role
 from qsync.records.plans import Plan
@@ -135,3 +135,17 @@ def test_which_precisions_are_below_a_base():
     of_kind = {op.kind: base_of(op, BF16) for op in GRAPH.adjustable}
     assert of_kind["linear"] is BF16 and of_kind.get("embedding", FP32) is FP32
     assert base_of(Op("x", "embedding", Role.ADJUSTABLE, (), (), "fp32", (4,)), BF16) is FP32
+
+
+def test_fp32_is_the_base_where_its_fastest_kernels_are_no_faster_together():
+    """The strongest class decides, and only between FP32 and its fastest kernels."""
+
+    def of(**classes):
+        steps = {name: dict(zip(("fp32", "fp32_fast"), pair, strict=True)) for name, pair in classes.items()}
+        return {name: replace(profile_of(GRAPH), step_s=step_s) for name, step_s in steps.items()}
+
+    assert measured_base(FAST, of(a=(1.0, 0.9), b=(3.0, 3.3))) is FAST
+    assert measured_base(FAST, of(a=(1.0, 1.1), b=(3.0, 2.7))) is FP32
+    assert measured_base(FAST, of(a=(1.0, 1.0))) is FP32
+    assert measured_base(BF16, of(a=(1.0, 1.1))) is BF16
+    assert measured_base(FAST, {"a": replace(profile_of(GRAPH), step_s={"fp32": 1.0})}) is FAST

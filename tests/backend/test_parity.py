@@ -33,6 +33,13 @@ def contract(left, right, equation):
     return torch.einsum(equation, left, right)
 
 
+def transposed(input, *rest, **options):
+    """The transposed convolution of as many dimensions as the input has."""
+    return (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[input.ndim - 3](
+        input, *rest, **options
+    )
+
+
 def multiply_groups(rows, weights, offs):
     """The rows of each group by its weight."""
     groups = rows.tensor_split(offs[:-1].tolist())
@@ -50,7 +57,10 @@ TARGETS = {
     "addmm": torch.addmm,
     "conv2d": torch.conv2d,
     "conv1d": torch.conv1d,
+    "conv3d": torch.conv3d,
+    "conv_transpose": transposed,
     "matmul": torch.matmul,
+    "baddbmm": torch.baddbmm,
     "attention": F.scaled_dot_product_attention,
     "embedding": look_up,
     "einsum": contract,
@@ -106,6 +116,26 @@ SHAPES = {
         "same": ([(2, 4, 7), (4, 4, 3), (4,)], {"padding": "same"}),
         "one signal": ([(1, 3, 9), (5, 3, 7)], {}),
         "no signals": ([(0, 3, 9), (5, 3, 3), (5,)], {}),
+    },
+    "conv3d": {
+        "padded": ([(2, 3, 4, 5, 6), (4, 3, 3, 3, 3), (4,)], {"padding": 1}),
+        "patches": ([(2, 3, 4, 8, 8), (16, 3, 2, 4, 4), (16,)], {"stride": (2, 4, 4)}),
+        "grouped": ([(1, 4, 3, 5, 5), (6, 2, 1, 3, 3)], {"groups": 2}),
+        "no videos": ([(0, 3, 2, 4, 4), (4, 3, 2, 2, 2), (4,)], {}),
+    },
+    "conv_transpose": {
+        "doubled": ([(2, 8, 5, 6), (8, 4, 2, 2), (4,)], {"stride": 2}),
+        "primes": ([(3, 7, 11, 5), (7, 13, 3, 3), (13,)], {"stride": 2, "padding": 1, "output_padding": 1}),
+        "grouped": ([(2, 8, 6, 6), (8, 3, 3, 3), (6,)], {"groups": 2}),
+        "signals": ([(2, 5, 9), (5, 3, 4), (3,)], {"stride": 2, "padding": 1}),
+        "volumes": ([(1, 3, 2, 4, 4), (3, 2, 2, 2, 2)], {"stride": 2}),
+        "no images": ([(0, 3, 5, 5), (3, 4, 3, 3), (4,)], {}),
+    },
+    "baddbmm": {
+        "scores": ([(4, 1, 9), (4, 7, 16), (4, 16, 9)], {"beta": 1.0, "alpha": 0.25}),
+        "primes": ([(3, 7, 5), (3, 7, 11), (3, 11, 5)], {}),
+        "a number for all": ([(1, 1, 1), (2, 3, 4), (2, 4, 5)], {"beta": 0.5}),
+        "no rows": ([(2, 0, 3), (2, 0, 5), (2, 5, 3)], {}),
     },
     "matmul": {
         "a batch": ([(4, 7, 5), (4, 5, 3)], {}),
@@ -166,7 +196,10 @@ SCALED = {
     "addmm": (0, 1),
     "conv2d": (0, 2),
     "conv1d": (0, 2),
+    "conv3d": (0, 2),
+    "conv_transpose": (0, 2),
     "matmul": (0,),
+    "baddbmm": (0, 1),
     "attention": (2,),
     "embedding": (0,),
     "einsum": (0,),
@@ -231,7 +264,7 @@ def operands(kind, shapes, values, half):
     scaled = [i for i in SCALED[kind] if i < len(tensors)]
     for i in scaled:
         tensors[i] *= factor
-    first, second = (1, 2) if kind == "addmm" else (0, 1)
+    first, second = (1, 2) if kind in ("addmm", "baddbmm") else (0, 1)
     if values == "of all sizes" and tensors[first].ndim > 1 and kind != "attention":
         sizes = 10.0 ** (torch.arange(len(tensors[first])) % 5 * (0.5 if half else 5) - (1 if half else 10))
         tensors[first] *= sizes.view(-1, *[1] * (tensors[first].ndim - 1))
@@ -302,7 +335,7 @@ def in_planes(places):
 
 def bounds(device, kind, precision, out_type):
     if precision is Precision.FP32:
-        if device == "cuda" and kind in ("conv1d", "conv2d"):  # cuDNN adds up gradients in any order
+        if device == "cuda" and kind.startswith("conv"):  # cuDNN adds up gradients in any order
             return (120, 120)
         least = (math.inf, math.inf)
     else:
@@ -346,7 +379,7 @@ def compare(
         outcome(kernel, kind, precision, target, tensors, gradient, out_type, **options)
         for kernel in (candidate.kernel, reference_of(kind, precision, candidate.name.startswith("torch")))
     )
-    wrong, least, spatial = [], bounds(device, kind, precision, out_type), kind in ("conv1d", "conv2d")
+    wrong, least, spatial = [], bounds(device, kind, precision, out_type), kind.startswith("conv")
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         # The reference's oneDNN multiplies padding. That in the other memory order skips it, and so do the
         # convolutions of processors that multiply FP16 (AVX-512 FP16) or tiles of BF16 (AMX).
@@ -408,7 +441,7 @@ def test_parity_of_bf16_values_and_results(device, kind, precision):
         for name, (shapes, options) in SHAPES[kind].items():
             tensors = operands(kind, shapes, "normal", precision is Precision.FP16)
             if precision is not Precision.FP32:
-                first = 1 if kind == "addmm" else 0
+                first = 1 if kind in ("addmm", "baddbmm") else 0
                 tensors[first] = tensors[first].bfloat16()
             if precision is Precision.INT8_ALL and options.get("groups", 1) > 1:
                 continue

@@ -171,6 +171,14 @@ MODELS = {
     "convolution, groups": (
         lambda: in_channels_last(nn.Conv2d(64, 64, 3, groups=8), depthwise(7), depthwise(3)), (8, 64, 16, 16),
     ),
+    "convolution, transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(64, 32, 2, 2), nn.GELU(), nn.AvgPool2d(2)),
+        (8, 64, 16, 16),
+    ),
+    "convolution, volumes": (
+        lambda: nn.Sequential(nn.Conv3d(16, 32, 3, padding=1), nn.GELU(), nn.Conv3d(32, 16, 3, padding=1)),
+        (4, 16, 8, 16, 16),
+    ),
     "block": (block, (1024, 256)),
     "vocabulary": (Vocabulary, (512, 64)),
     "scaled": (Scaled, (1024, 256)),
@@ -210,6 +218,9 @@ CASES = [
     ("batch norm", FP32, True, EXACT),
     ("convolution, channels last", FP32, False, EXACT),
     ("convolution, groups", FP32, False, EXACT),
+    ("convolution, transposed", FP32, False, EXACT),
+    ("convolution, volumes", FP32, False, EXACT),
+    ("convolution, volumes", BF16, False, EXACT),
     ("block", INT8, False, EXACT),
     ("block", INT8, True, EXACT),
     ("vocabulary", FP32, False, EXACT),

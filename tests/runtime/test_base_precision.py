@@ -67,6 +67,32 @@ def test_the_base_computes_what_autocast_computes(attends, around):
     assert ("attention" in kinds) == attends
 
 
+class Decoder(nn.Module):
+    """A convolution of videos, a transposed one, and a scaled and shifted product of batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.volume, self.up = nn.Conv3d(1, 4, (2, 3, 3), padding=(0, 1, 1)), nn.ConvTranspose2d(4, 3, 2, 2)
+        self.shift = nn.Parameter(torch.randn(1, 1, 8))
+
+    def forward(self, video: torch.Tensor) -> torch.Tensor:
+        images = self.up(self.volume(video).squeeze(2).relu()).flatten(1, 2)
+        return self.shift.baddbmm(images, images[:, :16, :8], beta=0.5, alpha=0.25)
+
+
+def test_products_of_volumes_and_of_batches_are_computed_as_in_autocast():
+    torch.manual_seed(0)
+    plain, video = Decoder(), torch.randn(2, 1, 2, 8, 8)
+    model = qsync.wrap(copy.deepcopy(plain), base="bf16")
+    expected, reference = gradients_of(plain, video, autocast=True)
+    out, found = gradients_of(model, video, autocast=False)
+    assert torch.equal(out, expected)
+    for one, other in zip(found, reference, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02 * float(other.abs().max()))
+    modes = {n.op: n.mode for part in program_of(model).lowered for n in part.nodes if hasattr(n, "mode")}
+    assert {modes[name] for name in ("volume", "up", "baddbmm")} == {"bf16"}
+
+
 @pytest.mark.parametrize("family", ["mlp", "bert"])
 def test_models_in_the_base_are_as_accurate_as_in_autocast(family):
     model, batch = build(family)

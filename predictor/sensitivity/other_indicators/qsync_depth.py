@@ -114,7 +114,7 @@ class Terms:
 
 def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """Return the three terms of the module's equation for one operator at one precision. Pure."""
-    if op.kind in ("matmul", "einsum", "grouped_mm", "attention"):
+    if op.kind in ("matmul", "baddbmm", "einsum", "grouped_mm", "attention"):
         return _activation_terms(op, precision, found)
     if op.kind == "embedding":
         return _lookup_terms(op, precision, found)
@@ -138,8 +138,9 @@ def product_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
 def _activation_terms(op: Op, precision: Precision, found: OpStatistics) -> Terms:
     """Return the terms of a product of activations, in which its operands' relative variances add up."""
     relative = 0.0
-    for j, square in enumerate(found.squares[: 3 if op.kind == "attention" else 2]):
-        size = num_elements(found.shapes[j])
+    multiplied = {"attention": (0, 1, 2), "baddbmm": (1, 2)}.get(op.kind, (0, 1))
+    for j in multiplied:
+        size, square = num_elements(found.shapes[j]), found.squares[j]
         relative += found.rounding[j][operand_type(op.kind, j, precision)] * size / square if square else 0.0
     g2, size = found.gradient_square, num_elements(op.shape)
     backward = found.gradient_rounding[gradient_type(precision)] * size / g2 if g2 else 0.0
@@ -181,7 +182,10 @@ def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
     if op.kind == "addmm":
         k, n = found.shapes[2]
         return num_elements(op.shape) // max(n, 1), k, n
-    n, k = found.shapes[1][0], num_elements(found.shapes[1][1:])
+    if op.kind == "conv_transpose":  # its filters are (input channels, output channels, ...)
+        n, k = op.shape[1], num_elements(found.shapes[1]) // max(op.shape[1], 1)
+    else:
+        n, k = found.shapes[1][0], num_elements(found.shapes[1][1:])
     return num_elements(op.shape) // max(n, 1), k, n
 
 
@@ -189,6 +193,8 @@ def _window(op: Op, found: OpStatistics) -> float:
     """Return how often a convolution reads each input element on average; 1 for other products."""
     if not op.kind.startswith("conv"):
         return 1.0
+    if op.kind == "conv_transpose":  # each element of a group meets every element of its filters
+        return num_elements(found.shapes[1][2:]) * found.shapes[1][1] / max(op.shape[1], 1)
     positions = num_elements(op.shape[2:]) / max(num_elements(found.shapes[0][2:]), 1)
     groups = found.shapes[0][1] / max(found.shapes[1][1], 1)
     return positions * num_elements(found.shapes[1][2:]) / max(groups, 1.0)
