@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,12 +24,12 @@ from qsync.experiments.accuracy import report
 from qsync.experiments.accuracy.methods import METHODS, methods_of
 from qsync.experiments.accuracy.tasks import TASKS, task_named
 from qsync.experiments.accuracy.training import TrainingRun, train_start, trained, trained_on_ranks
-from qsync.experiments.harness import Experiment, Fresh, Out, Page, Publish, run_command
+from qsync.experiments.harness import Beside, Experiment, Fresh, Out, Page, Publish, run_command
 from qsync.experiments.harness.processes import in_fresh_process
 from qsync.experiments.harness.ranks import run_on_ranks
 from qsync.experiments.speedup.ways import DDP, QSYNC, WEAK_INT8
 
-_PAGE, _PICTURE = Path("docs/results/accuracy.md"), Path("docs/figures/accuracy.png")
+_PAGE = Page(Path("docs/results/accuracy.md"), Path("docs/figures/accuracy.png"))
 _TINY_STEPS = 4
 # What is trained on real ranks, too, with the first seed.
 REAL = (("gpt", QSYNC), ("resnet", WEAK_INT8))
@@ -44,6 +44,7 @@ def main(
     kept: Annotated[bool, typer.Option("--kept", help="Measure nothing; report what there is.")] = False,
     tiny: Annotated[bool, typer.Option("--tiny", help="A few steps: to try the command.")] = False,
     publish: Publish = False,
+    beside: Beside = False,
     fresh: Fresh = False,
 ) -> None:
     """Train every task by every method and seed that has no result yet, and report all there is."""
@@ -60,11 +61,12 @@ def main(
     on_ranks = [found for name, method in real if (found := _real(experiment, name, method, tiny))]
     tables, bars = report.tables(tasks), report.bars(tasks, on_ranks)
     missing = [name for name in chosen if name not in tasks or not tasks[name]["runs"][report.STEPS]]
+    page = replace(_PAGE.beside() if beside else _PAGE, note=report.note(bars, missing))
     experiment.finish(
         {"tasks": tasks, "real_ranks": on_ranks, "not_finished": missing}, bars=bars, tables=tables,
         picture=report.draw,
         measured="losses are measured; plans and seconds are simulated from a data sheet",
-        page=Page(_PAGE, _PICTURE, report.note(bars, missing)) if publish else None,
+        page=page if publish else None,
     )  # fmt: skip
 
 
