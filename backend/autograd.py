@@ -16,3 +16,14 @@ def differentiable(function: type[Function], *arguments: Any) -> Tensor:
     """Return `function.apply(*arguments)`, which torch leaves untyped."""
     result: Tensor = function.apply(*arguments)  # type: ignore[no-untyped-call]
     return result
+
+
+def owned(result: Tensor) -> Tensor:
+    """Return a result of a function's forward as a tensor of its own, if it is a view of what forward made.
+
+    torch refuses to change a view that was made inside a function, as `logits[mask] = 0` would. What is saved
+    for backward must be the returned tensor: others do not see the change.
+
+    >>> return owned(y.view(shape))
+    """
+    return result.new_empty(0).set_(result) if result._is_view() else result

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.cutlass.linear import to_fp16
 from qsync.backend.cutlass.products import Geometry, Scaling, conv, pad_channels
 from qsync.backend.encoding import Encoded, Operand, encode
@@ -141,7 +141,7 @@ class _Convolution(torch.autograd.Function):
         ctx.x, ctx.weight = (x.shape, x.dtype), (weight.shape, weight.dtype)
         ctx.last = any(_lies_channels_last(t) for t in (x, weight))
         # A contiguous model must get contiguous results: it may call `view` on them.
-        return y if ctx.last else y.contiguous()
+        return owned(y if ctx.last else y.contiguous())
 
     @staticmethod
     @once_differentiable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import round_columns, round_rows
 from qsync.backend.casts.epilogues import Activation
 from qsync.backend.cutlass.products import Scaling, gemm
@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
         )
         ctx.plan, ctx.x, ctx.weight_dtype = plan, (x.shape, x.dtype), weight.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        return out.view(*x_encoded.data.shape[:-1], out.shape[-1])
+        return owned(out.view(*x_encoded.data.shape[:-1], out.shape[-1]))
 
     @staticmethod
     @once_differentiable

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qsync.backend.autograd import owned
+
 
 class AttentionOptions(NamedTuple):
     """The options of scaled_dot_product_attention; `grouped` is its `enable_gqa`."""
@@ -70,5 +72,5 @@ class Heads:
         """
         y = y.view(*self.batch, *y.shape[1:])
         if y.ndim < 4:
-            return y.to(dtype)
-        return y.transpose(-3, -2).to(dtype).contiguous().transpose(-3, -2)
+            return owned(y.to(dtype))
+        return owned(y.transpose(-3, -2).to(dtype).contiguous().transpose(-3, -2))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import (
     decode_rows,
     depthwise_weight_gradient,
@@ -285,7 +285,7 @@ class _Int8Convolution(torch.autograd.Function):
         ctx.weight = (weight.shape, weight.dtype, weight.is_contiguous())
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.geometry, ctx.integer_gradients = geometry, call.integer_gradients
-        return out
+        return owned(out)
 
     @staticmethod
     @once_differentiable
@@ -326,7 +326,7 @@ class _Bf16Convolution(torch.autograd.Function):
         windows = _windows(x, weight.shape, geometry)
         n, p, q = windows.shape[:3]
         y = torch.nn.functional.linear(windows.flatten(3).flatten(0, 2), _rows(weight), bias)
-        return y.view(n, p, q, len(weight)).permute(0, 3, 1, 2)
+        return owned(y.view(n, p, q, len(weight)).permute(0, 3, 1, 2))
 
     @staticmethod
     @once_differentiable

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import decode_rows, quantize_rows, to_bf16
 from qsync.backend.kernels.linear import DTYPES
 
@@ -50,7 +50,7 @@ class _Rounded(torch.autograd.Function):
         ctx.dtype = rows.dtype
         codes, scale = quantize_rows(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]).contiguous())
         decode = decode_rows if dtype is torch.bfloat16 else _decode_wide
-        return decode(codes, scale).view(rows.shape)
+        return owned(decode(codes, scale).view(rows.shape))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import nearest_codes
 from qsync.backend.encoding import Encoded, Operand
 from qsync.backend.kernels.linear import DTYPES
@@ -77,7 +77,7 @@ class _Fp8Product(torch.autograd.Function):
         ctx.x, ctx.weight_dtype = (x.shape, x.dtype), weight.dtype
         ctx.weight_is_transposed = w_encoded.layout == "col"
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        return out.view(*x_encoded.data.shape[:-1], out.shape[-1]).to(dtype)
+        return owned(out.view(*x_encoded.data.shape[:-1], out.shape[-1]).to(dtype))
 
     @staticmethod
     @once_differentiable

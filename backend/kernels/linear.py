@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import (
     decode_rows,
     dequantize,
@@ -155,17 +155,18 @@ class _Int8Product(torch.autograd.Function):
             if activation is not None:
                 saved, out = out, activation(out)
                 saved = out if activation.kind == "relu" else saved
+        result = owned(out.view(*call.x.data.shape[:-1], out.shape[-1]))
         need_x, need_w = ctx.needs_input_grad[:2]
         ctx.save_for_backward(
             *((x_codes, x_scale) if need_w else (None, None)),
             *((call.weight.data, w_scale) if need_x else (None, None)),
-            saved,
+            result if saved is out else saved,
         )
         ctx.x = (x.shape, x.dtype)
         ctx.weight_dtype, ctx.weight_is_transposed = weight.dtype, call.weight.layout == "col"
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         ctx.integer_gradients, ctx.activation = call.integer_gradients, activation
-        return out.view(*call.x.data.shape[:-1], out.shape[-1])
+        return result
 
     @staticmethod
     @once_differentiable

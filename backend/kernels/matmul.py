@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qsync.backend.autograd import differentiable
+from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import decode_rows, dequantize
 from qsync.backend.encoding import Encoded, Operand, memory_order
 from qsync.backend.kernels.linear import DTYPES
@@ -52,7 +52,7 @@ class _Int8Matmul(torch.autograd.Function):
         ctx.operands = ((a.shape, a.dtype), (b.shape, b.dtype))
         ctx.matrices = y.shape
         shape = [*y.shape[:-2], *y.shape[-2:-1][: a.ndim - 1], *y.shape[-1:][: b.ndim - 1]]
-        return y.view(shape)
+        return owned(y.view(shape))
 
     @staticmethod
     @once_differentiable

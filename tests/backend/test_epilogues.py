@@ -223,3 +223,14 @@ def test_activations_that_no_epilogue_computes_are_refused():
     for kind, arguments in (("silu", {}), ("gelu", {"approximate": "cubic"}), ("relu", {"slope": 1})):
         with pytest.raises(UnsupportedError, match=f"no product computes {kind}"):
             activation(kind, **arguments)
+
+
+@pytest.mark.parametrize("precision", ["int8", "int8_all"])
+def test_a_saved_result_that_was_changed_is_missed(precision):
+    """ReLU's backward reads its result."""
+    kernel = select("cpu").kernel("linear", precision)
+    tensors = [sample(6, 16, seed=0).requires_grad_(), sample(8, 16, seed=1), sample(8, seed=2)]
+    y = kernel(F.linear, "fp32", *arguments_of("linear", precision, tensors), activation=RELU)
+    y.mul_(-1.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

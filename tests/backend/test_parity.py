@@ -450,6 +450,35 @@ def test_parity_of_bf16_values_and_results(device, kind, precision):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+@pytest.mark.filterwarnings("ignore:conv2d in int8. CUTLASS has no")
+@pytest.mark.parametrize(("device", "kind", "precision"), list(available()))
+def test_results_may_be_changed_in_place(device, kind, precision):
+    """Twice the result has twice the gradients; where a kernel saved its result, backward says so instead."""
+
+    def gradients(kernel, tensors, options, factor):
+        torch.manual_seed(0)
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        y = kernel(TARGETS[kind], "fp32", *arguments_of(kind, precision, leaves), **options)
+        if factor != 1:
+            y.mul_(factor)
+        return torch.autograd.grad(y.sum(), leaves)
+
+    for candidate in kernels_of(device, kind, precision):
+        for shapes, options in SHAPES[kind].values():
+            if precision is Precision.INT8_ALL and options.get("groups", 1) > 1:
+                continue
+            tensors = [t.to(device) for t in operands(kind, shapes, "normal", precision is Precision.FP16)]
+            once = gradients(candidate.kernel, tensors, options, 1)
+            try:
+                twice = gradients(candidate.kernel, tensors, options, 2)
+            except RuntimeError as error:
+                assert kind in ("attention", "rnn") and "modified by an inplace operation" in str(error)
+                continue
+            for one, two in zip(once, twice, strict=True):
+                torch.testing.assert_close(two, 2 * one, rtol=1e-5, atol=1e-6 * float(one.abs().sum()))
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
 @pytest.mark.parametrize("kind", ["linear", "addmm"])
 def test_stochastic_rounding_has_the_mean_and_the_variance_of_its_definition(device, kind):
