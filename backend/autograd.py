@@ -26,4 +26,7 @@ def owned(result: Tensor) -> Tensor:
 
     >>> return owned(y.view(shape))
     """
-    return result.new_empty(0).set_(result) if result._is_view() else result
+    if not result._is_view():
+        return result
+    place = (result.untyped_storage(), result.storage_offset(), result.shape, result.stride())
+    return result.new_empty(0).set_(*place)
