@@ -71,11 +71,11 @@ RERUNS: Mapping[str, Rerun] = {
     "memory": Rerun(90, "memory.md", ((_HERE + "memory.memory_error", "--out", _OUT, "--state"),)),
     "prediction": Rerun(120, "prediction.md", (_published("prediction.replay_error"),)),
     "diagnosis": Rerun(150, "diagnosis.md", (_published("diagnosis", "--clean-minutes", "120"),)),
-    "accuracy": Rerun(150, "accuracy.md", (_published("accuracy"),)),
     "unseen": Rerun(
         240, "unseen.md",
         (_published("unseen", "--held-out", "--peers",
                     *(f"--part={part}" for part in ("speed", "prediction", "memory", "ranks"))),),
     ),
     "sensitivity": Rerun(300, "sensitivity.md", (_published("sensitivity.indicators", "--processes", "2"),)),
+    "accuracy": Rerun(480, "accuracy.md", (_published("accuracy"),)),
 }  # fmt: skip
