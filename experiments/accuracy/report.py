@@ -136,10 +136,11 @@ def _table(name: str, task: Mapping[str, Any]) -> Table:
             if method not in task["runs"].get(at, {}):
                 cells += ["-", "-"]
                 continue
-            paired = difference_of(task, method, DDP, at)
+            paired, counted = difference_of(task, method, DDP, at), len(losses(task, method, at))
+            fewer = f" ({counted} seeds)" if 1 < counted < len(losses(task, DDP)) else ""
             cells += [
                 f"{statistics.fmean(losses(task, method, at)):.{decimals}f}",
-                _percent(paired, statistics.fmean(losses(task, DDP, at))) if method != DDP else "",
+                _percent(paired, statistics.fmean(losses(task, DDP, at))) + fewer if method != DDP else "",
             ]
         accuracies = [run["final_accuracy"] for run in task["runs"][STEPS][method].values()]
         cells.append(f"{100 * statistics.fmean(accuracies):.2f} %" if None not in accuracies else "-")
