@@ -21,8 +21,8 @@ def differentiable(function: type[Function], *arguments: Any) -> Tensor:
 def owned(result: Tensor) -> Tensor:
     """Return a result of a function's forward as a tensor of its own, if it is a view of what forward made.
 
-    torch refuses to change a view that was made inside a function, as `logits[mask] = 0` would. What is saved
-    for backward must be the returned tensor: others do not see the change.
+    torch refuses to change a view that was made inside a function, as `logits[mask] = 0` would. Where forward
+    saves its result for backward, it must save the tensor that this returns, so that torch notices a change.
 
     >>> return owned(y.view(shape))
     """

@@ -187,9 +187,7 @@ def _argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
 
 def flops(kind: str, shapes: list[tuple[int, ...]], output: tuple[int, ...]) -> int:
     """Forward floating-point operations of a product, a multiply-add counted as two; 0 for anything else."""
-    if kind == "linear":
-        return 2 * num_elements(output) * shapes[1][-1]
-    if kind in ("addmm", "baddbmm"):
+    if kind in ("linear", "addmm", "baddbmm"):
         return 2 * num_elements(output) * shapes[1][-1]
     if kind in ("conv1d", "conv2d", "conv3d"):
         return 2 * num_elements(output) * num_elements(shapes[1][1:])

@@ -226,7 +226,7 @@ def test_activations_that_no_epilogue_computes_are_refused():
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8_all"])
-def test_a_saved_result_that_was_changed_is_missed(precision):
+def test_backward_refuses_a_saved_result_that_was_changed(precision):
     """ReLU's backward reads its result."""
     kernel = select("cpu").kernel("linear", precision)
     tensors = [sample(6, 16, seed=0).requires_grad_(), sample(8, 16, seed=1), sample(8, seed=2)]

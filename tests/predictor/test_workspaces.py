@@ -220,7 +220,7 @@ CASES = [
     ("convolution, groups", FP32, False, EXACT),
     ("convolution, transposed", FP32, False, EXACT),
     ("convolution, volumes", FP32, False, EXACT),
-    ("convolution, volumes", BF16, False, EXACT),
+    ("convolution, volumes", BF16, False, 0.04),  # oneDNN's scratch differs between processors
     ("block", INT8, False, EXACT),
     ("block", INT8, True, EXACT),
     ("vocabulary", FP32, False, EXACT),

@@ -182,10 +182,9 @@ def _sizes(op: Op, found: OpStatistics) -> tuple[int, int, int]:
     if op.kind == "addmm":
         k, n = found.shapes[2]
         return num_elements(op.shape) // max(n, 1), k, n
+    n, k = found.shapes[1][0], num_elements(found.shapes[1][1:])
     if op.kind == "conv_transpose":  # its filters are (input channels, output channels, ...)
         n, k = op.shape[1], num_elements(found.shapes[1]) // max(op.shape[1], 1)
-    else:
-        n, k = found.shapes[1][0], num_elements(found.shapes[1][1:])
     return num_elements(op.shape) // max(n, 1), k, n
 
 
