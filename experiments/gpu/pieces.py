@@ -91,7 +91,7 @@ def _pieces(out: Path, device: str, tiny: bool) -> Iterator[Piece]:
             called = f"{name} {modes[0]}" if name == _LARGEST else name
             yield measured("steps", called, 120, "steps", *arguments)
     for name in ("bert_base", "resnet50_224", "gpt2_small"):
-        yield measured("prediction", name, 120, "prediction", name, tiny, device)
+        yield measured("prediction", name, 240, "prediction", name, tiny, device)
         yield measured("memory", name, 60, "memory", name, _able(_COMPILED_MODES, device), tiny, device)
     for where in (ONE_GPU, GPU_AND_CPU):
         yield measured("ranks", where, 240, "ranks", where, tiny, device)  # a profile on each
