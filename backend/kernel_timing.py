@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 _LEAST_ROUNDS = 5
+_GPU_ROUNDS, _GPU_CALLS = 3, 4  # calls in a row
+_CYCLES = 10_000_000  # of the GPU's clock: some milliseconds
 
 
 def apart(run: Callable[[], T]) -> T:
@@ -39,20 +43,78 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def occupy_gpu(seconds: float) -> None:
+    """Launch a kernel that does nothing for about so long: what is launched meanwhile runs without a gap."""
+    cycles = int(seconds * _cycles_per_s(torch.cuda.current_device()))
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+@cache
+def _cycles_per_s(device: int) -> float:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(8)]  # type: ignore[no-untyped-call]
+    for mark in marks:
+        mark.record()
+        torch.cuda._sleep(_CYCLES)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    # At first the kernel is loaded, and the clock of a GPU that had nothing to do still rises.
+    least_ms = min(float(start.elapsed_time(end)) for start, end in pairwise(marks))
+    return 1e3 * _CYCLES / least_ms
+
+
+def kernel_s(run: Callable[[], object], calls: int = 1) -> tuple[float, float]:
+    """Return the seconds of a call on the GPU, and of its launches on the host, of several in a row."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    synchronize()
+    begun_s = time.perf_counter()
+    for _ in range(calls):
+        run()
+    launched_s = time.perf_counter() - begun_s
+    synchronize()
+    occupy_gpu(2 * launched_s)
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls, launched_s / calls
+
+
+def fastest_on_gpu(
+    runs: Sequence[Callable[[], object]], with_launches: Sequence[bool], tie: float = 0.0
+) -> int:
+    """Return the number of the run whose kernels take least time; a tie is decided as by `fastest`.
+
+    Of the runs `with_launches` the launches count where they take longer than the kernels: such a run must
+    not be slower even where a step waits for its launches.
+
+    >>> fastest_on_gpu([lambda: quantized(x), lambda: x16 @ w16], [True, False])
+    """
+    for run in runs:
+        run()
+    least = [math.inf] * len(runs)
+    for _ in range(_GPU_ROUNDS):
+        for k, run in enumerate(runs):
+            of_kernels_s, of_launches_s = kernel_s(run, _GPU_CALLS)
+            own_s = max(of_kernels_s, of_launches_s) if with_launches[k] else of_kernels_s
+            least[k] = min(least[k], own_s)
+    return _first_within(least, tie)
+
+
+def _first_within(seconds: Sequence[float], tie: float) -> int:
+    return next(k for k, own_s in enumerate(seconds) if own_s <= (1 + tie) * min(seconds))
+
+
 def fastest(
     runs: Sequence[Callable[[], object]],
     rounds: int = 5,
     seconds: float = 0.05,
     tie: float = 0.0,
-    calls: int = 1,
 ) -> int:
     """Return the number of the run that takes least time: the least of several, taken in turns.
 
     Rounds end after `seconds`, but not before the fifth: the choice may be kept for good, and one round on a
     busy machine says nothing. A run counts as taking least if it takes at most a part of `tie` more; of such
     runs the first is returned. Each run is warmed up. One that twice took twice the least is not repeated.
-    `calls` in a row are timed together: on a GPU, whose queue a step keeps full, the work of one call hides
-    the launches of the next.
 
     >>> fastest([lambda: a @ b, lambda: torch.mm(a, b)])
     """
@@ -64,13 +126,12 @@ def fastest(
         for k in left:
             synchronize()
             start = time.perf_counter()
-            for _ in range(calls):
-                runs[k]()
+            runs[k]()
             synchronize()
             least[k] = min(least[k], time.perf_counter() - start)
         if number + 1 >= _LEAST_ROUNDS and time.perf_counter() - began > seconds:
             break
-    return next(k for k, own_s in enumerate(least) if own_s <= (1 + tie) * min(least))
+    return _first_within(least, tie)
 
 
 def least_s(run: Callable[[], object], calls: int = 1, wait: Callable[[], None] = lambda: None) -> float:

@@ -19,17 +19,21 @@ def class_events(
     lowered: LoweredGraph,
     copies_s: FloatArray,
     times: tuple[float, float, float, float],
+    spans: tuple[float, float, float],
     flights: Sequence[tuple[float, float]],
     rates: Sequence[float],
 ) -> list[Event]:
     """Return the events of one class: loading, host, forward, loss, backward, communication, wait, optimizer.
 
     `times` are the start of the class's step, the end of its backward, the end of the last all-reduce, and
-    the seconds of its wait. `copies_s[i]` are the seconds of copying gradients to buckets after operator i;
-    the last entry is of parameters that no operator uses. `flights` are the all-reduces as (start, end).
-    Beside all-reduce k backward runs at `rates[k]` of its speed.
+    the seconds of its wait. `spans` are the seconds before its backward, of its backward and of its
+    optimizer: what they exceed the operators by, the device waits for kernels to be launched. `copies_s[i]`
+    are the seconds of copying gradients to buckets after operator i; the last entry is of parameters that no
+    operator uses. `flights` are the all-reduces as (start, end). Beside all-reduce k backward runs at
+    `rates[k]` of its speed.
     """
     start, finished, reduced, wait = times
+    lead_s, backward_s, optimizer_s = spans
     ops = {op.name: op for op in lowered.graph.ops}
     groups = [[(node, _cost(profile, node, ops)) for node in nodes] for nodes in _by_operator(lowered)]
     line = _Line(name, start)
@@ -41,13 +45,19 @@ def class_events(
             line.add(_label(node), "cast" if isinstance(node, Cast) else "forward", cost.forward_s)
     line.add("loss", "loss", profile.outside.forward_s)
     line.add("loss, backward", "loss", profile.outside.backward_s)
-    line.events += _backward(name, lowered, groups, copies_s, WorkClock(line.now, flights, rates))
+    if profile.launches and (idle_s := start + lead_s - line.now) > 0.0:
+        line.add(_LAUNCHES, "host", idle_s)
+    clock = WorkClock(line.now, flights, rates)
+    line.events += _backward(name, lowered, groups, copies_s, clock, backward_s if profile.launches else 0.0)
     for k, (begin, end) in enumerate(flights):
         line.events.append(Event(name, f"all-reduce {k}", "communication", begin, end - begin))
     if wait > 0.0:
         line.events.append(Event(name, "wait", "wait", finished, wait))
-    line.events.append(Event(name, "optimizer", "optimizer", max(finished, reduced), profile.optimizer_s))
+    line.events.append(Event(name, "optimizer", "optimizer", max(finished, reduced), optimizer_s))
     return line.events
+
+
+_LAUNCHES = "kernels not launched yet"
 
 
 class _Line:
@@ -88,6 +98,7 @@ def _backward(
     groups: Sequence[Sequence[tuple[Cast | Run, Cost]]],
     copies_s: FloatArray,
     clock: WorkClock,
+    span_s: float,
 ) -> list[Event]:
     entries: list[tuple[str, str, float]] = []
     for position, nodes in reversed(list(enumerate(groups))):
@@ -100,6 +111,8 @@ def _backward(
             entries.append((f"{op}, gradients to buckets", "backward", float(copies_s[position])))
     if copies_s[-1] > 0.0:
         entries.append(("unused parameters, gradients to buckets", "backward", float(copies_s[-1])))
+    if (idle_s := span_s - sum(duration for _, _, duration in entries)) > 0.0:
+        entries.append((f"{_LAUNCHES}, backward", "host", idle_s))
     edges = clock(np.concatenate(([0.0], np.cumsum([duration for _, _, duration in entries]))))
     return [
         Event(name, label, kind, float(edges[j]), float(edges[j + 1] - edges[j]))

@@ -137,6 +137,8 @@ class Exchange:
 
     def work(self, costs: ClassCosts | VectorizedCosts) -> Work:
         """Return the step of one class at full speed, with the copies to buckets in its backward."""
+        if costs.launches is not None:
+            return self._launched_work(costs, costs.launches)
         profile = costs.profile
         backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
         until = np.cumsum(backward[::-1])[
@@ -144,12 +146,48 @@ class Exchange:
         ]  # until[i]: backward work done once operator i has run backward
         total = float(until[0]) if len(until) else 0.0
         total += self.unused_bytes * profile.bucket_s_per_byte
-        # Position -1, a bucket that waits for the end of backward, is the last entry.
-        ready = tuple(np.append(until, total)[self._ready].tolist())
         before = profile.loading_s + profile.host_s
         lead = before + float(costs.forward_s.sum()) + profile.outside.total_s
+        return self._work(profile, lead, until, total, profile.optimizer_s)
+
+    def _work(
+        self, profile: Profile, lead_s: float, until_s: FloatArray, total_s: float, optimizer_s: float
+    ) -> Work:
+        # Position -1, a bucket that waits for the end of backward, is the last entry.
+        ready = tuple(np.append(until_s, total_s)[self._ready].tolist())
         tolls = profile.reduce_s_per_call + profile.reduce_s_per_byte * self._sizes
-        return Work(lead, ready, total, profile.optimizer_s, tuple(tolls.tolist()))
+        return Work(lead_s, ready, total_s, optimizer_s, tuple(tolls.tolist()))
+
+    def _launched_work(
+        self, costs: ClassCosts | VectorizedCosts, launches: ClassCosts | VectorizedCosts
+    ) -> Work:
+        """Return the step of a class whose host launches kernels that run one after the other.
+
+        A kernel begins when it is launched and the one before it is done. So the k-th is done at
+
+            max over j <= k of (launched_j + kernel_j + ... + kernel_k).
+        """
+        kernels_s, launched_s = self._parts_s(costs), self._parts_s(launches)
+        launched_s[0] += costs.profile.loading_s
+        kernels_s[0] -= costs.profile.loading_s  # the host waits for the batch
+        done_s = np.cumsum(kernels_s)
+        done_s += np.maximum.accumulate(np.cumsum(launched_s) - (done_s - kernels_s))
+        num_ops = len(costs.forward_s)
+        lead_s, total_s, end_s = (float(done_s[k]) for k in (num_ops + 1, -2, -1))
+        until_s = done_s[-3 : num_ops + 1 : -1] - lead_s
+        return self._work(costs.profile, lead_s, until_s, total_s - lead_s, end_s - total_s)
+
+    def _parts_s(self, costs: ClassCosts | VectorizedCosts) -> FloatArray:
+        """Return the seconds of what a step does in turn.
+
+        That is the host's part, each operator forward, the loss, each operator backward, copies of gradients
+        that no operator makes, and the optimizer.
+        """
+        profile = costs.profile
+        backward = costs.backward_s + self.copied_bytes * profile.bucket_s_per_byte
+        before, unused_s = profile.loading_s + profile.host_s, self.unused_bytes * profile.bucket_s_per_byte
+        after = [unused_s, profile.optimizer_s]
+        return np.concatenate(([before], costs.forward_s, [profile.outside.total_s], backward[::-1], after))
 
 
 def steady_step(
@@ -316,8 +354,9 @@ class Simulation:
                 events.append(Event(name, "buffers handed out", "communication", begun, step.idle_s[c]))
             waits = min(blocked[c] - min(blocked), max(0.0, step.reduced_s - step.finished_s[c]))
             times = (step.starts_s[c] - zero, step.finished_s[c] - zero, step.reduced_s - zero, waits)
-            lowered = entry.lowered.lowered()
-            events += class_events(name, entry.profile, lowered, copies, times, flights, self.rates(c))
+            lowered, work = entry.lowered.lowered(), self.works[c]
+            spans = (work.lead_s, work.backward_s, work.optimizer_s)
+            events += class_events(name, entry.profile, lowered, copies, times, spans, flights, self.rates(c))
         return events
 
 

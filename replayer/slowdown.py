@@ -20,6 +20,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
         host_s=factor * profile.host_s, optimizer_s=factor * profile.optimizer_s,
         bucket_s_per_byte=factor * profile.bucket_s_per_byte,
         step_s={mode: factor * seconds for mode, seconds in profile.step_s.items()},
+        launches=profile.launches and slowed(profile.launches, factor),
     )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Profiles without measurement: of an operator, another batch shape, a grown model, an absent device.
 
 Filled costs are marked (`Profile.origin`, `Profile.filled`), so that every output can say so. Replay reads
-them like any other cost.
+them like any other cost. No model prices launches (`Profile.launches`): a filled profile has none, as if the
+host always stayed ahead of the device.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def fill(
         profile, shapes_hash=graph.shapes_hash, batch=graph.batch_shapes, ops=ops, casts=casts,
         outside=outside, step_s=profile.step_s if same else {}, origin="learned" if added else profile.origin,
         filled={**profile.filled, **added}, error=profile.error if same else _error(profile, model),
-        loading_s=profile.loading_s * grown,
+        loading_s=profile.loading_s * grown, launches=None if added or not same else profile.launches,
     )  # fmt: skip
 
 
@@ -119,7 +120,7 @@ def carry(
         named, graph_hash=graph.hash, shapes_hash=graph.shapes_hash, model=graph.model,
         batch=graph.batch_shapes, ops=ops, casts=filled.casts(),
         outside=Cost(profile.outside.forward_s * outside, profile.outside.backward_s * outside),
-        step_s={}, origin=CARRIED, filled=added, error=_error(profile, model),
+        step_s={}, origin=CARRIED, filled=added, error=_error(profile, model), launches=None,
     )  # fmt: skip
 
 

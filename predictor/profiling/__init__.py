@@ -6,7 +6,8 @@
 `node_timer`         time every node inside a running step
 `step_statistics`    costs, noise and error from the times of all steps
 `machine_drift`      estimate how slow the machine was at each moment
-`clocks`             wall time, time of an emulated device, CUDA events
+`clocks`             wall time, time of an emulated device, CUDA events, launches of kernels
+`launches`           what launching kernels takes of the host's time
 `loader_wait`        time the wait for the next batch
 `link_benchmark`     measure the all-reduce between ranks and what it takes from compute
 """

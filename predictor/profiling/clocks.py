@@ -1,13 +1,19 @@
-"""Clocks for a running step: wall time, time of an emulated device, and CUDA events."""
+"""Clocks for a running step: wall time, time of an emulated device, CUDA events, and launches of kernels."""
 
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections import deque
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from qsync.backend.gpu_state import gpu_states, why_held_down
+from qsync.backend.kernel_timing import occupy_gpu
+
+_AHEAD = 32  # marks that the host stays ahead of the GPU, at least: they hide the launches of one operator
+_REGAINED = 3  # times as many marks that the host gets ahead while the GPU is occupied
+_LEAST_S, _MOST_S = 0.001, 0.01  # of occupation; by then the GPU's queue is full, and the host waits for it
 
 
 class Clock(Protocol):
@@ -93,6 +99,68 @@ class CudaClock:
         """Ask nvidia-smi: some tens of milliseconds."""
         states = gpu_states(torch.device("cuda", torch.cuda.current_device()))
         return why_held_down(states[0]) if states else ""
+
+
+class _Mark(NamedTuple):
+    """An instant, and the instant from which the next interval counts."""
+
+    arrived: Any
+    left: Any
+
+
+class KernelClock(CudaClock):
+    """CUDA events behind work that was launched long before: what kernels take, not their launches.
+
+    Where the host has little lead left, the GPU is given something to do until the lead is back. No interval
+    counts it.
+    """
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[torch.cuda.Event, float]] = deque(maxlen=_AHEAD)
+
+    def now(self) -> Any:
+        """Record an event, and another one once the GPU is occupied."""
+        arrived = left = super().now()
+        now_s = time.perf_counter()
+        if not self._last:
+            occupy_gpu(_MOST_S)
+            left = super().now()
+        elif self._last[0][0].query():  # type: ignore[no-untyped-call]
+            per_mark_s = (now_s - self._last[0][1]) / len(self._last)
+            occupy_gpu(min(_MOST_S, max(_LEAST_S, _REGAINED * _AHEAD * per_mark_s)))
+            left = super().now()
+        self._last.append((left, now_s))
+        return _Mark(arrived, left)
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds from one mark to another, without what occupied the GPU."""
+        return super().seconds(start.left, end.arrived)
+
+    def settle(self) -> None:
+        """Wait for the device, which then has nothing to do."""
+        super().settle()
+        self._last.clear()
+
+
+class LaunchClock:
+    """Wall time of the host, which waits for the GPU at every mark: what launches take, not the kernels."""
+
+    def now(self) -> _Mark:
+        """Read the time, wait for the GPU, and read it again."""
+        arrived = time.perf_counter()
+        torch.cuda.synchronize()
+        return _Mark(arrived, time.perf_counter())
+
+    def seconds(self, start: _Mark, end: _Mark) -> float:
+        """Return the seconds from one mark to another, without the waits at both."""
+        return float(end.arrived - start.left)
+
+    def settle(self) -> None:
+        """Do nothing."""
+
+    def held_down(self) -> str:
+        """Return nothing: what slows a host shows as drift."""
+        return ""
 
 
 def clock_for(device: torch.device, emulated_share: float | None = None) -> Clock:

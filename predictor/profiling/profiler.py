@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from qsync.predictor.profiling.clocks import Clock, ShareClock, WallClock
+from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
+from qsync.predictor.profiling.launches import Launches
 from qsync.predictor.profiling.loader_wait import TimedLoader
 from qsync.predictor.profiling.machine_drift import drift_factors, label_error
 from qsync.predictor.profiling.mixed_assignments import RoundStep, num_round_steps, round_steps
@@ -99,6 +100,9 @@ class Profiler:
         self._loader = (
             TimedLoader(options.loader, _waiting_clock(clock)) if options.loader is not None else None
         )
+        # On a GPU the kernels of a step are timed in one step, their launches in another.
+        self._launches = Launches(LaunchClock()) if isinstance(clock, CudaClock) else None
+        self._clock = clock = KernelClock() if self._launches else clock
         self._timer = NodeTimer(clock, timing_hook_s(clock))
         self._precisions = tuple(precisions)
         steps = round_steps(precisions, options.save_less, runner.unsupported)
@@ -164,10 +168,13 @@ class Profiler:
         self._progress(f"profile {choice.label}, round {number + 1}")
         plain_s = wait_s = None
         with _without_collection():
-            if self._typical_s[k] < SHORT_STEP_S:
+            if self._launches:
+                self._launch_step(choice)
+                self._free_step(choice)
+            elif self._typical_s[k] < SHORT_STEP_S:
                 self._plain_step(choice)
             step = self._timed_step(choice) if number % 2 else None
-            if self._typical_s[k] < LONG_STEP_S:
+            if self._typical_s[k] < LONG_STEP_S and not self._launches:
                 num = 2 if self._typical_s[k] < SHORT_STEP_S else 1
                 plain = [(self._plain_step(choice), self._wait_s) for _ in range(num)]
                 plain_s, wait_s = (statistics.fmean(values) for values in zip(*plain, strict=True))
@@ -227,6 +234,8 @@ class Profiler:
         totals: dict[str, list[float]] = defaultdict(list)
         for label, step in self._samples:
             totals[label].append(step.total_s)
+        if self._launches:  # as the steps are without a timer
+            totals |= self._launches.whole_s(median(self._optimizer_s))
         drift = self.drift_factors() if drift is None else drift
         found = node_costs(self._samples, drift, timer_seconds(steps, self._plain_s))
         return Profile(
@@ -256,6 +265,7 @@ class Profiler:
             batch=self.graph.batch_shapes,
             compiled=self._runner.compiles_islands,
             held_down=tuple(dict.fromkeys(filter(None, self._held_down))),
+            launches=self._launches.profile(device_class, self.graph) if self._launches else None,
         )
 
     def fill(self, seconds: float) -> None:
@@ -300,7 +310,7 @@ class Profiler:
         self._next_batch()
         self._choose(choice, self._timer)
         begun_s, begun = time.perf_counter(), self._clock.now()
-        step = self._forward_and_backward()
+        step = self._forward_and_backward(self._timer)
         start = self._clock.now()
         self._optimizer_step()
         end = self._clock.now()
@@ -309,16 +319,41 @@ class Profiler:
         self._optimizer_s.append(self._clock.seconds(start, end))
         return step
 
-    def _forward_and_backward(self) -> StepTimes:
-        """Run forward and backward under the timer. CalibrationError for a loss that is no finite number."""
+    def _launch_step(self, choice: RoundStep) -> None:
+        """Take a whole step in which the host waits for the GPU at every node, for the times of launches."""
+        assert self._launches
+        timer, clock = self._launches.timer, self._launches.timer.clock
+        self._next_batch()
+        self._choose(choice, timer)
+        step = self._forward_and_backward(timer)
+        start = clock.now()
+        self._optimizer_step()
+        self._launches.optimizer_s.append(clock.seconds(start, clock.now()))
+        self._launches.samples.append((choice.label, step))
+
+    def _free_step(self, choice: RoundStep) -> None:
+        """Take a whole step as training does, and note its wall time, and when the host had launched it."""
+        assert self._launches
+        self._next_batch()
+        self._choose(choice, None)
+        self._clock.settle()
+        begun_s = time.perf_counter()
+        self._loss().backward()  # type: ignore[no-untyped-call]
+        self._optimizer_step()
+        launched_s = time.perf_counter() - begun_s
+        self._clock.settle()
+        self._launches.free[choice.label].append((launched_s, time.perf_counter() - begun_s))
+
+    def _forward_and_backward(self, timer: NodeTimer) -> StepTimes:
+        """Run forward and backward under a timer. CalibrationError for a loss that is no finite number."""
         for parameter in self._parameters:
             parameter.grad = None
-        self._timer.start()
+        timer.start()
         value = self._loss()
-        self._timer.loss_ready()
+        timer.loss_ready()
         check_scalar(value)
         value.backward()  # type: ignore[no-untyped-call]
-        step = self._timer.finish()
+        step = timer.finish()
         check_finite(value)
         return step
 

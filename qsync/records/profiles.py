@@ -93,6 +93,9 @@ class Profile:
     `compiled`: it was taken with compile=True, and prices what runs so. `held_down`: why the device ran below
     its own clock while it was taken (heat).
 
+    `launches` prices the launches of the kernels, which the host makes while the device runs earlier ones (a
+    GPU): the same costs, in seconds of the host. None where a call returns when its work is done.
+
     `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
     """
 
@@ -127,6 +130,7 @@ class Profile:
     compiled: bool = False
     switch_s: Mapping[str, Cost] = record_field(default_factory=dict)
     held_down: tuple[str, ...] = ()
+    launches: Profile | None = None
 
     @property
     def device(self) -> str | None:
@@ -251,7 +255,7 @@ class Profile:
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
         # Without what is written in another way below: of a large graph that is nearly everything.
-        body = asdict(replace(self, setting=None, ops={}, casts={}, cast_fit={}, switch_s={}))
+        body = asdict(replace(self, setting=None, launches=None, ops={}, casts={}, cast_fit={}, switch_s={}))
         del body["setting"]
         if self.setting:
             body["levers"] = asdict(self.setting.levers)
@@ -265,6 +269,7 @@ class Profile:
         }
         body["outside"] = _numbers(self.outside)
         body["switch_s"] = {mode: _numbers(cost) for mode, cost in self.switch_s.items()}
+        body["launches"] = self.launches.to_json() if self.launches else None
         for late in (
             "refused",
             "loading_s",
@@ -273,6 +278,7 @@ class Profile:
             "compiled",
             "switch_s",
             "held_down",
+            "launches",
         ):  # as in files from before such a field, whose hash plans bear
             if not body[late]:
                 del body[late]
@@ -295,6 +301,7 @@ class Profile:
             body["switch_s"] = {mode: Cost(*cost) for mode, cost in value.get("switch_s", {}).items()}
             body["batch"] = tuple(tuple(shape) for shape in value.get("batch", ()))
             body["held_down"] = tuple(value.get("held_down", ()))
+            body["launches"] = cls.from_json(value["launches"]) if value.get("launches") else None
             profile = cls(**body)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
             raise FormatError(

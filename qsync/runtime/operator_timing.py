@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from qsync import __version__
 from qsync.backend import Kernels
 from qsync.backend.kernel_cache import Choices, processor, rounded_up
-from qsync.backend.kernel_timing import apart, fastest
+from qsync.backend.kernel_timing import apart, fastest, fastest_on_gpu
 from qsync.lowering.cast_rules import takes_16bit
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import LoweredGraph, Run
@@ -36,7 +36,7 @@ from qsync.tracing.segments import DTYPES, Segment
 # A precision is left only for one that takes this part less time: a nearer race is decided by noise.
 _TIE = 0.05
 _ROUNDS, _TIMED_S = 20, 0.05  # of one choice
-_CALLS_ON_A_GPU = 8  # in a row
+_BELOW_16_BITS = (Precision.INT8, Precision.INT8_ALL, Precision.FP8)
 _TYPES = {name: dtype for dtype, name in DTYPES.items()}
 _OFFSETS = "offsets"  # of groups of rows
 _READER = "the readers of the result"
@@ -102,8 +102,10 @@ def fastest_precisions(
 
 @cache
 def _choices(device: torch.device) -> Choices:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
-    return Choices("precisions", {"device": name, "torch": torch.__version__, "qsync": __version__})
+    facts = {"device": processor(), "torch": torch.__version__, "qsync": __version__}
+    if device.type == "cuda":
+        facts |= {"device": torch.cuda.get_device_name(device), "timed": "kernels"}
+    return Choices("precisions", facts)
 
 
 class _Part:
@@ -166,7 +168,9 @@ class _Part:
         with torch.random.fork_rng(devices=gpus), torch.enable_grad():
             torch.manual_seed(0)
             runs = [self._alone(ops, precision, kernels) for precision in precisions]
-            return fastest(runs, _ROUNDS, _TIMED_S, _TIE, _CALLS_ON_A_GPU if gpus else 1)
+            if gpus:  # a product in 8 bits launches more kernels
+                return fastest_on_gpu(runs, [precision in _BELOW_16_BITS for precision in precisions], _TIE)
+            return fastest(runs, _ROUNDS, _TIMED_S, _TIE)
 
     def _calls(self, ops: Sequence[str]) -> list[torch.fx.Node]:
         """Return the calls of these operators and of those behind them that run in the type handed on.

@@ -10,6 +10,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.levers import samples_of
 from qsync.records.plans import Plan
 from qsync.records.profiles import Profile
+from qsync.replayer.costs.vectorized_costs import VectorizedCosts
 from qsync.replayer.simulate import Exchange, Work, costs_of_classes, replay, step_time
 
 _FIXED_COPIES = 4  # of the weights: themselves, their gradients, and Adam's two
@@ -63,7 +64,7 @@ class MembershipSteps:
     def _work(self, name: str, samples: int, exchange: Exchange) -> Work:
         """Return the step of a rank with so many samples, from the planned step and one without samples."""
         costs, (planned, planned_passes) = self._costs[name], self._planned[name]
-        full, empty = exchange.work(costs), exchange.work(replace(costs, backward_s=0.0 * costs.backward_s))
+        full, empty = exchange.work(costs), exchange.work(_without_backward(costs))
         passes = max(-(-samples // self._limits[name]), min(samples, planned_passes))
         part = samples * planned_passes / (planned * passes)  # of the samples of a planned pass
         backward_s = full.backward_s - empty.backward_s
@@ -75,3 +76,8 @@ class MembershipSteps:
             ready_s=tuple(a + part * (b - a) for a, b in zip(empty.ready_s, full.ready_s, strict=True)),
             backward_s=empty.backward_s + part * backward_s,
         )
+
+
+def _without_backward(costs: VectorizedCosts) -> VectorizedCosts:
+    launches = costs.launches and _without_backward(costs.launches)
+    return replace(costs, backward_s=0.0 * costs.backward_s, launches=launches)

@@ -152,7 +152,8 @@ class ClassCosts:
     `forward_s[i]` and `backward_s[i]` are sums over the casts of graph inputs that stand before operator i,
     operator i itself, and the casts of its result. `update` prices positions again after `Lowering.assign`.
     Prices depend on the lowering alone, so an update of the same positions after `Lowering.undo` restores the
-    arrays exactly.
+    arrays exactly. `launches` are the same costs in the host's time of launching kernels, where the profile
+    has it.
 
     >>> costs = ClassCosts(lowering, profile)
     >>> change = lowering.assign("encoder.0.fc1", Precision.INT8)
@@ -165,12 +166,16 @@ class ClassCosts:
         num_ops = len(lowering.graph.ops)
         self.forward_s: FloatArray = np.zeros(num_ops)
         self.backward_s: FloatArray = np.zeros(num_ops)
+        self.launches = ClassCosts(lowering, profile.launches) if profile.launches else None
         self._casts: dict[tuple[str, str, str], Cost] = {}
         self._runs: dict[tuple[int, str, str, str, bool, bool, bool, bool], Cost] = {}
         self.update(range(num_ops))
 
     def update(self, positions: Iterable[int]) -> None:
         """Price the operators at these positions again."""
+        positions = list(positions)
+        if self.launches:
+            self.launches.update(positions)
         for i in positions:
             forward_s, backward_s = self._run(i)
             for cast in self.lowering.anchored_casts(i) + self.lowering.output_casts(i):

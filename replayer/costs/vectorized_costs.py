@@ -121,12 +121,16 @@ _PRICES: Remembered[Remembered[VectorizedPrices]] = Remembered()
 
 @dataclass(frozen=True, slots=True)
 class VectorizedCosts:
-    """One assignment on one device class: seconds of every operator, with its casts."""
+    """One assignment on one device class: seconds of every operator, with its casts.
+
+    `launches` are the host's seconds of launching kernels, where the profile has them.
+    """
 
     lowered: Tabulated
     profile: Profile
     forward_s: FloatArray
     backward_s: FloatArray
+    launches: VectorizedCosts | None = None
 
 
 def vectorized_costs_of(lowered: Tabulated, profile: Profile) -> VectorizedCosts:
@@ -136,4 +140,5 @@ def vectorized_costs_of(lowered: Tabulated, profile: Profile) -> VectorizedCosts
     """
     of_graph = _PRICES.of(lowered.graph, Remembered)
     prices = of_graph.of(profile, lambda: VectorizedPrices(lowered.tables, profile))
-    return VectorizedCosts(lowered, profile, *prices.of(lowered, profile))
+    launches = vectorized_costs_of(lowered, profile.launches) if profile.launches else None
+    return VectorizedCosts(lowered, profile, *prices.of(lowered, profile), launches)

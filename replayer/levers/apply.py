@@ -86,6 +86,12 @@ def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Size
         at = resized(graph, other.graph, size)
         found = at_samples(profile, graph, other, size, at, loaded=samples)
     at = mark_recomputed(at, levers.recomputed)
-    found = in_passes(with_recomputation(found, at), at, levers.passes)
+    found = _in_passes(found, at, levers.passes)
     setting = Setting(with_other_passes(at, levers.passes), samples, graph.shapes_hash, captured, levers)
     return replace(found, setting=setting)
+
+
+def _in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
+    """Return the profile of a step of so many passes of this graph, with its recomputed blocks."""
+    launches = profile.launches and _in_passes(profile.launches, graph, passes)
+    return replace(in_passes(with_recomputation(profile, graph), graph, passes), launches=launches)

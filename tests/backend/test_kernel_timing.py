@@ -1,11 +1,13 @@
-"""Choosing the fastest of several runs, by a clock that the test moves."""
+"""Choosing the fastest of several runs: by a clock that the test moves, and by the kernels of a GPU."""
 
 import itertools
+import time
 
 import pytest
+import torch
 
 from qsync.backend import kernel_timing
-from qsync.backend.kernel_timing import fastest
+from qsync.backend.kernel_timing import fastest, fastest_on_gpu
 
 
 @pytest.fixture
@@ -51,7 +53,31 @@ def test_of_a_tie_the_first_is_chosen(taking, tie, chosen):
     assert fastest([taking(1.105), taking(1.0)], tie=tie) == chosen
 
 
-def test_calls_in_a_row_are_timed_together(taking):
-    run = taking(1.0)
-    assert fastest([run], seconds=0.0, calls=8) == 0
-    assert len(run.counted) == 1 + 8 * 5  # warmed up by one, then at least five rounds
+@pytest.mark.parametrize(
+    "encoded_launches, with_launches, chosen",
+    [(0.5, True, 0), (1.2, True, 1), (1.2, False, 0)],
+    ids=["few launches", "many launches", "launches do not count"],
+)
+def test_on_a_gpu_kernels_decide_and_launches_of_encoded_products(
+    monkeypatch, encoded_launches, with_launches, chosen
+):
+    encoded, narrow, wide = (lambda: None for _ in range(3))
+    seconds = {encoded: (0.8, encoded_launches), narrow: (1.0, 5.0), wide: (2.0, 0.1)}
+    monkeypatch.setattr(kernel_timing, "kernel_s", lambda run, calls: seconds[run])
+    assert fastest_on_gpu([encoded, narrow, wide], [with_launches, False, False], 0.05) == chosen
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_slow_launch_is_no_slow_kernel():
+    x = torch.randn(2048, 2048, device="cuda")
+    short = x[:256, :256].contiguous()
+
+    def slowly_launched():
+        time.sleep(0.01)
+        return short @ short
+
+    assert fastest_on_gpu([lambda: x @ x, slowly_launched], [False, False]) == 1
+    assert fastest_on_gpu([lambda: x @ x, slowly_launched], [False, True]) == 0
+    kernel, launch = kernel_timing.kernel_s(slowly_launched)
+    assert kernel < launch / 10

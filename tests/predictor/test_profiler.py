@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,10 +13,12 @@ from graphs import mlp
 from torch import nn
 
 import qsync
+from qsync.backend.kernel_timing import kernel_s
 from qsync.errors import CalibrationError, UnsupportedError
 from qsync.lowering.incremental import lower
 from qsync.lowering.lowered_graph import Cast, Run
-from qsync.predictor.profiling.clocks import ShareClock, WallClock
+from qsync.predictor.profiling import profiler as profiler_module
+from qsync.predictor.profiling.clocks import CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.node_timer import NodeTimer, StepTimes
 from qsync.predictor.profiling.profiler import Profiler
 from qsync.predictor.profiling.step_statistics import node_costs, switch_costs, timer_seconds
@@ -392,3 +395,75 @@ def test_a_profile_says_what_held_the_clock_down():
     assert cool.held_down == () and hot.held_down == ("heat",)
     assert Profile.from_json(hot.to_json()).held_down == ("heat",)
     assert "held_down" not in cool.to_json()
+
+
+class _NoGpu(CudaClock, WallClock):
+    """The clock of a GPU whose work is done when it is launched."""
+
+    now, seconds, settle, held_down = WallClock.now, WallClock.seconds, WallClock.settle, WallClock.held_down
+
+
+@pytest.fixture
+def launching(monkeypatch):
+    """A profiler that has timed launches apart, as on a GPU."""
+    for name in ("KernelClock", "LaunchClock"):
+        monkeypatch.setattr(profiler_module, name, WallClock)
+    model = Net()
+    program = planned_forward.attach(model, lambda graph: {})
+    precisions = [Precision(p) for p in PRECISIONS]
+    profiler = Profiler(program, lambda: loss(model, BATCH), list(model.parameters()), precisions, _NoGpu())
+    profiler.round()
+    return profiler
+
+
+def test_launches_are_priced_wherever_kernels_are(launching):
+    profile = launching.profile("gpu", {})
+    launches = profile.launches
+    assert {op: set(modes) for op, modes in launches.ops.items()} == {
+        op: set(modes) for op, modes in profile.ops.items()
+    }
+    assert (
+        launches.casts.keys() == profile.casts.keys() and launches.cast_fit.keys() == profile.cast_fit.keys()
+    )
+    assert launches.optimizer_s > 0 and launches.host_s > 0 and launches.launches is None
+    assert Profile.from_json(profile.to_json()) == profile
+    assert profile.step_s.keys() >= set(PRECISIONS)
+
+
+def test_launches_take_what_they_take_where_the_host_does_not_wait(launching):
+    found = launching._launches
+    whole = [step.total_s + s for (_, step), s in zip(found.samples, found.optimizer_s, strict=True)]
+    found.free.clear()
+    for (label, _), seconds in zip(found.samples, whole, strict=True):
+        found.free[label] = [(0.8 * seconds, 2 * seconds)]
+    assert found.part_without_waits() == pytest.approx(0.8)
+    first = found.samples[0][0]
+    found.free[first] = [(0.5 * whole[0], whole[0])]  # of the others the GPU's queue was full
+    assert found.part_without_waits() == pytest.approx(0.5)
+    for label in found.free:
+        found.free[label] = [(1e9, 1e9)]
+    assert found.part_without_waits() == 1.0
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_kernels_are_timed_without_the_pauses_of_the_host():
+    clock, x = KernelClock(), torch.randn(256, 256, device="cuda")
+    x @ x
+    start = clock.now()
+    x @ x
+    time.sleep(0.005)
+    end = clock.now()
+    clock.settle()
+    assert 0 < clock.seconds(start, end) < 0.005
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_launches_are_timed_without_the_kernels():
+    clock, x = LaunchClock(), torch.randn(8192, 8192, device="cuda")
+    x @ x
+    start = clock.now()
+    y = x @ x
+    end = clock.now()
+    assert 0 < clock.seconds(start, end) < kernel_s(lambda: torch.mm(x, x, out=y))[0]

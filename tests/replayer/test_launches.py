@@ -1,0 +1,142 @@
+"""Replay of a device whose kernels the host launches: beside a host and a device simulated one by one."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from graphs import CPU_PRECISIONS, assignments_for, cluster_of, encoder, profile_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qsync.lowering.incremental import Lowering
+from qsync.lowering.vectorized import Tabulated
+from qsync.records.cluster import Link
+from qsync.records.levers import ClassLevers, Levers
+from qsync.records.precision import Precision
+from qsync.records.profiles import Cost, Profile
+from qsync.replayer import profiles_under_levers, replay
+from qsync.replayer.costs.class_costs import ClassCosts
+from qsync.replayer.costs.vectorized_costs import vectorized_costs_of
+from qsync.replayer.levers.batch_size import times
+from qsync.replayer.simulate import Exchange
+from qsync.replayer.slowdown import slowed
+
+GRAPH = encoder(2)
+KERNELS = replace(profile_of(GRAPH, "gpu"), loading_s=3e-6, bucket_s_per_byte=1e-12)
+CLUSTER = cluster_of({"gpu": 2}, link=Link(1e-6, 1e10, 1.0))
+
+
+def launched(seed: int, slow: float) -> Profile:
+    """A profile with launches that take random times, about `slow` times what the kernels do."""
+    chance = random.Random(seed)
+
+    def drawn(cost: Cost) -> Cost:
+        return Cost(2 * slow * chance.random() * cost.forward_s, 2 * slow * chance.random() * cost.backward_s)
+
+    launches = replace(
+        KERNELS,
+        ops={op: {mode: drawn(cost) for mode, cost in modes.items()} for op, modes in KERNELS.ops.items()},
+        casts={key: drawn(cost) for key, cost in KERNELS.casts.items()},
+        outside=times(KERNELS.outside, slow),
+        host_s=7e-6,
+        optimizer_s=slow * KERNELS.optimizer_s,
+        loading_s=0.0,
+        bucket_s_per_byte=0.0,
+    )
+    return replace(KERNELS, launches=launches)
+
+
+def one_by_one(costs, launches, exchange):
+    """Launch every kernel and run it, in a loop: when forward, each operator's backward, and all are done."""
+    profile, hosts = costs.profile, launches.profile
+    host_s, device_s = profile.loading_s, 0.0
+
+    def run(launch_s, kernel_s):
+        nonlocal host_s, device_s
+        host_s += launch_s
+        device_s = max(host_s, device_s) + kernel_s
+        return device_s
+
+    run(hosts.host_s, profile.host_s)
+    for launch_s, kernel_s in zip(launches.forward_s, costs.forward_s, strict=True):
+        run(launch_s, kernel_s)
+    lead_s = run(hosts.outside.total_s, profile.outside.total_s)
+    done_s = [0.0] * len(costs.backward_s)
+    for i in reversed(range(len(done_s))):
+        copied_s = exchange.copied_bytes[i] * profile.bucket_s_per_byte
+        done_s[i] = run(launches.backward_s[i], costs.backward_s[i] + copied_s) - lead_s
+    backward_s = run(0.0, exchange.unused_bytes * profile.bucket_s_per_byte) - lead_s
+    end_s = run(hosts.optimizer_s, profile.optimizer_s)
+    ready_s = [(*done_s, backward_s)[bucket.ready] for bucket in exchange.buckets]
+    return lead_s, ready_s, backward_s, end_s - lead_s - backward_s
+
+
+@given(st.integers(0, 9), st.sampled_from([0.0, 0.3, 1.0, 3.0]), assignments_for(GRAPH, CPU_PRECISIONS))
+def test_a_step_is_done_when_its_kernels_are_launched_and_run(seed, slow, assignment):
+    profile, exchange = launched(seed, slow), Exchange(GRAPH, CLUSTER)
+    costs = vectorized_costs_of(Tabulated(GRAPH, assignment, "bf16"), profile)
+    work = exchange.work(costs)
+    found = (work.lead_s, work.ready_s, work.backward_s, work.optimizer_s)
+    for one, other in zip(found, one_by_one(costs, costs.launches, exchange), strict=True):
+        assert one == pytest.approx(other, rel=1e-9)
+    one_at_a_time = exchange.work(ClassCosts(Lowering(GRAPH, assignment, "bf16"), profile))
+    assert one_at_a_time.total_s == pytest.approx(work.total_s, rel=1e-12)
+
+
+def test_prices_of_launches_follow_a_change_of_one_operator():
+    profile, lowering = launched(1, 1.0), Lowering(GRAPH, {}, "bf16")
+    costs = ClassCosts(lowering, profile)
+    op = GRAPH.adjustable[0].name
+    costs.update(lowering.assign(op, Precision.INT8).touched)
+    anew = ClassCosts(Lowering(GRAPH, {op: Precision.INT8}, "bf16"), profile).launches
+    np.testing.assert_array_equal(costs.launches.forward_s, anew.forward_s)
+    np.testing.assert_array_equal(costs.launches.backward_s, anew.backward_s)
+
+
+@pytest.mark.parametrize("slow, bound_by", [(0.01, "kernels"), (100.0, "launches")])
+def test_the_slower_of_host_and_device_bounds_a_step(slow, bound_by):
+    profile = launched(2, slow)
+    cluster = cluster_of({"gpu": 1})
+    step_s = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, cluster).step_s
+    slower = profile.launches if bound_by == "launches" else replace(profile, launches=None, loading_s=0.0)
+    alone_s = replay(GRAPH, {"gpu": {}}, {"gpu": slower}, cluster).step_s
+    assert alone_s < step_s < 1.1 * alone_s
+
+
+def test_events_show_what_the_device_waits_for_launches():
+    profile = launched(3, 2.0)
+    timeline = replay(GRAPH, {"gpu": {}}, {"gpu": profile}, CLUSTER)
+    waits = [event for event in timeline.events if event.name.startswith("kernels not launched yet")]
+    assert [event.kind for event in waits] == ["host", "host"]
+    own = [event for event in timeline.events if event.kind not in ("communication", "wait")]
+    # Nothing computes beside the all-reduces at less than full speed here, so that the parts add up.
+    assert sum(event.duration_s for event in own) == pytest.approx(timeline.classes["gpu"].compute_s)
+
+
+def test_a_file_keeps_launches(tmp_path):
+    profile = launched(4, 1.0)
+    assert Profile.load(profile.save(tmp_path / "profile.json")) == profile
+    assert "launches" not in KERNELS.to_json()
+
+
+def test_all_of_a_slower_device_is_slower():
+    profile = launched(5, 1.0)
+    step_s, twice_s = (
+        replay(GRAPH, {"gpu": {}}, {"gpu": p}, cluster_of({"gpu": 1})).step_s
+        for p in (profile, slowed(profile, 2.0))
+    )
+    assert twice_s == pytest.approx(2 * step_s, rel=1e-9)
+
+
+def test_a_recomputed_block_is_launched_again():
+    train, gpu = {"train": profile_of(GRAPH, "train")}, {"gpu": launched(6, 1.0)}
+    cluster, levers = (
+        cluster_of({"train": 1, "gpu": 1}),
+        Levers({"gpu": ClassLevers(recomputed=("layer.0",))}),
+    )
+    under = profiles_under_levers(GRAPH, train | gpu, cluster, levers)["gpu"].launches
+    once, again = gpu["gpu"].launches.ops["layer.0.fc1"]["bf16"], under.ops["layer.0.fc1"]["bf16"]
+    assert again.backward_s == once.backward_s + once.forward_s
