@@ -44,6 +44,7 @@ class OpaqueKernels:
     """The kernels of a device as custom operators, for a graph that is traced once more."""
 
     keeps_copies = False
+    plain_casts = ("fp32", "bf16")
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

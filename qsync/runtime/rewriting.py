@@ -55,6 +55,10 @@ class KernelTable(Protocol):
     def keeps_copies(self) -> bool:
         """Return whether a copy of a weight may serve several calls."""
 
+    @property
+    def plain_casts(self) -> tuple[str, ...]:
+        """Return the types to which a cast is torch's own conversion."""
+
     def saving(self, kind: str, form: str) -> Callable[..., torch.Tensor]:
         """Return the operator of a kind that saves in a form."""
 
@@ -301,12 +305,13 @@ class _Rewriter:
 
     def _emit_cast(self, module: torch.fx.GraphModule, cast: Cast) -> None:
         source = self._node_of[cast.value, cast.source]
-        call: torch.nn.Module = (
-            WeightCast(self._kernels, cast.target)
-            if cast.of_parameter and self._kernels.keeps_copies
-            else CastCall(self._kernels, cast.target)
-        )
-        node = _call(module, f"cast_{cast.target}", call, (source,), {})
+        is_kept = cast.of_parameter and self._kernels.keeps_copies
+        is_tensor = isinstance(source.meta.get("example_value"), torch.Tensor)
+        if not is_kept and is_tensor and cast.target in self._kernels.plain_casts:
+            node = module.graph.call_method("to", (source, DTYPES[cast.target]))
+        else:
+            call = (WeightCast if is_kept else CastCall)(self._kernels, cast.target)
+            node = _call(module, f"cast_{cast.target}", call, (source,), {})
         note_conversion(node, source, cast.target)
         node = self._report(module, cast, node, [source], cast.num_elements)
         self._node_of[cast.value, cast.target] = node

@@ -30,6 +30,8 @@ SLOW_FP32 = {("fp32_fast", rows): 9.0 for rows in (4, 12)}
 class Ticking(Kernels):
     """The CPU's kernels, which take the seconds of a table by the clock of a test."""
 
+    plain_casts = ()  # each one ticks
+
     def __init__(self, products, casts=None):
         super().__init__(torch.device("cpu"))
         self.products, self.casts, self.now = products, casts or {}, 0.0
