@@ -21,6 +21,7 @@ from qsync.replayer.costs.class_costs import ClassCosts, FloatArray
 from qsync.replayer.explanation.comparison import kind_of
 from qsync.replayer.explanation.critical_path import find_critical_path
 from qsync.replayer.simulate import Exchange, step_time
+from qsync.replayer.slowdown import slowed
 
 # A gain of less than this part of the step is rounding.
 _MEANINGFUL = 1e-6
@@ -142,6 +143,10 @@ def _faster_parts(state: State, name: str) -> Iterator[WhatIf]:
         faster = copy(costs)
         faster.profile = other
         trials.append((kind, f"{what} twice as fast", faster))
+    if profile.launches:
+        faster = copy(costs)
+        faster.launches = ClassCosts(costs.lowering, slowed(profile.launches, 0.5))
+        trials.append(("host", "launches of kernels twice as fast", faster))
     for kind, what, faster in trials:
         step_s = _step_s(state, state.problem.exchange, {name: faster})
         yield WhatIf(kind, what, name, step_s, state.step_s() - step_s)

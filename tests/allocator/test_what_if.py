@@ -13,7 +13,7 @@ from qsync.records.levers import ClassLevers, Levers
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
 from qsync.records.profiles import Cost
-from qsync.replayer import Sized, profiles_under_levers, replay
+from qsync.replayer import Sized, profiles_under_levers, replay, slowed
 
 GRAPH = encoder(2)
 PROFILES = {
@@ -163,3 +163,12 @@ def test_pinned_operators_are_left_alone():
     plan = replace(FP32, pins={"layer.0.*": Precision.FP32})
     tried = [one.what for one in found_of(plan) if one.kind == "precision"]
     assert tried and not [what for what in tried if "layer.0" in what]
+
+
+def test_launches_of_a_step_that_waits_for_them_are_replayed():
+    infer = PROFILES["infer"]
+    bound = PROFILES | {"infer": replace(infer, launches=slowed(replace(infer, loading_s=0.0), 3.0))}
+    faster = bound | {"infer": replace(infer, launches=slowed(replace(infer, loading_s=0.0), 1.5))}
+    one = one_of(found_of(profiles=bound), "launches of kernels twice as fast", "infer")
+    assert one.step_s == pytest.approx(step_of(profiles=faster), rel=1e-9)
+    assert not any("launches" in one.what for one in found_of())
