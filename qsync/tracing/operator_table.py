@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from qsync.records.graph import Role, num_elements
+from qsync.records.precision import LARGEST
 
 # Adjustable kinds by the name of the torch call, with the names of their operands in the order of Op.inputs.
 PRODUCTS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -49,6 +50,15 @@ FOLLOWING: dict[str, str] = {
         "swapaxes",
     )},
 }  # fmt: skip
+
+# A user's torch.autograd.Function is one call of two traced graphs. It follows if both compute elements by
+# elements, and it has one result.
+_FUNCTION = "autograd_function_apply"
+_ELEMENTWISE = (
+    "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
+    "mul", "div", "neg", "pow", "where", "clone",
+)  # fmt: skip
+_GRAD_MODE = "_set_grad_enabled"
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
@@ -103,6 +113,10 @@ def functional_name(name: str) -> str | None:
 def classify(node: torch.fx.Node) -> tuple[str, Role]:
     """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
     name = call_name(node)
+    if name == _FUNCTION:
+        is_one = isinstance(node.meta.get("example_value"), torch.Tensor)
+        follows = is_one and all(map(_computes_elements, _bodies(node)))
+        return ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
     if not _is_torch(node.target):
         return "other", Role.FIXED
     if name in PRODUCTS:
@@ -110,6 +124,31 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     if name in FOLLOWING:
         return FOLLOWING[name], Role.FOLLOWING
     return FIXED.get(name, "other"), Role.FIXED
+
+
+def _bodies(node: torch.fx.Node) -> list[torch.fx.Graph]:
+    """Return the graphs of a user's function, forward and backward."""
+    named = [
+        argument
+        for argument in node.args
+        if isinstance(argument, torch.fx.Node) and argument.op == "get_attr"
+    ]
+    found = [getattr(node.graph.owning_module, str(argument.target), None) for argument in named]
+    return [body.graph for body in found if isinstance(body, torch.fx.GraphModule)]
+
+
+def _computes_elements(body: torch.fx.Graph) -> bool:
+    """Return whether a graph computes elements from elements, in whatever float type they are."""
+    return all(
+        node.op in ("placeholder", "output")
+        or call_name(node) == _GRAD_MODE
+        or (classify(node)[0] in _ELEMENTWISE and not names_a_type(node) and not any(_too_large(node)))
+        for node in body.nodes
+    )
+
+
+def _too_large(node: torch.fx.Node) -> Iterator[bool]:
+    return (abs(number) > LARGEST["fp16"] for number in constants(node))
 
 
 def operands(node: torch.fx.Node, kind: str) -> list[torch.fx.Node]:
