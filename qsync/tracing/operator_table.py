@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.utils._pytree import tree_leaves
 
 from qsync.records.graph import Role, num_elements
 from qsync.records.precision import LARGEST
@@ -114,8 +115,8 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
     name = call_name(node)
     if name == _FUNCTION:
-        is_one = isinstance(node.meta.get("example_value"), torch.Tensor)
-        follows = is_one and all(map(_computes_elements, _bodies(node)))
+        results = tree_leaves(node.meta.get("example_value"))
+        follows = len(results) == 1 and all(map(_computes_elements, _bodies(node)))
         return ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
     if not _is_torch(node.target):
         return "other", Role.FIXED

@@ -59,13 +59,25 @@ class TypedBackward(Curve):
         return gradient.float() * ctx.saved_tensors[0]
 
 
+class Two(Curve):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5, torch.tanh(x)
+
+    @staticmethod
+    def backward(ctx, gradient, other):
+        return gradient * 0.5 + other * ctx.saved_tensors[0]
+
+
 class Net(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
         self.first, self.second, self.function = nn.Linear(32, 48), nn.Linear(48, 8), function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.function.apply(self.first(x)))
+        y = self.function.apply(self.first(x))
+        return self.second(sum(y) if isinstance(y, tuple) else y)
 
 
 def ran(model: nn.Module) -> Run:
@@ -91,7 +103,7 @@ def test_a_function_by_elements_is_as_under_autocast():
         torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("function", [Typed, Summed, Large, TypedBackward])
+@pytest.mark.parametrize("function", [Typed, Summed, Large, TypedBackward, Two])
 def test_any_other_function_runs_as_traced(function):
     torch.manual_seed(0)
     model, x = Net(function), torch.randn(16, 32)
