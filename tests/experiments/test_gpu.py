@@ -57,8 +57,8 @@ def test_a_dry_run_goes_through_every_piece(group, tmp_path):
 def test_the_tests_that_need_a_gpu_are_found():
     """By their mark, and by the fixture whose case it has."""
     assert {file.stem for file in gpu_pieces.tests()} == {
-        "test_casts", "test_casts_gpu", "test_cuda", "test_cutlass", "test_epilogues", "test_norms",
-        "test_parity",
+        "test_casts", "test_casts_gpu", "test_cuda", "test_cutlass", "test_epilogues", "test_kernel_timing",
+        "test_norms", "test_parity", "test_profiler",
     }  # fmt: skip
     needs = {piece.name: piece.needs for piece in pieces(Path("out"), "cpu", True) if piece.group == "tests"}
     assert [name for name, packages in needs.items() if "apache-tvm" in packages] == ["test_casts_gpu"]
