@@ -17,7 +17,7 @@ from qsync.backend.casts.cast_ops import to_bf16
 from qsync.backend.compressed_saves.saved_ops import saving
 from qsync.backend.encoding import Encoded, Operand, encode
 from qsync.backend.kernel_candidates import Kernel, candidates, device_precisions
-from qsync.backend.kernel_timing import apart, kernel_s, synchronize
+from qsync.backend.kernel_timing import GPU_CALLS, GPU_ROUNDS, apart, kernel_s, synchronize
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
@@ -31,7 +31,6 @@ from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, o
 LEAST_AGREEMENT_DB = 25.0
 _LEAST_FP32_AGREEMENT_DB = 110.0  # two orders of summing FP32 leave about 125
 _MIN_TIMED_S, _MAX_REPEATS = 0.02, 5
-_GPU_ROUNDS, _GPU_CALLS = 3, 4
 # Sizes of the representative calls: (side of matrices, images, channels, side of images).
 _SIZES = {"cpu": (512, 8, 32, 16), "cuda": (4096, 32, 128, 32)}
 
@@ -363,7 +362,7 @@ def _timed_s(run: Callable[[], Any], on_gpu: bool) -> float:
     run()
     synchronize()
     if on_gpu:
-        return min(kernel_s(run, _GPU_CALLS)[0] for _ in range(_GPU_ROUNDS))
+        return min(kernel_s(run, GPU_CALLS)[0] for _ in range(GPU_ROUNDS))
     least = 1 if time.perf_counter() - start > _MIN_TIMED_S else 2
     times: list[float] = []
     while len(times) < _MAX_REPEATS and (len(times) < least or sum(times) < _MIN_TIMED_S):

@@ -15,7 +15,7 @@ import torch
 
 T = TypeVar("T")
 _LEAST_ROUNDS = 5
-_GPU_ROUNDS, _GPU_CALLS = 3, 4  # calls in a row
+GPU_ROUNDS, GPU_CALLS = 3, 4  # calls in a row
 _CYCLES = 10_000_000  # of the GPU's clock: some milliseconds
 
 
@@ -92,9 +92,9 @@ def fastest_on_gpu(
     for run in runs:
         run()
     least = [math.inf] * len(runs)
-    for _ in range(_GPU_ROUNDS):
+    for _ in range(GPU_ROUNDS):
         for k, run in enumerate(runs):
-            of_kernels_s, of_launches_s = kernel_s(run, _GPU_CALLS)
+            of_kernels_s, of_launches_s = kernel_s(run, GPU_CALLS)
             own_s = max(of_kernels_s, of_launches_s) if with_launches[k] else of_kernels_s
             least[k] = min(least[k], own_s)
     return _first_within(least, tie)

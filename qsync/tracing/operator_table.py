@@ -59,7 +59,7 @@ _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
     "mul", "div", "neg", "pow", "where", "clone",
 )  # fmt: skip
-_GRAD_MODE = "_set_grad_enabled"
+_GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
 
 # Products without a low-precision kernel: they run as traced, and `wrap` says so.
 UNWRITTEN_PRODUCTS = ("addbmm", "bilinear", "grouped_mm", "_grouped_mm")
@@ -115,8 +115,8 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     """Kind and role of a call by its name alone; what its tensors are like can still make it fixed."""
     name = call_name(node)
     if name == _FUNCTION:
-        results = tree_leaves(node.meta.get("example_value"))
-        follows = len(results) == 1 and all(map(_computes_elements, _bodies(node)))
+        results, bodies = tree_leaves(node.meta.get("example_value")), _bodies(node)
+        follows = len(results) == 1 and len(bodies) == _WAYS and all(map(_computes_elements, bodies))
         return ("function", Role.FOLLOWING) if follows else ("other", Role.FIXED)
     if not _is_torch(node.target):
         return "other", Role.FIXED

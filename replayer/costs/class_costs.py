@@ -173,8 +173,8 @@ class ClassCosts:
 
     def update(self, positions: Iterable[int]) -> None:
         """Price the operators at these positions again."""
-        positions = list(positions)
         if self.launches:
+            positions = list(positions)
             self.launches.update(positions)
         for i in positions:
             forward_s, backward_s = self._run(i)
