@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,11 +13,38 @@ import torch.distributed as dist
 from torch import nn
 from two_ranks import launch, said
 
+from qsync.distributed import step_phases
 from qsync.distributed.drift_monitor import Monitor, Prediction
 from qsync.distributed.step_phases import PhaseTimer
+from qsync.predictor.profiling.clocks import WallClock
 from qsync.replayer.explanation.phases import Phases
 
 BATCH = torch.randn(4, 8)
+
+
+class Ticks(WallClock):
+    """A clock that moves when a test says so: nothing that the machine does takes time."""
+
+    wall_s = cpu_s = 0.0
+
+    def now(self) -> float:
+        return self.wall_s
+
+    def sleep(self, seconds: float) -> None:
+        self.wall_s += seconds
+
+    def work(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.cpu_s += seconds
+
+
+CLOCK = Ticks()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(step_phases, "WallClock", lambda: CLOCK)
+    monkeypatch.setattr(step_phases, "time", SimpleNamespace(thread_time=lambda: CLOCK.cpu_s))
 
 
 class Slow(nn.Module):
@@ -28,7 +55,7 @@ class Slow(nn.Module):
         self.layer, self.seconds = nn.Linear(8, 4), seconds
 
     def forward(self, x):
-        time.sleep(self.seconds)
+        CLOCK.sleep(self.seconds)
         return self.layer(x)
 
 
@@ -48,17 +75,27 @@ def test_time_between_passes_is_not_compute():
     def step():
         for _ in range(2):
             model(BATCH).sum().backward()
-            time.sleep(0.02)  # of which the last is clipping
+            CLOCK.sleep(0.02)  # of which the last is clipping
         optimizer.step()
 
     for phases in run(timer, step):
-        assert 0.02 <= phases.compute_s < 0.035 and phases.host_s >= 0.04 and phases.blocked_s < 0.01
+        assert (phases.compute_s, phases.host_s) == pytest.approx((0.02, 0.04)) and phases.blocked_s == 0.0
     assert set(timer.num_calls) == {2} and not timer.others
+
+
+class Stepping(torch.optim.Optimizer):
+    """An optimizer that works and waits for a known time, after it has called its closure."""
+
+    def step(self, closure=None):
+        loss = closure and closure()
+        CLOCK.work(0.003)
+        CLOCK.sleep(0.02)
+        return loss
 
 
 def test_a_closure_s_passes_are_compute_and_not_the_optimizer_s():
     model = Slow(0.01)
-    optimizer, timer = torch.optim.LBFGS(model.parameters(), max_iter=1), PhaseTimer(model, model)
+    optimizer, timer = Stepping(model.parameters(), {}), PhaseTimer(model, model)
 
     def closure():
         optimizer.zero_grad()
@@ -67,25 +104,19 @@ def test_a_closure_s_passes_are_compute_and_not_the_optimizer_s():
         return loss
 
     for phases in run(timer, lambda: optimizer.step(closure)):
-        assert phases.compute_s >= 0.01 and 0 <= phases.optimizer_s < 0.009
+        assert (phases.compute_s, phases.optimizer_s) == pytest.approx((0.01, 0.023))
 
 
 def test_an_optimizer_that_waits_takes_no_cpu_seconds():
-    class Waiting(torch.optim.Optimizer):
-        def step(self, closure=None):
-            time.sleep(0.03)
-
     model = Slow()
-    optimizer, timer = Waiting(model.parameters(), {}), PhaseTimer(model, model)
+    optimizer, timer = Stepping(model.parameters(), {}), PhaseTimer(model, model)
 
     def step():
         model(BATCH).sum().backward()
         optimizer.step()
 
-    steps = run(timer, step)
-    assert all(phases.optimizer_s > 0.03 and phases.optimizer_cpu_s > 0.0 for phases in steps)
-    # Python may collect its garbage in any one of them.
-    assert min(phases.optimizer_cpu_s for phases in steps) < 0.5 * min(phases.optimizer_s for phases in steps)
+    for phases in run(timer, step):
+        assert (phases.optimizer_s, phases.optimizer_cpu_s) == pytest.approx((0.023, 0.003))
 
 
 def test_a_second_backward_after_one_forward_counts():
@@ -289,7 +320,7 @@ dist.init_process_group("gloo")
 
 class Late(Net):
     def forward(self, x):
-        time.sleep(0.1 * rank)
+        time.sleep(0.5 * rank)
         return super().forward(x)
 
 torch.manual_seed(0)
@@ -298,7 +329,7 @@ timer = PhaseTimer(model, model.module)
 train(model, 4)
 timer.settle()
 found = median(timer.steps)
-say(f"phases: {found.blocked_s > 0.05} {found.compute_s > 0.05} {found.host_s < 0.05}")
+say(f"phases: {found.blocked_s > found.compute_s} {found.host_s < found.compute_s + found.blocked_s}")
 timer.stop()
 dist.destroy_process_group()
 """
@@ -307,4 +338,4 @@ dist.destroy_process_group()
 @pytest.mark.dist
 def test_waiting_for_another_rank_s_gradients_is_blocked_time(tmp_path):
     output = launch(tmp_path, WAITS)
-    assert said(output, "phases") == ["True False True", "False True True"]
+    assert said(output, "phases") == ["True True", "False True"]
