@@ -254,5 +254,6 @@ def test_what_is_compiled_ahead_is_found_by_a_job(tmp_path, monkeypatch):
     done = {(row["library"], row["device"]): row for row in build_ahead.build(["80"])}
     assert not any("why_not" in row for row in done.values()), done
     again = list(build_ahead.build(["80"]))
-    assert all(row["seconds"] < 5 for row in again if row["library"] == "fp16_gemm")
+    (found,) = [row for row in again if row["library"] == "fp16_gemm"]
+    assert found["seconds"] < done[found["library"], found["device"]]["seconds"] / 2
     assert compiled_products.unavailable("80", ("fp16_gemm",)) is None
