@@ -26,7 +26,7 @@ from qsync import api
 from qsync.backend.device_detection import machine
 from qsync.distributed import data_parallel, job
 from qsync.distributed.agreement import agree, agree_locally
-from qsync.errors import FormatError, shortened
+from qsync.errors import FormatError, UnsupportedError, shortened
 from qsync.predictor.profiling.clocks import Clock, ShareClock, clock_for
 from qsync.predictor.profiling.link_benchmark import LinkMeasurement
 from qsync.predictor.profiling.profiler import MakeOptimizer, Profiler, ProfilerOptions
@@ -180,11 +180,23 @@ class DdpProfiler:
         if self.in_ddp:
             patience = timedelta(seconds=max(MIN_PATIENCE_S, PATIENCE_STEPS * max(typical_s)))
             ddp_options = dict(options.ddp_options or {})
+            agree_locally("profiling", lambda: self._check_unused(step.model, ddp_options))
             given = ddp_options.get("process_group")
             backend = dist.get_backend(given) if given is not None else None
             ddp_options["process_group"] = dist.new_group(timeout=patience, backend=backend)
             self.model = data_parallel.in_ddp(step.model, options.bucket_cap_mb, ddp_options)
             self._loss = replace(step, model=self.model).loss()
+
+    def _check_unused(self, model: torch.nn.Module, ddp_options: Mapping[str, object]) -> None:
+        """Raise UnsupportedError where DDP would wait for the gradient of a parameter that is not used."""
+        unused = set(map(id, self.profiler.unused))
+        names = [name for name, parameter in model.named_parameters() if id(parameter) in unused]
+        if names and not any(map(ddp_options.get, ("find_unused_parameters", "static_graph"))):
+            raise UnsupportedError(
+                f"a step gives {shortened(names[0])} no gradient, and DDP waits for one: give "
+                'ddp_options={"find_unused_parameters": True}, or freeze what is not trained '
+                "(requires_grad_(False))"
+            )
 
     @property
     def num_choices(self) -> int:

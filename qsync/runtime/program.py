@@ -34,6 +34,7 @@ from qsync.runtime.weight_cache import (
     forget_copies,
     note_copies,
 )
+from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import (
     untraced,
@@ -208,14 +209,10 @@ class Program:
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
-        model = self.model
-        segment = read_segment(module, example_inputs, tensor_names(model), self._segments)
-        graph = join([segment], type(model).__name__)
-        lowered, slower = self._lower(segment, graph)
-        entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
-        self._entries.append(entry)
+        shared = SharedGraph(module, example_inputs, lambda: tensor_names(self.model), self._enter)
 
         def run(*args: Any) -> Any:
+            entry = shared.of(args)
             self._ran.append(entry)
             self.prefix = repeat_prefix(self._segments, len(self._ran) - 1)
             if self._observer is not None:
@@ -223,6 +220,15 @@ class Program:
             return entry.run.forward(*args)
 
         return with_room(run)
+
+    def _enter(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Entry:
+        """Read a traced graph, and rewrite it."""
+        segment = read_segment(module, inputs, tensor_names(self.model), self._segments)
+        graph = join([segment], type(self.model).__name__)
+        lowered, slower = self._lower(segment, graph)
+        entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
+        self._entries.append(entry)
+        return entry
 
     def exported(
         self, module: torch.fx.GraphModule, inputs: list[Any], names: dict[int, str]

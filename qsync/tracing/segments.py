@@ -73,8 +73,8 @@ class Segment:
 def join(segments: Sequence[Segment], model: str) -> OpGraph:
     """Join the segments of one call, in order, into one OpGraph.
 
-    A segment that ran twice (torch.compile uses one graph for layers that are alike) has one precision for
-    all its runs, so its operators stay fixed. Names of later runs begin with the position of the run.
+    A segment that ran twice (its layer was called twice, or has no weights) has one precision for all its
+    runs, so its operators stay fixed. Names of later runs begin with the position of the run.
     """
     inputs: dict[str, Input] = {}
     ops: list[Op] = []
@@ -93,7 +93,10 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
         for op in segment.ops:
             role, because = op.role, op.fixed_because
             if runs[id(segment)] > 1 and role is Role.ADJUSTABLE:
-                role, because = Role.FIXED, "its traced graph runs more than once in a step"
+                role, because = (
+                    Role.FIXED,
+                    "its traced graph runs more than once in a step, on the same weights",
+                )
             reads, kept = tuple(map(named, op.inputs)), tuple(map(named, op.kept))
             ops.append(
                 replace(op, name=named(op.name), role=role, inputs=reads, kept=kept, fixed_because=because)
@@ -123,7 +126,7 @@ def read_segment(
             "the model has tensor-parallel parameters (DTensor), which qsync has no kernels for: wrap the "
             "modules that are not parallelized, or shard with fully_shard instead"
         )
-    private = _copy(module)
+    private = copy_of(module)
     reader = _Reader(names, earlier)
     segment = Segment(private)
     placeholders = [node for node in private.graph.nodes if node.op == "placeholder"]
@@ -491,12 +494,12 @@ def _module_path(text: str) -> str:
     return text.strip(".").removesuffix("._call_impl")
 
 
-def _copy(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Copy a graph, sharing its tensors: the tracer's graph stays untouched, metadata included."""
     copied = torch.fx.GraphModule(module, _copy_graph(module))
     for name, child in module.named_children():
         if isinstance(child, torch.fx.GraphModule):
-            setattr(copied, name, _copy(child))
+            setattr(copied, name, copy_of(child))
     return copied
 
 

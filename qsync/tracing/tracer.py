@@ -7,6 +7,7 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from qsync.backend.device_detection import device_of
 from qsync.errors import CalibrationError, TracingError
 from qsync.records.graph import Op, OpGraph, Role
 from qsync.records.kernel_support import is_fixed_despite_kernels
+from qsync.tracing.graph_sharing import SharedGraph
 from qsync.tracing.replaced_forward import LAYER_FILES, compiled_by, untraced
 from qsync.tracing.segments import DTYPES, Segment, join, read_segment
 
@@ -55,10 +57,12 @@ def trace(model: torch.nn.Module, example_inputs: Any) -> list[Segment]:
     segments: list[Segment] = []
 
     def record(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        segment = read_segment(module, inputs, names, segments)
+        shared = SharedGraph(
+            module, inputs, lambda: names, partial(read_segment, names=names, earlier=segments)
+        )
 
         def run(*args: Any) -> Any:
-            segments.append(segment)
+            segments.append(shared.of(args))
             return module.forward(*args)
 
         return run

@@ -1,0 +1,72 @@
+"""One traced graph, several segments: torch.compile uses one graph for layers that are alike.
+
+Where Python code that cannot be traced stands between layers, the tracer sees the first layer and gives its
+graph the parameters of every other. Each layer's operators bear other precisions, so each is a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.fx
+
+from qsync.tracing.segments import copy_of
+
+T = TypeVar("T")
+
+
+class SharedGraph(Generic[T]):
+    """A traced graph, and what `read` makes of it for each set of parameters that it runs with.
+
+    `read(module, inputs)` is called at once with the inputs it was traced with, and later with the parameters
+    of other layers. `names` returns id -> name of the model's tensors. A graph that runs with parameters that
+    are not the model's (`torch.func.functional_call`) is the one that was traced.
+    """
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        names: Callable[[], dict[int, str]],
+        read: Callable[[torch.fx.GraphModule, list[Any]], T],
+    ) -> None:
+        self._names, self._read = names, read
+        self._places = [place for place, value in enumerate(inputs) if isinstance(value, torch.nn.Parameter)]
+        # The tracer takes the example values out of its own graph once it is compiled.
+        self._traced = copy_of(module) if self._places else module
+        self._first = read(module, list(inputs))
+        self._of_names = {self._names_of(inputs): self._first}
+        self._of_ids = {self._ids(inputs): self._first}
+
+    def of(self, inputs: Sequence[Any]) -> T:
+        """Return what was read of the graph for the parameters among the inputs of a call."""
+        ids = self._ids(inputs)
+        if ids in self._of_ids:
+            return self._of_ids[ids]
+        names = self._names_of(inputs)
+        if None in names:
+            return self._first
+        if names not in self._of_names:
+            self._of_names[names] = self._read(self._traced, self._inputs_with_parameters_of(inputs))
+        found = self._of_names[names]
+        # Parameters of these names are other objects now, or are new.
+        self._of_ids = {key: kept for key, kept in self._of_ids.items() if kept is not found} | {ids: found}
+        return found
+
+    def _ids(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        return tuple([id(inputs[place]) for place in self._places])
+
+    def _names_of(self, inputs: Sequence[Any]) -> tuple[str | None, ...]:
+        names = self._names()
+        return tuple(names.get(identity) for identity in self._ids(inputs))
+
+    def _inputs_with_parameters_of(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return the inputs as they were traced, but for the model's own tensors: shapes may have changed."""
+        own = self._names()
+        placeholders = self._traced.graph.find_nodes(op="placeholder")
+        return [
+            value if id(value) in own else placeholder.meta.get("example_value")
+            for value, placeholder in zip(inputs, placeholders, strict=True)
+        ]

@@ -1,0 +1,170 @@
+"""A graph that several layers share is a segment for each: its own names, precisions and results."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+import qsync
+from qsync.errors import CalibrationError
+from qsync.records.graph import Role
+from qsync.records.precision import Precision
+from qsync.runtime import choosers, planned_forward
+
+WIDTH = 16
+BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
+PRECISIONS = [Precision.INT8, Precision.BF16, Precision.FP32]
+
+
+class Block(nn.Module):
+    """A layer in whose middle the trace stops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = nn.functional.gelu(self.up(x))
+        torch._dynamo.graph_break()
+        return x + self.down(y)
+
+
+class Model(nn.Module):
+    def __init__(self, alike: bool = True, skips: bool = False) -> None:
+        super().__init__()
+        # Each block is traced by itself if none is alike: of another class.
+        kinds = [Block if alike else type(f"Block{k}", (Block,), {}) for k in range(len(PRECISIONS))]
+        self.blocks = nn.ModuleList([kind() for kind in kinds])
+        self.skips = skips
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.skips and torch.rand([]) < 0.5:
+                continue
+            x = block(x)
+        return x
+
+
+def made(**options: bool) -> Model:
+    torch.manual_seed(0)
+    return Model(**options)
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def assignment() -> dict[str, Precision]:
+    """Another precision in every block, and another order of them for its second product."""
+    return {
+        f"blocks.{k}.{name}": PRECISIONS[(k + shift) % len(PRECISIONS)]
+        for k in range(len(PRECISIONS))
+        for shift, name in enumerate(("up", "down"))
+    }
+
+
+def trained(model: Model, chosen: dict[str, Precision] | None = None) -> list[torch.Tensor]:
+    """Return the loss and the gradients of a step under an assignment."""
+    chosen = chosen or assignment()
+    program = planned_forward.attach(model, choosers.following(chosen))
+    value = loss(model, BATCH)
+    value.backward()
+    assert program.assignment() == chosen
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(map(torch.equal, one, other))
+
+
+def test_every_layer_has_operators_of_its_own():
+    graph = qsync.capture(made(), BATCH)
+    assert graph.num_segments >= 2 * len(PRECISIONS)
+    assert {op.name for op in graph.adjustable} == set(assignment())
+    names = [op.name for op in graph.ops]
+    assert len(names) == len(set(names))
+    weights = {value.name for value in graph.inputs if value.kind == "parameter"}
+    assert weights == {name for name, _ in made().named_parameters()}
+
+
+def test_every_layer_runs_in_its_own_precision_as_if_it_were_traced_by_itself():
+    expected = trained(made(alike=False))
+    assert same(trained(made()), expected)
+    one = next(iter(assignment()))
+    assert not same(trained(made(), assignment() | {one: Precision.FP32}), expected)
+
+
+def test_other_parameters_of_the_same_names_run_as_the_old_ones():
+    model = made()
+    program = planned_forward.attach(model, choosers.following(assignment()))
+    loss(model, BATCH)
+    traced = len(program._entries)
+    for block in model.blocks:
+        block.up.weight = nn.Parameter(block.up.weight.detach().clone())
+    first = loss(model, BATCH)
+    assert len(program._entries) == traced and program.assignment() == assignment()
+    assert torch.equal(first, loss(model, BATCH))
+
+
+def test_parameters_that_are_not_the_model_s_run_as_it_was_traced():
+    model, other = made(), made()
+    program = planned_forward.attach(model, choosers.uniform(Precision.BF16))
+    loss(model, BATCH)
+    traced = len(program._entries)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    given = dict(other.named_parameters())
+    found = torch.func.functional_call(model, given, (BATCH,))
+    planned_forward.attach(other, choosers.uniform(Precision.BF16))
+    assert torch.equal(found, other(BATCH))
+    assert len(program._entries) == traced
+
+
+def test_a_layer_that_is_called_again_has_one_precision_and_says_why():
+    class Thrice(Model):
+        def forward(self, x):
+            for _ in range(3):  # the second call's input has a gradient, so the third runs the second's graph
+                x = self.blocks[0](x)
+            return x
+
+    graph = qsync.capture(Thrice(), BATCH)
+    fixed = [op for op in graph.ops if op.kind == "linear" and op.role is Role.FIXED]
+    assert fixed and all("more than once in a step, on the same weights" in op.fixed_because for op in fixed)
+
+
+def test_a_copy_has_graphs_of_its_own():
+    model = made()
+    planned_forward.attach(model, choosers.following(assignment()))
+    loss(model, BATCH)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(0.5)
+    other = made(alike=False)
+    other.load_state_dict(copied.state_dict())
+    planned_forward.attach(other, choosers.following(assignment()))
+    assert torch.equal(loss(copied, BATCH), loss(other, BATCH))
+
+
+def test_layers_that_are_skipped_at_random_are_refused_by_a_profile():
+    torch.manual_seed(0)
+    with pytest.raises(CalibrationError, match=r"runs 'blocks.* in one step and not in another.*layerdrop"):
+        qsync.profile(made(skips=True), BATCH, loss, precisions=["fp32", "bf16"], rounds=2)
+
+
+def test_a_layer_that_was_skipped_at_first_gets_its_own_precision_when_it_runs():
+    model = made(skips=True)
+    program = planned_forward.attach(model, choosers.following(assignment()))
+    seen: dict[str, Precision] = {}
+    for seed in range(8):
+        torch.manual_seed(seed)
+        value = loss(model, BATCH)
+        if value.requires_grad:
+            seen |= program.assignment()
+            assert program.assignment().items() <= assignment().items()
+    assert seen == assignment()
