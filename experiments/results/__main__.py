@@ -33,9 +33,11 @@ from qsync.experiments.harness import (
 )
 from qsync.experiments.harness.tables import as_markdown, write_between
 from qsync.experiments.results.commands import RERUNS, Rerun
-from qsync.experiments.results.papers import papers_table
+from qsync.experiments.results.papers import papers_table, rows_of
+from qsync.records.json_files import read_json, write_json
 
 _PAGE = Path("docs/results/index.md")  # has the papers' table; what is finished is for who runs this
+_KEPT = Path("docs/results/papers.json")  # the rows of that table
 
 
 def main(
@@ -69,17 +71,20 @@ def main(
     }
     commits = sorted({commit for one in states.values() for commit in one["commits"]})
     finished = sum(one["state"] == "finished" for one in states.values())
-    papers = papers_table({name: rerun.found(_folder(out, name)) for name, rerun in RERUNS.items()})
+    # A machine seldom has the hours for all: what was published stays until it is measured again.
+    found = rows_of({name: rerun.found(_folder(out, name)) for name, rerun in RERUNS.items()})
+    rows = {**(read_json(_KEPT) if _KEPT.is_file() else {}), **found}
     experiment.finish(
         {"experiments": states},
         bars=[
             bar("experiments that are finished", finished, len(RERUNS), at_least=True),
             bar("commits that their figures are of", len(commits), 1),
         ],
-        tables=[_table(states), papers],
+        tables=[_table(states), papers_table(rows)],
     )  # fmt: skip
     if publish and not listed:
-        write_between([_PAGE], "results", as_markdown(papers))
+        write_json(_KEPT, rows)
+        write_between([_PAGE], "results", as_markdown(papers_table(rows)))
     if failed:
         raise QSyncError(
             f"{', '.join(failed)} did not finish; the lines above say why, and a further run continues"

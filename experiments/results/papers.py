@@ -21,6 +21,7 @@ from qsync.predictor.cost_model.model import spread
 from qsync.replayer.explanation.comparison import percentile
 
 Figures = Mapping[str, Any]
+Row = Mapping[str, Any]  # ours, and the commits and the processor that it is of
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class Claim:
     experiment: str
     ours: Callable[[Figures], str | None]
     conditions: str
+
+    @property
+    def name(self) -> str:
+        """The name of the claim among all."""
+        return f"{self.paper}: {self.what}"
 
 
 def _replay_error(figures: Figures) -> str | None:
@@ -156,12 +162,29 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def papers_table(found: Mapping[str, Figures]) -> Table:
-    """Return a row a claim; `-` where its experiment has no figures yet. `found` is by experiment."""
-    rows = []
+def rows_of(found: Mapping[str, Figures]) -> dict[str, Row]:
+    """Return what the figures say of each claim they have; `found` is by experiment."""
+    rows = {}
     for claim in CLAIMS:
         figures = found.get(claim.experiment)
-        ours = claim.ours(figures) if figures else None
-        rows.append([claim.paper, claim.what, claim.theirs, ours or "-", claim.experiment, claim.conditions])
-    heads = ("paper", "what", "theirs", "ours", "experiment", "conditions")
-    return table_of("Theirs and ours", heads, rows, left=6)
+        if figures and (ours := claim.ours(figures)):
+            commits = figures.get("commits_of_pieces") or [figures["commit"]]
+            rows[claim.name] = {
+                "ours": ours,
+                "commits": commits,
+                "processor": figures["machine"]["processor"],
+            }
+    return rows
+
+
+def papers_table(rows: Mapping[str, Row]) -> Table:
+    """Return a row a claim, with the processor and the commits of ours; `-` where there are no figures."""
+    cells = []
+    for claim in CLAIMS:
+        row = rows.get(claim.name, {"ours": "-", "commits": (), "processor": ""})
+        origin = ", ".join(filter(None, (row["processor"], *row["commits"]))) or "-"
+        cells.append(
+            [claim.paper, claim.what, claim.theirs, row["ours"], claim.experiment, origin, claim.conditions]
+        )
+    heads = ("paper", "what", "theirs", "ours", "experiment", "machine, commit", "conditions")
+    return table_of("Theirs and ours", heads, cells, left=7)

@@ -16,7 +16,7 @@ from qsync.experiments.harness import Page
 from qsync.experiments.harness.tables import as_markdown
 from qsync.experiments.results import __main__ as results
 from qsync.experiments.results.commands import RERUNS, Rerun
-from qsync.experiments.results.papers import CLAIMS, papers_table
+from qsync.experiments.results.papers import CLAIMS, papers_table, rows_of
 from qsync.experiments.speedup.report import STEP_ERROR
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
@@ -105,6 +105,36 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(reruns):
     assert (reruns / "other" / "runs").read_text() == "x"
 
 
+SPEEDUP = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
+bar = {"name": NAME, "measured": 0.031, "limit": 0.05, "holds": True}
+figures = {"commit": "abc", "machine": {"processor": "a chip"}, "bars": [bar]}
+(folder / "figures.json").write_text(json.dumps(figures))
+"""
+
+
+def test_a_row_stays_published_until_its_experiment_is_measured_again(reruns, tmp_path, monkeypatch):
+    page, kept = tmp_path / "index.md", tmp_path / "papers.json"
+    page.write_text("Results\n\n<!-- results:begin -->\n<!-- results:end -->\n")
+    monkeypatch.setattr(results, "_PAGE", page)
+    monkeypatch.setattr(results, "_KEPT", kept)
+    (tmp_path / "code" / "speedup_run.py").write_text(SPEEDUP.replace("NAME", repr(STEP_ERROR)))
+    rerun = Rerun(1, "index.md", (("speedup_run", "OUT"),))
+    monkeypatch.setattr(results, "RERUNS", results.RERUNS | {"speedup": rerun})
+    results.main(reruns, only=["speedup"], publish=True)
+    written = page.read_text()
+    assert "| median 3.1% | speedup | a chip, abc |" in written
+    results.main(tmp_path / "another", only=["one run"], publish=True)
+    assert page.read_text() == written
+    (tmp_path / "code" / "speedup_run.py").write_text(
+        SPEEDUP.replace("NAME", repr(STEP_ERROR)).replace("0.031", "0.012").replace("abc", "def")
+    )
+    results.main(reruns, only=["speedup"], publish=True, fresh=True)
+    assert "| median 1.2% | speedup | a chip, def |" in page.read_text()
+    assert json.loads(kept.read_text()).keys() == {"QSync (IPDPS 2024): the same, of every way to train"}
+
+
 def test_an_experiment_that_is_not_there_is_one_sentence(tmp_path):
     command = [sys.executable, "-m", "qsync.experiments.results", "--out", str(tmp_path), "--only", "speeed"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -133,11 +163,13 @@ def test_the_papers_table_reads_the_figures_of_their_experiments():
             "held_out": {"t5": {"ranks": {"errors": [-0.05]}}, "gpt2": {"ranks": {"failed": "a sentence"}}},
         },
     }
-    table = papers_table(found)
+    of = {"commit": "abc", "machine": {"processor": "a chip"}}
+    table = papers_table(rows_of({name: one | of for name, one in found.items()}))
     text = as_markdown(table)
     assert text.count("median 2.0%, 95th percentile 3.0%") == 2  # QSync's row, and dPRO's
     assert "median 1.2%, 95th percentile 5.0%" in text
-    assert "median 3.1%" in text and "median" not in as_markdown(papers_table({"speedup": {"bars": []}}))
+    assert "median 3.1%" in text and not rows_of({"speedup": {"bars": []}})
+    assert text.count("| a chip, abc |") == 7
     assert "+0.97 to +0.97 points over 1 tasks" in text and "loss lower on 1, higher on 0" in text
     assert "69% (64% to 74%)" in text and len(table.rows) == len(CLAIMS)
     assert {claim.experiment for claim in CLAIMS} <= {*RERUNS, ""}
