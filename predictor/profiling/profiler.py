@@ -120,8 +120,8 @@ class Profiler:
         self._plain_s: list[float | None] = []  # by sample: seconds of the same step without the timer
         self._began_s = time.perf_counter()
         self._num_steps = 0
-        self._ran: set[str] = set()  # the operators of the last step with a timer
-        self.unused: list[torch.nn.Parameter] = []  # parameters without a gradient in that step
+        self._ran: dict[str, set[str]] = {}  # the operators of the first step with a timer, by its label
+        self.unused: dict[int, torch.nn.Parameter] = {}  # parameters that got no gradient in a step, by id
         self._optimizer = options.make_optimizer(self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
@@ -137,7 +137,7 @@ class Profiler:
                 self._plain_step(step)
                 self._put_weights_back()
         tracing = self._timed_step(self._round[0])
-        self._ran = set()  # a model may change itself in its first call
+        self._ran.clear()  # a model may change itself in its first call
         self._put_weights_back()
         long_s = tracing.total_s - tracing.host_s
         typical_s = []
@@ -318,7 +318,7 @@ class Profiler:
         self._choose(choice, self._timer)
         begun_s, begun = time.perf_counter(), self._clock.now()
         step = self._forward_and_backward(self._timer)
-        self._check_operators(step)
+        self._check_operators(choice, step)
         start = self._clock.now()
         self._optimizer_step()
         end = self._clock.now()
@@ -363,20 +363,19 @@ class Profiler:
         value.backward()  # type: ignore[no-untyped-call]
         step = timer.finish()
         check_finite(value)
-        self.unused = [parameter for parameter in self._parameters if parameter.grad is None]
+        self.unused |= {id(parameter): parameter for parameter in self._parameters if parameter.grad is None}
         return step
 
-    def _check_operators(self, step: StepTimes) -> None:
-        """Raise CalibrationError for a step of other operators than the one before, in which no plan fits."""
+    def _check_operators(self, choice: RoundStep, step: StepTimes) -> None:
+        """Raise CalibrationError where a step repeats another of its kind, and other operators run."""
         ran = {node.op for node, _ in step.nodes if isinstance(node, Run)}
-        if others := ran ^ (self._ran or ran):
+        if others := ran ^ self._ran.setdefault(choice.label, ran):
             one = min(others, key=lambda op: ("." not in op, op))  # rather of a module
             raise CalibrationError(
                 f"{self._runner.graph.model} runs {shortened(one)} in one step and not in another, and a "
                 "plan is for the same operators in all: switch off what skips layers at random (the "
                 "layerdrop of a Hugging Face config)"
             )
-        self._ran = ran
 
     def _plain_step(self, choice: RoundStep) -> float:
         """Take a whole step without timing hooks, and return its seconds without the optimizer's."""

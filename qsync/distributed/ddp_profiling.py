@@ -189,7 +189,7 @@ class DdpProfiler:
 
     def _check_unused(self, model: torch.nn.Module, ddp_options: Mapping[str, object]) -> None:
         """Raise UnsupportedError where DDP would wait for the gradient of a parameter that is not used."""
-        unused = set(map(id, self.profiler.unused))
+        unused = self.profiler.unused
         names = [name for name, parameter in model.named_parameters() if id(parameter) in unused]
         if names and not any(map(ddp_options.get, ("find_unused_parameters", "static_graph"))):
             raise UnsupportedError(

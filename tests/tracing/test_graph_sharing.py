@@ -14,6 +14,7 @@ from qsync.errors import CalibrationError
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
+from qsync.tracing.graph_sharing import SharedGraph
 
 WIDTH = 16
 BATCH = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -168,3 +169,26 @@ def test_a_layer_that_was_skipped_at_first_gets_its_own_precision_when_it_runs()
             seen |= program.assignment()
             assert program.assignment().items() <= assignment().items()
     assert seen == assignment()
+
+
+def test_a_graph_is_read_once_for_the_parameters_of_each_name():
+    graph = torch.fx.Graph()
+    x, weight = graph.placeholder("x"), graph.placeholder("weight")
+    graph.output(graph.call_function(torch.mul, (x, weight)))
+    example = x.meta["example_value"] = torch.zeros(3)
+    one, two, strange = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    names, read = {id(one): "one", id(two): "two"}, []
+
+    def reading(module: torch.fx.GraphModule, inputs: list[object]) -> int:
+        read.append(inputs)
+        return len(read)
+
+    shared = SharedGraph(torch.fx.GraphModule({}, graph), [BATCH, one], lambda: names, reading)
+    x.meta.clear()  # as the tracer does
+    assert [shared.of([BATCH, value]) for value in (one, two, strange, two, one)] == [1, 2, 1, 2, 1]
+    assert read[1][0] is example and read[1][1] is two and len(read) == 2
+    for _ in range(3):
+        new = nn.Parameter(torch.ones(3))
+        names[id(new)] = "two"
+        assert shared.of([BATCH, new]) == 2
+    assert len(read) == 2 and len(shared._of_ids) == 2
