@@ -10,7 +10,7 @@ from qsync.records.graph import OpGraph
 from qsync.records.levers import ACCUMULATE, SHARE
 from qsync.records.plans import ClassPlan, Plan
 from qsync.records.precision import Precision
-from qsync.records.profiles import Profile
+from qsync.records.profiles import CARRIED, LEARNED, MEASURED, Profile
 from qsync.replayer import replay
 from qsync.replayer.simulate import checked_lowerings
 
@@ -46,8 +46,17 @@ def find_warnings(
 
 
 def _doubt(profile: Profile) -> str:
-    """Return why to doubt a measured profile (a busy machine, too few steps); empty if there is no reason."""
-    if profile.origin != "measured":
+    """Return why to doubt a profile (busy machine, few steps, no launches); empty if there is no reason."""
+    if (
+        profile.origin in (LEARNED, CARRIED)
+        and not profile.launches
+        and profile.machine.get("device") == "cuda"
+    ):
+        return (
+            f"no model prices launches, so {profile.device_class} waits for its host in no prediction, and "
+            "steps of short kernels take longer; profile this shape"
+        )
+    if profile.origin != MEASURED:
         return ""
     if profile.held_down:
         return (

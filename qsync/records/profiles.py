@@ -82,8 +82,8 @@ class Profile:
 
     `origin` says where the costs come from: LEARNED where a model priced the operators in `filled`, each with
     the model's stated error as a fraction; SIMULATED where all are those of a data sheet's device; CARRIED
-    where they come from a model that this one grew from (`predictor.filling`); WHAT_IF where they were
-    measured for something else (`what_if`).
+    where they come from a model that this one grew from (`predictor.cost_model.fill_profile`); WHAT_IF where
+    they were measured for something else (`what_if`).
 
     `model` and `batch` (shapes) say in words what it was measured for, `machine` on what and with which
     versions; empty in files from before.
@@ -96,7 +96,8 @@ class Profile:
     `launches` prices the launches of the kernels, which the host makes while the device runs earlier ones (a
     GPU): the same costs, in seconds of the host. None where a call returns when its work is done.
 
-    `setting` is what it was carried over to where a plan uses levers (`replayer.levered`); it is in no file.
+    `setting` is what it was carried over to where a plan uses levers (`replayer.levers.apply`). It is in no
+    file.
     """
 
     device_class: str

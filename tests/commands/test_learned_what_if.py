@@ -251,6 +251,21 @@ def test_a_profile_of_a_busy_machine_or_of_single_steps_is_doubted(seen, doubt):
     assert len(found) == (2 if doubt else 0) and all(doubt in text for text in found)
 
 
+def test_costs_that_were_learned_on_a_gpu_have_no_launches_and_say_so():
+    classes = tuple(replace(one, device="cuda") for one in cluster_of().classes)
+    cluster = replace(cluster_of(), classes=classes)
+    on_gpu = {"machine": {"device": "cuda", "hardware": "card"}}
+
+    def judged(**seen) -> list[str]:
+        profiles = {name: replace(profile, **on_gpu, **seen) for name, profile in pair().items()}
+        plan = allocate(GRAPH, profiles, sensitivity_of(GRAPH), cluster)
+        return find_warnings(GRAPH, plan, profiles, cluster)
+
+    found = judged(origin="learned")
+    assert len(found) == 2 and all("no model prices launches" in text for text in found)
+    assert judged(origin="measured") == []
+
+
 def test_no_doubt_where_fp32_was_never_measured():
     """A plan of pins, from profiles without the precision that its gain would be told from."""
 
