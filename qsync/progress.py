@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
+_said: set[str] = set()  # titles that were printed
+
 
 def is_rank_zero() -> bool:
     """Return whether the environment says that this process is rank 0, or alone."""
@@ -16,8 +18,10 @@ def is_rank_zero() -> bool:
 
 
 @contextmanager
-def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
+def shown_on_rank_zero(title: str, once: bool = False) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows what is being done now.
+
+    Without a terminal the title is a line: with `once` the first time alone.
 
     >>> with shown_on_rank_zero("qsync: planning") as progress:
     ...     progress("profile bf16, round 1 of 3")
@@ -30,5 +34,7 @@ def shown_on_rank_zero(title: str) -> Iterator[Callable[[str], None]]:
         with console.status(title) as status:
             yield lambda text: status.update(f"{title}: {text}")
         return
-    console.print(f"{title} ...")
+    if not once or title not in _said:
+        console.print(f"{title} ...")
+        _said.add(title)
     yield lambda text: None

@@ -89,8 +89,8 @@ def fastest_precisions(
     ]
     known, found = _choices(kernels.device), {op: precisions[0] for op, precisions in candidates.items()}
     new = {key for key, _ in asked if known.get(key) is None}
-    title = f"qsync: timing {len(new)} operators by shape"
-    with shown_on_rank_zero(title) if new else nullcontext(str) as progress:
+    title = "qsync: timing operators, once a shape"
+    with shown_on_rank_zero(title, once=True) if new else nullcontext(str) as progress:
         for key, ops in asked:
             progress(ops[0])
             precisions = candidates[ops[0]]
