@@ -140,6 +140,7 @@ def decode_matrices(codes: Tensor, scale: Tensor) -> Tensor:
     if (
         dtype is torch.bfloat16
         and order is not None
+        and scale.shape[order[-1]] == 1
         and scale.numel() * codes.shape[order[-1]] == codes.numel() > 0
     ):
         in_memory = codes.permute(order)

@@ -164,7 +164,7 @@ CLAIMS = (
 
 def rows_of(found: Mapping[str, Figures]) -> dict[str, Row]:
     """Return what the figures say of each claim they have; `found` is by experiment."""
-    rows = {}
+    rows: dict[str, Row] = {}
     for claim in CLAIMS:
         figures = found.get(claim.experiment)
         if figures and (ours := claim.ours(figures)):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import CalibrationError, shortened
+from qsync.errors import UnsupportedError, shortened
 from qsync.lowering.lowered_graph import Run
 from qsync.predictor.profiling.clocks import Clock, CudaClock, KernelClock, LaunchClock, ShareClock, WallClock
 from qsync.predictor.profiling.launches import Launches
@@ -367,14 +367,14 @@ class Profiler:
         return step
 
     def _check_operators(self, choice: RoundStep, step: StepTimes) -> None:
-        """Raise CalibrationError where a step repeats another of its kind, and other operators run."""
+        """Raise UnsupportedError where a step repeats another of its kind, and other operators run."""
         ran = {node.op for node, _ in step.nodes if isinstance(node, Run)}
         if others := ran ^ self._ran.setdefault(choice.label, ran):
             one = min(others, key=lambda op: ("." not in op, op))  # rather of a module
-            raise CalibrationError(
+            raise UnsupportedError(
                 f"{self._runner.graph.model} runs {shortened(one)} in one step and not in another, and a "
                 "plan is for the same operators in all: switch off what skips layers at random (the "
-                "layerdrop of a Hugging Face config)"
+                "layerdrop of a Hugging Face config); where data chooses, give a batch that reaches all"
             )
 
     def _plain_step(self, choice: RoundStep) -> float:

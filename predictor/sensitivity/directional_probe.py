@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from qsync.errors import CalibrationError
+from qsync.errors import CalibrationError, UnsupportedError, shortened
 from qsync.lowering.incremental import Lowering
 from qsync.lowering.lowered_graph import Cast, Run
 from qsync.predictor.sensitivity.calibration import Calibration
@@ -99,6 +99,7 @@ class Probe:
         self._sites: list[_Site] = []
         self._next = 0
         self._eps = torch.ones(())
+        self.graph: OpGraph | None = None  # of the first batch
         self._ops: dict[str, Op] = {}
         self._rounded: Collection[str] = ()
         self._first: dict[tuple[str, int, int], _Site] = {}  # by operator, operand and call
@@ -109,7 +110,8 @@ class Probe:
         """Take two steps on one batch and return the effects; the parameters stay bitwise the same.
 
         Raises CalibrationError for NaN or Inf in values or gradients, naming the operator that met it first,
-        and for a gradient that is zero everywhere.
+        and for a gradient that is zero everywhere; UnsupportedError for an operator that the first batch does
+        not reach.
         """
         self._sites, self._effects = [], ({}, {})
         self._num_calls.clear()
@@ -166,6 +168,12 @@ class Probe:
         if not self._ops:
             self._rounded = {name for names in rounded_results(graph).values() for name in names}
             self._ops = {op.name: op for op in graph.ops}
+            self.graph = graph
+        if others := [site.op for site in self._sites if site.op not in self._ops]:
+            raise UnsupportedError(
+                f"{graph.model} runs {shortened(others[0])} on this batch and not on the first: give a batch "
+                "first that reaches every operator"
+            )
         sites = []
         for site in self._sites:
             op, tensor = self._ops[site.op], site.tensor

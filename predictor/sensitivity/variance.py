@@ -37,14 +37,16 @@ def variance(calibration: Calibration) -> Sensitivity:
     """Estimate the sensitivity of each adjustable operator at each precision, averaged over batches.
 
     Takes two FP32 steps (forward and backward) per batch, and one copy to the host. Raises CalibrationError
-    for NaN or Inf in the data, naming the operator that met it first, and for a gradient that is zero.
+    for NaN or Inf in the data, naming the operator that met it first, and for a gradient that is zero, and
+    UnsupportedError for an operator that the first batch does not reach.
 
     >>> qsync.sensitivity(model, batches, loss_fn)
     """
     probe = Probe(calibration.precisions)
     calibration.assign({}, probe)
     effects = [probe.measure(calibration, batch) for batch in range(len(calibration.losses))]
-    graph = calibration.runner.graph
+    graph = probe.graph
+    assert graph is not None, "there is a batch, and the first shows the graph"
     omega = calibration.zeros(graph)
     rounded = rounded_results(graph)
     for batch_effects in effects:

@@ -189,8 +189,12 @@ class DdpProfiler:
 
     def _check_unused(self, model: torch.nn.Module, ddp_options: Mapping[str, object]) -> None:
         """Raise UnsupportedError where DDP would wait for the gradient of a parameter that is not used."""
-        unused = self.profiler.unused
-        names = [name for name, parameter in model.named_parameters() if id(parameter) in unused]
+        ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())  # DDP's own mark
+        names = [
+            name
+            for name, parameter in model.named_parameters()
+            if id(parameter) in self.profiler.unused and name not in ignored
+        ]
         if names and not any(map(ddp_options.get, ("find_unused_parameters", "static_graph"))):
             raise UnsupportedError(
                 f"a step gives {shortened(names[0])} no gradient, and DDP waits for one: give "

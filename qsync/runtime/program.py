@@ -39,7 +39,7 @@ from qsync.tracing.operator_table import call_name
 from qsync.tracing.replaced_forward import (
     untraced,
 )
-from qsync.tracing.segments import Segment, join, read_segment, repeat_prefix
+from qsync.tracing.segments import Segment, join, names_at, read_segment
 from qsync.tracing.tracer import (
     autocast_type,
     cannot_trace,
@@ -93,15 +93,13 @@ class _Placed:
         self._observer.seen_together(placed, results)  # type: ignore[attr-defined]
 
     def _renamed(self, node: Cast | Run) -> Cast | Run:
-        prefix = self._program.prefix
-        if prefix and isinstance(node, Run):
-            return replace(node, op=prefix + node.op)
-        if prefix and isinstance(node, Cast) and not node.of_parameter:
-            return replace(node, value=prefix + node.value)
-        return node
+        names = self._program.names
+        if isinstance(node, Run):
+            return replace(node, op=names[node.op]) if node.op in names else node
+        return replace(node, value=names[node.value]) if node.value in names else node
 
     def _placed_taken(self, op: str, index: int, operand: Any) -> Any:
-        return self._observer.taken(self._program.prefix + op, index, operand)  # type: ignore[attr-defined]
+        return self._observer.taken(self._program.names.get(op, op), index, operand)  # type: ignore[attr-defined]
 
 
 class Program:
@@ -129,10 +127,11 @@ class Program:
         self._observer: Observer | None = None
         self._saving_less = saving_less or saving(())
         self._checked = self._has_run = False  # against the plan; at all
-        self.prefix = ""  # of the names of the segment that runs now
+        self.names: dict[str, str] = {}  # in the joined graph, of the segment that runs now, where others
         self._entries: list[_Entry] = []
         self._ran: list[_Entry] = []
         self._copies: list[WeightCopy] = []  # of all that was rewritten
+        self._tensor_names: dict[int, str] | None = None  # in this call, once somebody asked
         self.num_calls = 0  # with gradients, so far
         self.skipped = ""  # why the tracer gave up a frame, whose layers alone are lowered
         self.device = device_of(model)
@@ -209,21 +208,27 @@ class Program:
 
     def compile(self, module: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Build what runs in place of a traced graph: torch.compile calls this as its backend."""
-        shared = SharedGraph(module, example_inputs, lambda: tensor_names(self.model), self._enter)
+        shared = SharedGraph(module, example_inputs, self._names_in_call, self._enter)
 
         def run(*args: Any) -> Any:
             entry = shared.of(args)
             self._ran.append(entry)
-            self.prefix = repeat_prefix(self._segments, len(self._ran) - 1)
             if self._observer is not None:
+                self.names = names_at(self._segments, len(self._ran) - 1)
                 self._observer.began()
             return entry.run.forward(*args)
 
         return with_room(run)
 
+    def _names_in_call(self) -> dict[int, str]:
+        """Return id -> name of each parameter and buffer, as they are in this call."""
+        if self._tensor_names is None:
+            self._tensor_names = tensor_names(self.model)
+        return self._tensor_names
+
     def _enter(self, module: torch.fx.GraphModule, inputs: list[Any]) -> _Entry:
         """Read a traced graph, and rewrite it."""
-        segment = read_segment(module, inputs, tensor_names(self.model), self._segments)
+        segment = read_segment(module, inputs, self._names_in_call(), self._segments)
         graph = join([segment], type(self.model).__name__)
         lowered, slower = self._lower(segment, graph)
         entry = _Entry(segment, graph, lowered, slower, self._rewrite(segment, lowered))
@@ -310,6 +315,7 @@ class Program:
 
     def _run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._ran.clear()
+        self._tensor_names = None
         try:
             with dynamo_settings(), without_autocast(self.device):
                 result = compiled(*args, **kwargs)

@@ -6,6 +6,7 @@ graph the parameters of every other. Each layer's operators bear other precision
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -21,8 +22,8 @@ class SharedGraph(Generic[T]):
     """A traced graph, and what `read` makes of it for each set of parameters that it runs with.
 
     `read(module, inputs)` is called at once with the inputs it was traced with, and later with the parameters
-    of other layers. `names` returns id -> name of the model's tensors. A graph that runs with parameters that
-    are not the model's (`torch.func.functional_call`) is the one that was traced.
+    of other layers. `names` returns id -> name of the model's tensors, as they are now: a layer is where its
+    parameters are. A graph that runs with parameters that are not the model's is the one that was traced.
     """
 
     def __init__(
@@ -38,29 +39,26 @@ class SharedGraph(Generic[T]):
         self._traced = copy_of(module) if self._places else module
         self._first = read(module, list(inputs))
         self._of_names = {self._names_of(inputs): self._first}
-        self._of_ids = {self._ids(inputs): self._first}
+        self._last = self._parameters(inputs)
 
     def of(self, inputs: Sequence[Any]) -> T:
         """Return what was read of the graph for the parameters among the inputs of a call."""
-        ids = self._ids(inputs)
-        if ids in self._of_ids:
-            return self._of_ids[ids]
+        if len(self._of_names) == 1 and all(map(operator.is_, self._last, self._parameters(inputs))):
+            return self._first
         names = self._names_of(inputs)
         if None in names:
             return self._first
         if names not in self._of_names:
             self._of_names[names] = self._read(self._traced, self._inputs_with_parameters_of(inputs))
-        found = self._of_names[names]
-        # Parameters of these names are other objects now, or are new.
-        self._of_ids = {key: kept for key, kept in self._of_ids.items() if kept is not found} | {ids: found}
-        return found
+        self._last = self._parameters(inputs)
+        return self._of_names[names]
 
-    def _ids(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        return tuple([id(inputs[place]) for place in self._places])
+    def _parameters(self, inputs: Sequence[Any]) -> list[torch.nn.Parameter]:
+        return [inputs[place] for place in self._places]
 
     def _names_of(self, inputs: Sequence[Any]) -> tuple[str | None, ...]:
         names = self._names()
-        return tuple(names.get(identity) for identity in self._ids(inputs))
+        return tuple(names.get(id(parameter)) for parameter in self._parameters(inputs))
 
     def _inputs_with_parameters_of(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs as they were traced, but for the model's own tensors: shapes may have changed."""

@@ -80,13 +80,10 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
     ops: list[Op] = []
     runs = Counter(id(segment) for segment in segments)
     for place, segment in enumerate(segments):
-        prefix = repeat_prefix(segments, place)
-        own = {op.name for op in segment.ops} | {
-            value.name for value in segment.inputs if value.kind == "batch"
-        }
+        renamed = names_at(segments, place)
 
-        def named(name: str, prefix: str = prefix, own: set[str] = own) -> str:
-            return prefix + name if name in own else name
+        def named(name: str, renamed: Mapping[str, str] = renamed) -> str:
+            return renamed.get(name, name)
 
         for value in segment.inputs:
             inputs.setdefault(named(value.name), replace(value, name=named(value.name)))
@@ -104,10 +101,13 @@ def join(segments: Sequence[Segment], model: str) -> OpGraph:
     return OpGraph(model, tuple(inputs.values()), tuple(ops), len(segments))
 
 
-def repeat_prefix(segments: Sequence[Segment], place: int) -> str:
-    """Return the prefix of a segment's names at this position of a call: empty at its first run."""
-    again = any(segment is segments[place] for segment in segments[:place])
-    return f"segment{place + 1}:" if again else ""
+def names_at(segments: Sequence[Segment], place: int) -> dict[str, str]:
+    """Return the names of a segment's operators and inputs at a position of a call, where they differ."""
+    here = segments[place]
+    if not any(segment is here for segment in segments[:place]):
+        return {}
+    own = [op.name for op in here.ops] + [value.name for value in here.inputs if value.kind == "batch"]
+    return {name: f"segment{place + 1}:{name}" for name in own}
 
 
 def read_segment(
@@ -413,7 +413,14 @@ def _roots(segment: Segment) -> dict[str, str]:
                 votes.setdefault(base, []).append(owner.removesuffix(path).rstrip("."))
             elif not path and base.startswith("___stack"):
                 votes.setdefault(base, []).append(owner)
-    return {base: "" if "" in found else found[0] for base, found in votes.items()}
+    roots = {base: "" if "" in found else found[0] for base, found in votes.items()}
+    # Calls in the frame itself have no module: theirs is `self`, which its children or its own weights show.
+    own = [
+        segment.value_of[node].partition("@")[0].rpartition(".")[0]
+        for node in segment.module.graph.find_nodes(op="placeholder")
+        if str(node.target).startswith("L_self_parameters_") and node in segment.value_of
+    ]
+    return roots | {"": roots["self"] if "self" in roots else next(iter(own), "")}
 
 
 def name_from_model(module: torch.fx.GraphModule, names: Mapping[int, str]) -> None:

@@ -28,6 +28,8 @@ SHAPES = {
     "matrices": ((13, 37), (37, 11)),
     "a batch": ((4, 7, 5), (4, 5, 3)),
     "heads": ((2, 3, 9, 16), (2, 3, 16, 9)),
+    "squares": ((2, 3, 16, 16), (2, 3, 16, 16)),  # scales of columns are as many as rows
+    "one square B": ((8, 16), (16, 16)),
     "one B for all": ((2, 3, 7, 5), (5, 4)),
     "one A for all": ((7, 5), (3, 5, 4)),
     "broadcast": ((2, 1, 7, 5), (3, 5, 4)),

@@ -22,6 +22,12 @@ except qsync.QSyncError as error:
 model = attempt_hybrid(ddp_options={"find_unused_parameters": True})
 train(model, 3)
 say("trained: yes")
+DDP = torch.nn.parallel.DistributedDataParallel
+torch.manual_seed(0)
+model = Idle()
+DDP._set_params_and_buffers_to_ignore_for_model(model, ["idle.weight", "idle.bias"])
+train(qsync.hybrid(model, batch(), loss_fn, cache_dir=cache), 3)
+say("ignored: yes")
 """
 
 
@@ -33,4 +39,4 @@ def test_an_unused_parameter_is_named_with_what_to_do(tmp_path):
     for text in refused:
         assert "a step gives 'idle.weight' no gradient, and DDP waits for one" in text
         assert 'ddp_options={"find_unused_parameters": True}' in text
-    assert said(output, "trained") == ["yes", "yes"]
+    assert said(output, "trained") == said(output, "ignored") == ["yes", "yes"]

@@ -10,7 +10,7 @@ import torch._dynamo
 from torch import nn
 
 import qsync
-from qsync.errors import CalibrationError
+from qsync.errors import UnsupportedError
 from qsync.records.graph import Role
 from qsync.records.precision import Precision
 from qsync.runtime import choosers, planned_forward
@@ -138,6 +138,78 @@ def test_a_layer_that_is_called_again_has_one_precision_and_says_why():
     assert fixed and all("more than once in a step, on the same weights" in op.fixed_because for op in fixed)
 
 
+def test_layers_that_are_called_again_are_profiled_under_their_names():
+    class Loop(Model):
+        def forward(self, x):
+            for _ in range(3):
+                x = super().forward(x)
+            return x
+
+    profile = qsync.profile(Loop(), BATCH, loss, precisions=["fp32", "bf16"], rounds=2)
+    graph = qsync.capture(Loop(), BATCH)
+    assert profile.graph_hash == graph.hash and set(profile.ops) >= {op.name for op in graph.adjustable}
+    values = {op.name for op in graph.ops} | {value.name for value in graph.inputs}
+    assert {value for value, *_ in profile.casts} <= values
+
+
+def test_parameters_that_change_places_run_as_the_layers_they_are_in_now():
+    model = made()
+    program = planned_forward.attach(model, choosers.following(assignment()))
+    loss(model, BATCH)
+    one, other = model.blocks[0], model.blocks[2]
+    for name in ("up", "down"):
+        a, b = getattr(one, name), getattr(other, name)
+        a.weight, b.weight, a.bias, b.bias = b.weight, a.weight, b.bias, a.bias
+    found = loss(model, BATCH)
+    fresh = made(alike=False)
+    fresh.load_state_dict(model.state_dict())
+    planned_forward.attach(fresh, choosers.following(assignment()))
+    assert torch.equal(found, loss(fresh, BATCH)) and program.assignment() == assignment()
+
+
+class Experts(nn.Module):
+    """Layers that are called where nothing is traced, each by the samples that choose it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (x[:, 0].abs() * 3).long().clamp(max=2).eq(number).nonzero().flatten()
+            if len(rows):
+                found = found.index_add(0, rows, expert(x[rows]))
+        return found
+
+
+def chosen(*numbers: int) -> torch.Tensor:
+    """Return a batch whose samples choose these experts."""
+    x = torch.randn(len(numbers), WIDTH, generator=torch.Generator().manual_seed(2))
+    x[:, 0] = torch.tensor(numbers) / 3 + 0.1
+    return x
+
+
+def test_a_layer_that_is_traced_by_itself_has_its_own_name_whatever_ran_before():
+    torch.manual_seed(0)
+    model = Experts()
+    chooses = choosers.following({"experts.1": Precision.INT8, "experts.2": Precision.BF16})
+    program = planned_forward.attach(model, chooses)
+    for numbers, ran in (((1, 2), "12"), ((0, 1, 2), "012"), ((0, 0, 0, 2), "02"), ((1, 1), "1")):
+        loss(model, chosen(*numbers)).backward()
+        assert list(program.assignment()) == [f"experts.{number}" for number in ran]
+        expected = {"experts.0": "fp32", "experts.1": "int8", "experts.2": "bf16"}
+        assert all(expected[op] == precision for op, precision in program.assignment().items())
+
+
+def test_sensitivities_need_a_first_batch_that_reaches_every_operator():
+    few, all_of_them = chosen(0, 0, 2, 2), chosen(0, 1, 2, 1)
+    found = qsync.sensitivity(Experts(), [all_of_them, few], loss, precisions=["bf16"])
+    assert set(found.omega) == {"experts.0", "experts.1", "experts.2"}
+    with pytest.raises(UnsupportedError, match="'experts.1' on this batch and not on the first"):
+        qsync.sensitivity(Experts(), [few, all_of_them], loss, precisions=["bf16"])
+
+
 def test_a_copy_has_graphs_of_its_own():
     model = made()
     planned_forward.attach(model, choosers.following(assignment()))
@@ -154,7 +226,7 @@ def test_a_copy_has_graphs_of_its_own():
 
 def test_layers_that_are_skipped_at_random_are_refused_by_a_profile():
     torch.manual_seed(0)
-    with pytest.raises(CalibrationError, match=r"runs 'blocks.* in one step and not in another.*layerdrop"):
+    with pytest.raises(UnsupportedError, match=r"runs 'blocks.* in one step and not in another.*layerdrop"):
         qsync.profile(made(skips=True), BATCH, loss, precisions=["fp32", "bf16"], rounds=2)
 
 
@@ -187,8 +259,8 @@ def test_a_graph_is_read_once_for_the_parameters_of_each_name():
     x.meta.clear()  # as the tracer does
     assert [shared.of([BATCH, value]) for value in (one, two, strange, two, one)] == [1, 2, 1, 2, 1]
     assert read[1][0] is example and read[1][1] is two and len(read) == 2
-    for _ in range(3):
-        new = nn.Parameter(torch.ones(3))
-        names[id(new)] = "two"
-        assert shared.of([BATCH, new]) == 2
-    assert len(read) == 2 and len(shared._of_ids) == 2
+    new = nn.Parameter(torch.ones(3))
+    names[id(new)] = "two"
+    assert shared.of([BATCH, new]) == 2 and len(read) == 2
+    names[id(one)], names[id(two)] = "two", "one"
+    assert [shared.of([BATCH, value]) for value in (one, two)] == [2, 1]
