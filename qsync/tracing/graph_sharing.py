@@ -6,7 +6,7 @@ graph the parameters of every other. Each layer's operators bear other precision
 
 from __future__ import annotations
 
-import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -39,19 +39,23 @@ class SharedGraph(Generic[T]):
         self._traced = copy_of(module) if self._places else module
         self._first = read(module, list(inputs))
         self._of_names = {self._names_of(inputs): self._first}
-        self._last = self._parameters(inputs)
+        self._note(inputs)
 
     def of(self, inputs: Sequence[Any]) -> T:
         """Return what was read of the graph for the parameters among the inputs of a call."""
-        if len(self._of_names) == 1 and all(map(operator.is_, self._last, self._parameters(inputs))):
+        if len(self._of_names) == 1 and all(map(_refers_to, self._last, self._parameters(inputs))):
             return self._first
         names = self._names_of(inputs)
         if None in names:
             return self._first
         if names not in self._of_names:
             self._of_names[names] = self._read(self._traced, self._inputs_with_parameters_of(inputs))
-        self._last = self._parameters(inputs)
+        self._note(inputs)
         return self._of_names[names]
+
+    def _note(self, inputs: Sequence[Any]) -> None:
+        """Remember the parameters of a call, without keeping them alive."""
+        self._last = [weakref.ref(parameter) for parameter in self._parameters(inputs)]
 
     def _parameters(self, inputs: Sequence[Any]) -> list[torch.nn.Parameter]:
         return [inputs[place] for place in self._places]
@@ -68,3 +72,7 @@ class SharedGraph(Generic[T]):
             value if id(value) in own else placeholder.meta.get("example_value")
             for value, placeholder in zip(inputs, placeholders, strict=True)
         ]
+
+
+def _refers_to(reference: weakref.ref[torch.nn.Parameter], parameter: torch.nn.Parameter) -> bool:
+    return reference() is parameter

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -208,6 +210,16 @@ def test_sensitivities_need_a_first_batch_that_reaches_every_operator():
     assert set(found.omega) == {"experts.0", "experts.1", "experts.2"}
     with pytest.raises(UnsupportedError, match="'experts.1' on this batch and not on the first"):
         qsync.sensitivity(Experts(), [few, all_of_them], loss, precisions=["bf16"])
+
+
+def test_graphs_keep_no_weights_alive():
+    model = made()
+    planned_forward.attach(model, choosers.following(assignment()))
+    loss(model, BATCH).backward()
+    weights = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
 
 
 def test_a_copy_has_graphs_of_its_own():
