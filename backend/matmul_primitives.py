@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,11 @@ def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return _int_mm_cuda(a, b)
     a, b = _with_plain_strides(a), _with_plain_strides(b)
     return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+
+
+def as_matrix(values: Tensor) -> Tensor:
+    """Return values (..., K) as a matrix (rows, K), where K may be 0; a vector is one row."""
+    return values.reshape(math.prod(values.shape[:-1]), values.shape[-1])
 
 
 def _with_plain_strides(matrix: Tensor) -> Tensor:

@@ -479,7 +479,7 @@ def _integer_input_gradient(
         return dx.view(n, *size, channels).permute(0, 3, 1, 2)
     h, s_h = round_rows(g.view(n * p * q, outputs), scale)
     sums = int8_sums(h, _rows(codes))
-    if math.prod(kernel) == 1 and (p, q) == size:
+    if math.prod(kernel) == 1 and max(geometry.stride) == 1 and max(geometry.padding) == 0:
         return dequantize(sums, s_h, ones, None, dtype).view(n, p, q, channels).permute(0, 3, 1, 2)
     windows = dequantize(sums, s_h, ones.repeat(math.prod(kernel)), None, torch.bfloat16)
     options = (geometry.stride, geometry.padding, geometry.dilation)

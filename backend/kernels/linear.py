@@ -20,7 +20,7 @@ from qsync.backend.casts.cast_ops import (
 )
 from qsync.backend.casts.epilogues import Activation, activation_gradient_and_sum, dequantize_activated
 from qsync.backend.encoding import Encoded, Operand
-from qsync.backend.matmul_primitives import int8_sums, sixteen_bit_dtype, to_sixteen_bit
+from qsync.backend.matmul_primitives import as_matrix, int8_sums, sixteen_bit_dtype, to_sixteen_bit
 from qsync.errors import UnsupportedError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -141,7 +141,7 @@ class _Int8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         dtype, activation = call.dtype, call.activation
-        x_codes = call.x.data.reshape(-1, call.x.data.shape[-1])
+        x_codes = as_matrix(call.x.data)
         x_scale, w_scale = call.x.code_scale.reshape(-1), call.weight.code_scale.reshape(-1)
         fused, added = (bias, None) if bias is None or bias.shape == w_scale.shape else (None, bias)
         sums = int8_sums(x_codes, call.weight.data.t())
@@ -175,7 +175,7 @@ class _Int8Product(torch.autograd.Function):
         x = None if x_codes is None else _Codes(x_codes, x_scale)
         weight = None if w_codes is None else _Codes(w_codes, w_scale)
         saved = _Saved(x, weight, ctx.weight_is_transposed)
-        g = gradient.reshape(-1, gradient.shape[-1]).contiguous()
+        g = as_matrix(gradient).contiguous()
         sums = None
         decoding = not ctx.integer_gradients and sixteen_bit_dtype(g.device) is torch.bfloat16
         if ctx.activation is not None:

@@ -14,7 +14,7 @@ from qsync.backend.autograd import differentiable, owned
 from qsync.backend.casts.cast_ops import decode_rows, dequantize
 from qsync.backend.encoding import Encoded, Operand, memory_order
 from qsync.backend.kernels.linear import DTYPES
-from qsync.backend.matmul_primitives import int8_sums, sixteen_bit_dtype
+from qsync.backend.matmul_primitives import as_matrix, int8_sums, sixteen_bit_dtype
 
 # FP32 holds every integer up to 2^24: the sum of 1040 products of two codes.
 LONGEST_FP32_SUM = 2**24 // 127**2
@@ -96,7 +96,7 @@ def scaled_products(a: Tensor, b: Tensor, rows: Tensor, columns: Tensor, dtype: 
     a (..., M, K), b (..., K, N), rows (..., M, 1), columns (..., 1, N).
     """
     if b.ndim == 2:  # one product of all rows
-        flat = int8_sums(a.reshape(-1, a.shape[-1]), b)
+        flat = int8_sums(as_matrix(a), b)
         y = dequantize(flat, rows.reshape(-1), columns.reshape(-1), None, dtype)
         return y.view(*a.shape[:-1], b.shape[-1])
     if a.is_cuda and a.shape[-1] <= LONGEST_FP32_SUM:

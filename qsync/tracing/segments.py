@@ -47,6 +47,8 @@ DTYPES = {
 }  # fmt: skip
 
 _CHECKPOINT = "tag_activation_checkpoint"
+# Products whose operands have encodings of their own.
+_PRODUCTS_OF_TWO = ("linear", "addmm", "matmul", "conv1d", "conv2d")
 # Kinds of which torch has a module.
 _MODULES_OWN = ("linear", "addmm", "conv1d", "conv2d", "conv3d", "conv_transpose", "rnn")
 
@@ -240,6 +242,10 @@ class _Reader:
         self, segment: Segment, node: torch.fx.Node, value: torch.Tensor, pinned: set[torch.fx.Node]
     ) -> None:
         kind, role = classify(node)
+        if kind == "matmul" and "mat2" in node.kwargs:  # which no other product calls so
+            named = dict(node.kwargs)
+            node.args = (*node.args, *(named.pop(name) for name in ("input", "mat2") if name in named))
+            node.kwargs = named
         drops = dropped(node, kind)
         if kind == "dropout" and not drops:
             kind = "view"  # it returns its input
@@ -305,8 +311,13 @@ class _Reader:
             return "it computes on no floats"
         if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
             return "its input has no batch dimension, and scales are per image"
-        if kind == "matmul" and len(read) != len(set(read)):  # its two operands would need two encodings
-            return "it multiplies a value by itself"
+        # One value in two places would need two encodings.
+        if kind in _PRODUCTS_OF_TWO and len(read) != len(set(read)):
+            return "it reads one value in two places"
+        if kind == "attention" and node.kwargs.get("enable_gqa"):
+            _, keys, values = (self._shape[name] for name in read[:3])
+            if keys[-3] != values[-3]:
+                return "its keys and values have different numbers of heads"
         return why_traced_as_is(node, kind)
 
     def _add(self, segment: Segment, node: torch.fx.Node, call: _Call) -> None:

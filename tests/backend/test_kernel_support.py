@@ -255,7 +255,7 @@ def scaled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     [
         (masked, "attention", "its mask is data in floats"),
         (alone, "conv1d", "no batch dimension"),
-        (doubled, "matmul", "multiplies a value by itself"),
+        (doubled, "matmul", "reads one value in two places"),
         (in_double, "linear", "the model has it in fp64"),
         (scaled, "addmm", "scales its operands"),
     ],
