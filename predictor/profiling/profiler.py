@@ -121,7 +121,7 @@ class Profiler:
         self._began_s = time.perf_counter()
         self._num_steps = 0
         self._ran: dict[str, set[str]] = {}  # the operators of the first step with a timer, by its label
-        self.unused: dict[int, torch.nn.Parameter] = {}  # parameters that got no gradient in a step, by id
+        self.unused: set[int] = set()  # ids of the parameters that got no gradient in a step
         self._optimizer = options.make_optimizer(self._parameters)
         self._weights = [parameter.detach().clone() for parameter in self._parameters]
         self._typical_s = self._warm_up()
@@ -363,7 +363,7 @@ class Profiler:
         value.backward()  # type: ignore[no-untyped-call]
         step = timer.finish()
         check_finite(value)
-        self.unused |= {id(parameter): parameter for parameter in self._parameters if parameter.grad is None}
+        self.unused |= {id(parameter) for parameter in self._parameters if parameter.grad is None}
         return step
 
     def _check_operators(self, choice: RoundStep, step: StepTimes) -> None:
