@@ -23,7 +23,7 @@ from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, operand_type
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, keeps_weight_casts, operand_type
 
 # A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise.
 # Both round the operands alike, so they differ by the rounding of the gradient and of the sums only; a
@@ -68,7 +68,6 @@ class Kernels:
     >>> y = kernels.kernel("linear", Precision.INT8)(F.linear, "fp32", Operand(x, x8), Operand(w, w8), bias)
     """
 
-    keeps_copies = True  # of weights, from one call to the next
     saving = staticmethod(saving)
     in_lowered_graphs = staticmethod({"dropout": dropout, "interpolate": interpolate}.__getitem__)
 
@@ -86,6 +85,11 @@ class Kernels:
     def choices(self) -> tuple[Choice, ...]:
         """The choices made so far."""
         return tuple(choice for _, choice in self._chosen.values())
+
+    @property
+    def keeps_copies(self) -> bool:
+        """Whether a cast of a weight serves several calls."""
+        return keeps_weight_casts(self.device.type)
 
     @property
     def plain_casts(self) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from qsync.predictor.memory.spans import Span
 from qsync.predictor.memory.workspaces import FULL, Mask, OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Input, Op, OpGraph, num_elements
 from qsync.records.identity_cache import Remembered
-from qsync.records.precision import is_encoded, type_bytes
+from qsync.records.precision import is_encoded, keeps_weight_casts, type_bytes
 
 # Kinds that pass their result's gradient on as that of their first so many inputs.
 PASSES_GRADIENT = {"add": 2, "sub": 1}
@@ -126,7 +126,8 @@ class Lifetimes:
         """Return the tensors of a value (no view) by name, or those of an operator by position."""
         found = _ValueGroup(self, what).spans if isinstance(what, str) else list(self.op_spans(what))
         if self.layout.recomputed is not None:
-            found = [part for span in found for part in self.layout.recomputed.spans(what, span)]
+            again = not keeps_weight_casts(self.device)
+            found = [part for span in found for part in self.layout.recomputed.spans(what, span, again)]
         if self.layout.num_calls > 1:  # the last call finds what all of them have saved
             for span in found:
                 span.num_bytes *= 1 if span.part == "transient" else self.layout.num_calls
@@ -327,7 +328,7 @@ class _ValueGroup:
                 self.workspaces.append(
                     Span(storage_bytes(cast.source, self.lives.layout.shape[value]), time, time)
                 )
-            if cast.of_parameter:
+            if cast.of_parameter and keeps_weight_casts(self.lives.device):
                 storage.part = "casts"
                 storage.death = self.lives.layout.end  # made once per optimizer step, and alive until its end
 

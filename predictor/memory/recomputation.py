@@ -50,15 +50,18 @@ class RecomputedBlocks:
         assert block is not None, "only operators of a block run again"
         return self.shifted(2 * self._num_ops - block[1]) - (block[1] - i + 1)
 
-    def spans(self, what: str | int, span: Span) -> Iterator[Span]:
+    def spans(self, what: str | int, span: Span, casts_again: bool = False) -> Iterator[Span]:
         """Yield the lives of a tensor of a value (by name) or operator (by position).
 
-        `span` is its life without recomputation.
+        `span` is its life without recomputation. With `casts_again` a block makes its casts of weights again,
+        too.
         """
         if span.birth > self._num_ops:
             yield replace(span, birth=self.shifted(span.birth), death=self.shifted(span.death))
             return
         block, readers = self._maker_and_readers(what)
+        if casts_again and isinstance(what, str) and what not in self._position and span.birth < self._num_ops:
+            block = self._block[span.birth]  # of the first reader, which casts it
         if block is None:
             yield from self._across_blocks(span, readers)
         elif readers and readers[-1] > block[1]:  # read after its block: saved, and made again in backward

@@ -154,3 +154,14 @@ def is_encoded(type_name: str) -> bool:
 def type_bytes(type_name: str, num_elements: int) -> int:
     """Return the bytes that `num_elements` elements take in this type, scales not counted."""
     return TYPE_BYTES.get(type_name, 4) * num_elements
+
+
+def keeps_weight_casts(device: str) -> bool:
+    """Return whether the passes of a step share one cast of each weight, on a kind of device.
+
+    On a GPU a cast takes less than to find out, with the host, whether its weight is still the same.
+
+    >>> keeps_weight_casts("cuda")
+    False
+    """
+    return device != "cuda"

@@ -2,7 +2,7 @@
 
 A step has k passes of f seconds forward and b seconds backward. Buckets fill in the last backward, and
 k f + (k - 1) b seconds pass before it. The profile of the step therefore has k f + (k - 1) b as forward and b
-as backward. Weights are cast in the first pass alone.
+as backward. Weights are cast in the first pass alone (on GPUs in every one: `keeps_weight_casts`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from qsync.replayer.communication import gradient_bytes
 GRADIENT_BYTES = 4
 
 
-def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
+def in_passes(profile: Profile, graph: OpGraph, passes: int, casts_once: bool = True) -> Profile:
     """Return the profile of a step of several passes, from the profile of a step of one pass.
 
     A step waits for the loader once. From the second pass on autograd adds each gradient to the sum of
-    earlier passes; an addition costs as much as copying the gradient to a bucket.
+    earlier passes; an addition costs as much as copying the gradient to a bucket. Unless `casts_once`, every
+    pass casts its weights.
 
     >>> in_passes(profile, graph, 4).host_s == 4 * profile.host_s
     """
@@ -35,6 +36,7 @@ def in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
         return Cost(cost.forward_s + (passes - 1) * cost.backward_s, cost.backward_s, cost.spread_s)
 
     weights = {value.name: value for value in graph.inputs if value.kind in ("parameter", "alias")}
+    weights = weights if casts_once else {}
     casts = {key: once(cost) if key[0] in weights else each(cost) for key, cost in profile.casts.items()}
     for (source, target), (base, slope) in profile.cast_fit.items():
         for name, value in weights.items():

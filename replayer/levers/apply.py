@@ -13,6 +13,7 @@ from qsync.errors import FormatError, MismatchError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.levers import ClassLevers, Levers, Setting, samples_of
+from qsync.records.precision import keeps_weight_casts
 from qsync.records.profiles import Profile
 from qsync.replayer.levers.accumulation import in_passes, with_other_passes
 from qsync.replayer.levers.batch_size import Sized, at_samples, resized
@@ -93,5 +94,9 @@ def _of_class(graph: OpGraph, profile: Profile, levers: ClassLevers, other: Size
 
 def _in_passes(profile: Profile, graph: OpGraph, passes: int) -> Profile:
     """Return the profile of a step of so many passes of this graph, with its recomputed blocks."""
-    launches = profile.launches and _in_passes(profile.launches, graph, passes)
-    return replace(in_passes(with_recomputation(profile, graph), graph, passes), launches=launches)
+    is_kept = keeps_weight_casts(profile.device or "cpu")
+    found = in_passes(with_recomputation(profile, graph, is_kept), graph, passes, is_kept)
+    if profile.launches:  # of a GPU
+        launches = with_recomputation(profile.launches, graph, is_kept)
+        found = replace(found, launches=in_passes(launches, graph, passes, is_kept))
+    return found

@@ -3,7 +3,8 @@
 In such a block the price of an operator's backward includes the operator's forward and its casts' forward.
 The sum over the block is exact. A real block runs its whole forward again before its first backward, so
 gradients in the middle of a block are complete a little later than replay says. The gradients of the block's
-first operators are complete exactly when replay says. Casts of weights stay in memory and are not repeated.
+first operators are complete exactly when replay says. Casts of weights stay in memory and are not repeated,
+except on GPUs (`keeps_weight_casts`).
 """
 
 from __future__ import annotations
@@ -99,8 +100,10 @@ def mark_recomputed(graph: OpGraph, paths: Iterable[str]) -> OpGraph:
     return replace(graph, inputs=(*graph.inputs, state), recomputed=recomputed)
 
 
-def with_recomputation(profile: Profile, graph: OpGraph) -> Profile:
+def with_recomputation(profile: Profile, graph: OpGraph, keeps_casts: bool = True) -> Profile:
     """Return the profile of a pass with the graph's recomputed blocks, from a profile without recomputation.
+
+    Unless `keeps_casts`, blocks cast their weights again, too.
 
     >>> with_recomputation(profile, mark_recomputed(graph, ["layers.0"]))
     """
@@ -115,7 +118,8 @@ def with_recomputation(profile: Profile, graph: OpGraph) -> Profile:
     casts = dict(profile.casts)
     elements = {value.name: value.num_elements for value in graph.inputs}
     elements |= {op.name: op.num_elements for op in graph.ops}
-    weights = {value.name for value in graph.inputs if value.kind in ("parameter", "alias")}
+    kept = ("parameter", "alias") if keeps_casts else ()
+    weights = {value.name for value in graph.inputs if value.kind in kept}
     cast_in_block: set[str] = set()
     for i in twice:
         op = graph.ops[i]
