@@ -23,7 +23,13 @@ from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
 from qsync.errors import QSyncError, UnsupportedError
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, keeps_weight_casts, operand_type
+from qsync.records.precision import (
+    PRECISIONS_BY_KIND,
+    Precision,
+    is_encoded,
+    keeps_weight_casts,
+    operand_type,
+)
 
 # A kernel further than this from the reference (signal to noise, in decibels) is wrong, not imprecise.
 # Both round the operands alike, so they differ by the rounding of the gradient and of the sums only; a

@@ -27,7 +27,7 @@ class RecomputedBlocks:
         users: Mapping[str, Sequence[int]],
     ) -> None:
         self._num_ops, self._position, self._users = num_ops, position, users
-        self._block: list[tuple[int, int] | None] = [None] * num_ops
+        self._block: list[tuple[int, int] | None] = [None] * (num_ops + 1)
         for first, last in blocks:
             self._block[first : last + 1] = [(first, last)] * (last - first + 1)
         # The slots by which the backward of each operator is later, its block's second forward included.
@@ -60,7 +60,7 @@ class RecomputedBlocks:
             yield replace(span, birth=self.shifted(span.birth), death=self.shifted(span.death))
             return
         block, readers = self._maker_and_readers(what)
-        if casts_again and isinstance(what, str) and what not in self._position and span.birth < self._num_ops:
+        if casts_again and isinstance(what, str) and what not in self._position:
             block = self._block[span.birth]  # of the first reader, which casts it
         if block is None:
             yield from self._across_blocks(span, readers)
