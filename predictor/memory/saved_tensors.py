@@ -27,6 +27,8 @@ FACTORS = {
     "linear": (0, 1), "addmm": (1, 2), "conv2d": (0, 1), "conv1d": (0, 1), "matmul": (0, 1), "mul": (0, 1),
     "grouped_mm": (0, 1), "conv3d": (0, 1), "conv_transpose": (0, 1), "baddbmm": (1, 2),
 }  # fmt: skip
+# Those of which torch's kernels save both factors in any case.
+CONVOLUTIONS = ("conv2d", "conv1d", "conv3d", "conv_transpose")
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
@@ -75,6 +77,8 @@ def saved_by_op(
         return Saved()
     if op.kind in FACTORS and len(op.inputs) > max(FACTORS[op.kind]):
         pair = FACTORS[op.kind]
+        if op.kind in CONVOLUTIONS and mode not in (Precision.INT8, Precision.INT8_ALL):
+            return Saved(pair)
         return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
     if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
         return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))

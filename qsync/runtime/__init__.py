@@ -8,7 +8,7 @@
 `rewriting`                 the FX pass: one call per node of the lowered graph
 `islands`                   what stands between products, compiled where that is faster
 `operator_timing`           which precision is fastest for each operator, where no profile says so
-`weight_cache`              weights are cast once per optimizer step
+`weight_cache`              weights are cast once per optimizer step on CPUs
 `activation_recomputation`  modules compute forward again in backward
 `coverage`                  how much of a model runs as asked, and why the rest does not
 """

@@ -1,4 +1,4 @@
-"""Cast weights once per optimizer step: micro-batches that accumulate gradients share one copy.
+"""Cast weights once per optimizer step on CPUs: micro-batches that accumulate gradients share one copy.
 
 A copy serves while the weight is the very tensor it was made from: same storage, same autograd version, no
 optimizer has stepped since, and a gradient is being accumulated. A step by hand, `p.data -= lr * p.grad`,

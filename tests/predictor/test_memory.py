@@ -263,6 +263,8 @@ def test_a_copy_of_a_weight_is_kept_until_the_optimizer_changes_it():
     for precision in (BF16, INT8):
         memory = StepMemory(lower(builder.build(), {"b": precision}))
         assert [(span.part, span.death) for span in memory._spans["b.weight"]] == [("casts", memory.end)]
+        on_gpu = StepMemory(lower(builder.build(), {"b": precision}), device="cuda")
+        assert [(span.part, span.death) for span in on_gpu._spans["b.weight"]] == [("saved", memory.end - 1)]
 
 
 @pytest.mark.parametrize(
@@ -534,14 +536,33 @@ def gated():
     return Gated(), torch.randn(8, 4, 32)
 
 
+def partly_frozen():
+    """Convolutions, of which the middle ones train nothing: torch saves what they read all the same."""
+    import torch
+
+    class Shifted(torch.nn.Module):
+        def forward(self, x):
+            return x + 1.0  # whose result backward does not need
+
+    layers = [torch.nn.Conv2d(4, 4, 3, padding=1)]  # so few channels that oneDNN packs no weight
+    for _ in range(3):
+        layers += [Shifted(), torch.nn.Conv2d(4, 4, 3, padding=1)]
+    for layer in layers[2:5]:
+        layer.requires_grad_(False)
+    return torch.nn.Sequential(*layers), torch.randn(2, 4, 8, 8)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "cast in every pass"])
 @pytest.mark.parametrize("less", [False, True])
 @pytest.mark.parametrize("precision", [Precision.FP32, BF16, INT8])
-@pytest.mark.parametrize("build", [transformer, written_out, convolutional, gated])
-def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
-    """With the copies of the weights, which live until the optimizer changes them."""
+@pytest.mark.parametrize("build", [transformer, written_out, convolutional, gated, partly_frozen])
+def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less, kept, monkeypatch):
+    """With the copies of the weights, which live until the optimizer changes them if they are kept."""
     pytest.importorskip("torch")
     import qsync
 
+    for module in ("backend.kernel_selection", "predictor.memory.lifetimes"):
+        monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
     model, batch = build()
     graph = qsync.capture(model, batch)
     chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
@@ -552,7 +573,7 @@ def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less):
     )
     wrapped = qsync.wrap(model, str(precision), save_less=less, strict=True)
     wrapped(batch)  # compiled here, so that only the step is seen below
-    assert sum(peak_memory(lowered).saved_by.values()) + copies == saved_by_torch(wrapped, batch)
+    assert sum(peak_memory(lowered).saved_by.values()) + copies * kept == saved_by_torch(wrapped, batch)
 
 
 def casts_of_weights(lowered):

@@ -126,9 +126,11 @@ def test_the_blocks_of_a_model_are_what_is_numbered():
         mark_recomputed(builder.build(), ["a.0"])
 
 
-def test_a_recomputed_block_costs_its_forward_once_more_but_for_casts_of_weights():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_recomputed_block_costs_its_forward_once_more_but_for_casts_of_weights_that_are_kept(device):
     assignment = {op.name: BF16 for op in GRAPH.adjustable}
-    profile, cluster = profile_of(GRAPH, "infer"), cluster_of({"infer": 2})
+    profile = replace(profile_of(GRAPH, "infer"), machine={"device": device})
+    cluster = cluster_of({"infer": 2}, device=device)
     plain = replay(GRAPH, {"infer": assignment}, {"infer": profile}, cluster)
     twice = profiles_under_levers(
         GRAPH, {"infer": profile}, cluster, Levers({"infer": ClassLevers(recomputed=BLOCKS[:1])})
@@ -143,7 +145,7 @@ def test_a_recomputed_block_costs_its_forward_once_more_but_for_casts_of_weights
         + profile.cast_fit[c.source, c.target][1].forward_s * c.num_elements
         for c in plain["infer"].nodes
         if hasattr(c, "target")
-        and not c.of_parameter
+        and not (c.of_parameter and device == "cpu")
         and (c.value.startswith("layer.0") or c.value == "embedding")
     )
     assert more == pytest.approx(total + casts, rel=1e-6)
@@ -182,11 +184,13 @@ def test_incremental_vectorized_and_whole_memory_agree_mark_recomputed_blocks(da
 
 
 @pytest.mark.parametrize(
-    ("precision", "saving"),
-    [("fp32", ()), ("bf16", ()), ("bf16", ("*",))],
-    ids=["fp32", "bf16", "saving less"],
+    ("precision", "saving", "kept"),
+    [("fp32", (), True), ("bf16", (), True), ("bf16", ("*",), True), ("bf16", (), False)],
+    ids=["fp32", "bf16", "saving less", "casts of weights are made again"],
 )
-def test_the_peak_is_what_is_predicted(precision, saving):
+def test_the_peak_is_what_is_predicted(precision, saving, kept, monkeypatch):
+    for module in ("backend.kernel_selection", "predictor.memory.lifetimes"):
+        monkeypatch.setattr(f"qsync.{module}.keeps_weight_casts", lambda device: kept)
     with alone():
         torch._dynamo.reset()
         model, batch, loss_fn = parts_of(TINY)

@@ -258,10 +258,11 @@ def cluster_of(
     precisions: Sequence[Precision] = CPU_PRECISIONS,
     memory_bytes: int = 1 << 40,
     link: Link | None = None,
+    device: str = "cpu",
 ) -> Cluster:
-    """A cluster of CPU classes; one rank each of `train` and `infer` by default."""
+    """A cluster of classes of one device; one rank each of `train` and `infer` by default."""
     classes = tuple(
-        DeviceClass(name, "cpu", count, memory_bytes, tuple(precisions))
+        DeviceClass(name, device, count, memory_bytes, tuple(precisions))
         for name, count in (counts or {"train": 1, "infer": 1}).items()
     )
     return Cluster(classes, link or Link(1e-5, 1e10))
