@@ -28,6 +28,7 @@ from qsync.backend.kernels.fp32_fast import (
 )
 from qsync.backend.kernels.grouped_matmul import grouped_mm_bf16, grouped_mm_fp32_fast
 from qsync.backend.kernels.linear import DTYPES, addmm_int8, addmm_int8_all, linear_int8, linear_int8_all
+from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.kernels.matmul import matmul_int8
 from qsync.records.kernel_support import why_not_multiplied
 from qsync.records.precision import PRECISIONS_BY_KIND, Precision
@@ -71,6 +72,8 @@ _FAST_KERNELS: dict[str, Kernel] = {
     "grouped_mm": grouped_mm_fp32_fast,
 }
 _FAST_NAMES = {"conv2d": "memory order by shape", "grouped_mm": "torch, uncleared"}
+_FP16_KERNELS: dict[str, Kernel] = {"linear": linear_fp16, "addmm": addmm_fp16}
+_TF32_KERNELS: dict[str, Kernel] = {"linear": linear_tf32, "addmm": addmm_tf32}
 _FP8_KERNELS: dict[str, Kernel] = {"linear": linear_fp8, "addmm": addmm_fp8}
 
 
@@ -107,9 +110,9 @@ def _torch_candidates(
         name = _FAST_NAMES.get(kind, "MKL or oneDNN by shape")
         return (_candidate(name, _FAST_KERNELS[kind], reason or _why_no_onednn()),)
     if precision is Precision.FP16:
-        return (_candidate("torch, scaled", product_fp16, reason),)
+        return (_candidate("torch, scaled", _FP16_KERNELS.get(kind, product_fp16), reason),)
     if precision is Precision.TF32:
-        return (_candidate("torch, TF32 allowed", product_tf32, reason),)
+        return (_candidate("torch, TF32 allowed", _TF32_KERNELS.get(kind, product_tf32), reason),)
     if precision is Precision.FP8:
         return (_candidate("scaled_mm", _FP8_KERNELS[kind], reason),)
     if (kind, precision) in _CONVOLUTIONS:

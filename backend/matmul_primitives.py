@@ -9,6 +9,8 @@ from torch import Tensor
 
 # 127 * 127 * 133144 < 2^31: a longer inner dimension could overflow the INT32 sum, so it is summed in pieces.
 LONGEST_INT32_SUM = (2**31 - 1) // 127**2
+# The least and the largest number whose power of two and its inverse are normal numbers of FP32.
+_SCALED = (2.0**-126, 2.0**125)
 
 
 def int8_sums(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -87,6 +89,8 @@ def power_of_two(values: Tensor, target: float) -> tuple[Tensor, Tensor]:
     Returns it and its inverse (0-dim). Values that are all zero, NaN or Inf get a finite factor too, and
     stay zero, NaN or Inf.
     """
-    exponent = torch.frexp(values.abs().amax().float() / target).exponent.clamp_(-126, 126)
-    one = torch.ones((), device=values.device)
-    return torch.ldexp(one, -exponent), torch.ldexp(one, exponent)
+    largest = torch.linalg.vector_norm(values, math.inf, dtype=torch.float32)
+    largest = largest if target == 1.0 else largest / target
+    largest = torch.nan_to_num(largest, nan=1.0, posinf=1.0).clamp_(*_SCALED)
+    mantissa = torch.frexp(largest).mantissa  # in [1/2, 1): the quotients are exact
+    return mantissa / largest, largest / mantissa

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.autograd.graph import get_gradient_edge
 
 from qsync.backend.autograd import differentiable, is_replayed
 from qsync.backend.encoding import Operand
@@ -43,13 +43,12 @@ def product_tf32(target: Callable[..., Tensor], out_type: str, *args: Any, **kwa
 
 
 def _apply(target: Callable[..., Tensor], out_type: str, args: Any, kwargs: Any, half: bool) -> Tensor:
-    leaves, spec = tree_flatten((args, kwargs), is_leaf=lambda leaf: isinstance(leaf, Operand))
+    leaves = (*args, *kwargs.values())
     values = [leaf.value if isinstance(leaf, Operand) else leaf for leaf in leaves]
     data = [_data(leaf, half) for leaf in leaves]
 
     def run(*inner: Any) -> Tensor:
-        positional, keywords = tree_unflatten(list(inner), spec)
-        return target(*positional, **keywords)
+        return target(*inner[: len(args)], **dict(zip(kwargs, inner[len(args) :], strict=True)))
 
     return differentiable(_Nested, run, data, DTYPES[out_type], half, *values)
 
@@ -72,9 +71,10 @@ class _Nested(torch.autograd.Function):
         inner = list(data)
         for i in wanted:
             inner[i] = data[i].detach().requires_grad_()
-        with torch.set_grad_enabled(bool(wanted)), _tf32(not half):
+        with torch.set_grad_enabled(bool(wanted)), allow_tf32(not half):
             out = run(*inner)
-        ctx.nested = (out, [inner[i] for i in wanted]) if wanted else None
+        # The edge, not the result: backward needs no more of it than what its own graph has saved.
+        ctx.nested = (get_gradient_edge(out), out.dtype, [inner[i] for i in wanted]) if wanted else None
         ctx.wanted, ctx.half, ctx.is_replayed = wanted, half, is_replayed.get()
         ctx.dtypes = [values[i].dtype for i in wanted]
         ctx.num_values = len(values)
@@ -88,25 +88,36 @@ class _Nested(torch.autograd.Function):
                 "backward through an FP16 or TF32 operator a second time: its data is already freed"
             )
         # Released before the products run, so that each buffer is freed as soon as autograd has used it.
-        out, inputs = ctx.nested
+        out, dtype, inputs = ctx.nested
         ctx.nested = ctx.nested if ctx.is_replayed else None
-        back = None
-        if ctx.half and gradient.numel():
-            factor, back = power_of_two(gradient, 1.0)
-            gradient = gradient.float() * factor
-        with _tf32(not ctx.half):
+        gradient, back = scaled(gradient) if ctx.half else (gradient.to(dtype), None)
+        with allow_tf32(not ctx.half):
             inner = torch.autograd.grad(
-                out, inputs, gradient.to(out.dtype), retain_graph=ctx.is_replayed, allow_unused=True
+                out, inputs, gradient, retain_graph=ctx.is_replayed, allow_unused=True
             )
         result: list[Tensor | None] = [None] * ctx.num_values
         for i, g, dtype in zip(ctx.wanted, inner, ctx.dtypes, strict=True):
             if g is not None:
-                result[i] = (g if back is None else g.float().mul_(back)).to(dtype)
+                result[i] = unscaled(g, back, dtype)
         return (None, None, None, None, *result)
 
 
+def scaled(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a gradient in FP16, times a power of two, and the inverse of that (1 element, FP32)."""
+    if not gradient.numel():
+        return gradient.to(torch.float16), gradient.new_ones(1, dtype=torch.float32)
+    factor, back = (power.view(1) for power in power_of_two(gradient, 1.0))
+    # One element of FP32 makes the product FP32, in one pass; a number would leave it in BF16.
+    return (gradient * factor).view(gradient.shape).to(torch.float16), back
+
+
+def unscaled(gradient: Tensor, back: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return a gradient in true scale; without `back` it has that."""
+    return (gradient if back is None else (gradient * back).view(gradient.shape)).to(dtype)
+
+
 @contextmanager
-def _tf32(wanted: bool) -> Iterator[None]:
+def allow_tf32(wanted: bool) -> Iterator[None]:
     """Allow TF32 in cuBLAS and cuDNN inside the context, if wanted; restore the settings after."""
     if not wanted:
         yield

@@ -5,13 +5,18 @@ That they compute what the reference does is in test_backend_parity.py.
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kernel_calls import agreement_db, assert_parity, call, outcome, sample
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from qsync.backend import Operand, encode, reference_kernel, select
 from qsync.backend.kernels import convolution
+from qsync.backend.kernels.fp16_tf32 import product_fp16, product_tf32
+from qsync.backend.kernels.linear_fp16_tf32 import addmm_fp16, addmm_tf32, linear_fp16, linear_tf32
 from qsync.backend.matmul_primitives import LONGEST_INT32_SUM, _int_mm_cuda, int8_sums
 from qsync.errors import UnsupportedError
 from qsync.records.precision import Precision
@@ -99,7 +104,7 @@ def test_the_values_are_not_kept_alive():
     value = x * 2
     operand = Operand(value, encode(value, "int8_row"))
     y = select("cpu").kernel("linear", "int8")(F.linear, "fp32", operand, Operand(w, encode(w, "int8_row")))
-    storage = torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage())
+    storage = StorageWeakRef(value.untyped_storage())
     del value, operand
     assert storage.expired()
     y.sum().backward()
@@ -116,7 +121,9 @@ def test_frozen_inputs_get_no_gradient_and_save_nothing_for_it(precision, frozen
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.nbytes) or t, lambda t: t):
         y = call(select("cpu").kernel("linear", precision), "linear", precision, F.linear, leaves)
     assert y.requires_grad == (len(frozen) < 3)
-    if precision != "fp16":
+    if precision == "fp16":
+        assert sum(saved) == 2 * ((1 not in frozen) * 32 * 64 + (0 not in frozen) * 48 * 64)
+    else:
         assert sum(saved) == (1 not in frozen) * (32 * 64 + 4 * 32) + (0 not in frozen) * (48 * 64 + 4 * 48)
     if y.requires_grad:
         y.backward(sample(32, 48, seed=9))
@@ -194,18 +201,59 @@ def test_fp16_gradients_of_any_magnitude_survive(magnitude):
         assert agreement_db(a.double() / magnitude, b) > 55
 
 
+@pytest.mark.parametrize("kind", ["linear", "addmm"])
+@pytest.mark.parametrize("rows", [(6,), (2, 3), (0,)])
+@pytest.mark.parametrize("form", ["fp16", "tf32"])
+def test_a_linear_layer_computes_what_any_product_in_its_precision_does(kind, rows, form):
+    """FP16's gradient of the bias is summed in FP32."""
+    tensors = linear_tensors((*rows, 8), 4, kind)
+    rows = rows if kind == "linear" else (math.prod(rows),)
+    ways = {"fp16": (linear_fp16, addmm_fp16, product_fp16), "tf32": (linear_tf32, addmm_tf32, product_tf32)}
+    own, any_product = ways[form][kind == "addmm"], ways[form][2]
+    for carried in ("fp32", "bf16"):
+        found = [
+            outcome(kernel, kind, form, TARGETS[kind], tensors, sample(*rows, 4, seed=9), carried)
+            for kernel in (own, any_product)
+        ]
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3 if form == "fp16" else 1e-6)
+
+
+def test_what_addmm_leaves_to_any_product():
+    b, x, w = (sample(*shape, seed=i) for i, shape in enumerate([(6, 4), (6, 8), (8, 4)]))
+    y = addmm_fp16(torch.addmm, "fp32", *(Operand(t, encode(t, "fp16")) for t in (b, x, w)))
+    torch.testing.assert_close(y, torch.addmm(b, x, w), rtol=1e-2, atol=1e-2)
+    y = addmm_tf32(torch.addmm, "fp32", b[0], x, w, beta=2.0, alpha=0.5)
+    torch.testing.assert_close(y, torch.addmm(b[0], x, w, beta=2.0, alpha=0.5))
+
+
 def test_fp16_backward_frees_what_it_saved_and_cannot_run_twice():
-    x, w = sample(8, 16).requires_grad_(), sample(4, 16, seed=1).requires_grad_()
-    kernel = select("cpu").kernel("linear", "fp16")
+    x, w = sample(8, 16).requires_grad_(), sample(16, 4, seed=1).requires_grad_()
+    kernel = select("cpu").kernel("matmul", "fp16")
     encoded = encode(x, "fp16")
-    y = kernel(F.linear, "fp32", Operand(x, encoded), Operand(w, encode(w, "fp16")))
-    storage = torch.multiprocessing.reductions.StorageWeakRef(encoded.data.untyped_storage())
+    y = kernel(torch.matmul, "fp32", Operand(x, encoded), Operand(w, encode(w, "fp16")))
+    storage = StorageWeakRef(encoded.data.untyped_storage())
     del encoded
     assert not storage.expired()
     y.sum().backward(retain_graph=True)
     assert storage.expired()
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
+
+
+def test_a_product_in_fp16_holds_no_copy_of_its_result():
+    x, w = sample(8, 16).requires_grad_(), sample(16, 4, seed=1).requires_grad_()
+    made = []
+
+    def matmul(a, b):
+        made.append(StorageWeakRef((y := torch.matmul(a, b)).untyped_storage()))
+        return y
+
+    operands = [Operand(t, encode(t, "fp16")) for t in (x, w)]
+    y = product_fp16(matmul, "fp32", *operands)
+    assert made[0].expired()
+    y.sum().backward()
+    assert x.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("kind", ["linear", "addmm"])
@@ -271,10 +319,10 @@ def test_a_bf16_convolution_of_windows_is_onednn_s(
 @pytest.mark.parametrize("precision", ["bf16", "int8"])
 def test_a_depthwise_convolution_s_gradients_are_those_of_torch_by_either_kernel(precision, monkeypatch):
     results = []
+    kernel = select("cpu").kernel("conv2d", precision)  # chosen by calls that the loop does not serve
     for loop in (True, False):
         monkeypatch.setattr(convolution, "_loop_pays", lambda *_, loop=loop: loop)
         tensors = [sample(2, 8, 7, 6), sample(8, 1, 3, 3, seed=1), sample(8, seed=2)]
-        kernel = select("cpu").kernel("conv2d", precision)
         results.append(
             outcome(kernel, "conv2d", precision, torch.conv2d, tensors, stride=2, padding=1, groups=8)
         )
