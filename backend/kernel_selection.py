@@ -22,6 +22,7 @@ from qsync.backend.kernels.dropout import dropout
 from qsync.backend.kernels.interpolate import interpolate
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.reference_kernels import reference_kernel
+from qsync.backend.shape_checks import checked, is_checked
 from qsync.errors import QSyncError, UnsupportedError
 from qsync.records.precision import (
     PRECISIONS_BY_KIND,
@@ -209,6 +210,7 @@ class Kernels:
         rejected.append(("reference", "decodes to FP32: saves neither time nor memory"))
         baseline = seconds if precision is Precision.FP32 else self.choice(kind, Precision.FP32).measured_s
         speedup, flops = baseline / seconds, _flops(kind, self.device)
+        best = checked(best) if is_checked(kind, precision, self.device) else best
         return best, Choice(kind, precision, name, seconds, flops, speedup, tuple(rejected))
 
     def _disagreement(self, kind: str, precision: Precision, kernel: Kernel) -> str | None:

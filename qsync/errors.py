@@ -79,6 +79,10 @@ class UnsupportedError(QSyncError):
     """A device class or a kernel cannot do what was asked."""
 
 
+class MiscomputedError(UnsupportedError):
+    """A library computes a call wrongly, in every type that is lower than FP32."""
+
+
 class BuildError(QSyncError):
     """A kernel could not be compiled, or what was compiled could not be loaded."""
 

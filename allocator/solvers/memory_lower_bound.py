@@ -13,6 +13,7 @@ from qsync.allocator.solvers.milp_expressions import Sum
 from qsync.predictor.memory.lifetimes import layout, storage_bytes
 from qsync.predictor.memory.saved_tensors import made_for_backward, saved_by_op
 from qsync.records.graph import OpGraph
+from qsync.records.precision import keeps_weight_casts
 
 
 def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
@@ -33,8 +34,9 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
     def storage(value: str, type_name: str) -> tuple[str, str] | None:
         """Note the storage of a value in this type; None if it is in use throughout."""
         root, num_bytes = known.root[value], storage_bytes(type_name, known.shape[value])
-        if root not in known.position and (value in known.parameters or type_name == known.dtype[value]):
-            return None  # it enters the graph; casts of parameters are counted below
+        is_kept = value in known.parameters and keeps_weight_casts(device)
+        if root not in known.position and (is_kept or type_name == known.dtype[value]):
+            return None  # it enters the graph; casts of parameters that are kept are counted below
         key = (root, type_name)
         size[key] = min(num_bytes, size.get(key, num_bytes))
         return key
@@ -42,7 +44,13 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
     for i, op in enumerate(graph.ops):
         for alternative in linear.alternatives[i] if op.requires_grad else ():
             for num_bytes in made_for_backward(
-                op, alternative.mode, known.shape, known.dtype, device, alternative.form
+                op,
+                alternative.mode,
+                known.shape,
+                known.has_gradient,
+                known.dtype,
+                device,
+                alternative.form,
             ):
                 found.add(alternative.binary, graph.num_calls * num_bytes)
             saved = saved_by_op(
@@ -55,7 +63,7 @@ def saved_bytes(linear: ClassModel, graph: OpGraph, device: str) -> Sum:
                     savers.setdefault(key, {}).setdefault(i, Sum()).add(alternative.binary)
     for key, by in savers.items():
         found.add(linear.program.at_least_any(list(by.values())), graph.num_calls * size[key])
-    for number, value in enumerate(graph.inputs):
+    for number, value in enumerate(graph.inputs if keeps_weight_casts(device) else ()):
         if value.kind != "parameter":
             continue
         for taken, binaries in linear.takers(number).items():

@@ -299,7 +299,7 @@ _TORCH_BATCH_NORM = ("input", "weight", "bias", "running_mean", "running_var", "
 def _batch_norm(target: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     names = _TORCH_BATCH_NORM if target is torch.batch_norm else _BATCH_NORM
     given = dict(zip(names, args, strict=False)) | kwargs
-    if not given.get("training", False):
+    if not given.get("training", False) or not given["input"].numel():
         return target(*args, **kwargs)
     tensors = [given.get(name) for name in _BATCH_NORM[:5]]
     return differentiable(_BatchNorm, *tensors, given.get("momentum", 0.1), given.get("eps", 1e-5))

@@ -89,12 +89,11 @@ class _Nested(torch.autograd.Function):
             )
         # Released before the products run, so that each buffer is freed as soon as autograd has used it.
         out, dtype, inputs = ctx.nested
-        ctx.nested = ctx.nested if ctx.is_replayed else None
+        is_kept = ctx.is_replayed or torch._C._autograd._get_current_graph_task_keep_graph()
+        ctx.nested = ctx.nested if is_kept else None
         gradient, back = scaled(gradient) if ctx.half else (gradient.to(dtype), None)
         with allow_tf32(not ctx.half):
-            inner = torch.autograd.grad(
-                out, inputs, gradient, retain_graph=ctx.is_replayed, allow_unused=True
-            )
+            inner = torch.autograd.grad(out, inputs, gradient, retain_graph=is_kept, allow_unused=True)
         result: list[Tensor | None] = [None] * ctx.num_values
         for i, g, dtype in zip(ctx.wanted, inner, ctx.dtypes, strict=True):
             if g is not None:

@@ -144,18 +144,23 @@ class Lifetimes:
                 if self.layout.has_gradient[value]:
                     copy += FP32_BYTES * self.layout.elements[value]
             yield Span(copy, len(self.layout.ops), len(self.layout.ops))
+        forward = forward_workspace(op, run, self._context(i))
+        if forward:
+            yield Span(forward, i, i)
         if not op.requires_grad:
             return
         for num_bytes in made_for_backward(
-            op, run.mode, self.layout.shape, self.layout.dtype, self.device, run.form
+            op,
+            run.mode,
+            self.layout.shape,
+            self.layout.has_gradient,
+            self.layout.dtype,
+            self.device,
+            run.form,
         ):
             yield Span(num_bytes, i, time, "saved", op.name)
-        context = self._context(i)
-        for when, num_bytes in (
-            (i, forward_workspace(op, run, context)), (time, backward_workspace(op, run, context))
-        ):  # fmt: skip
-            if num_bytes:
-                yield Span(num_bytes, when, when)
+        if backward := backward_workspace(op, run, self._context(i)):
+            yield Span(backward, time, time)
 
     def _context(self, i: int) -> OpContext:
         op, run = self.layout.ops[i], self.runs[i]

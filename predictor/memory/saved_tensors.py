@@ -18,7 +18,7 @@ SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "softmax", "log_softmax", "sqrt", "rs
 SAVES_NOTHING = (
     "add", "sub", "neg", "mean", "sum", "cumsum", "contiguous", "clone", "cat", "stack", "pad", "roll",
     "float", "interpolate", "einsum", "input", "output", "view", "dropout", "embedding", "where",
-    "masked_fill", "cross_entropy",
+    "masked_fill", "cross_entropy", "reciprocal",
 )  # fmt: skip
 # Kinds that save those of their inputs that are no floats: indices and masks.
 SAVES_INDICES = ("embedding", "where", "masked_fill", "view", "cross_entropy")
@@ -32,6 +32,8 @@ CONVOLUTIONS = ("conv2d", "conv1d", "conv3d", "conv_transpose")
 # Kinds that save nothing where they scale by a number.
 SCALED = ("mul", "div")
 NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+# Modes in which a linear layer is torch's own, on values as they lie.
+PLAIN = ("fp32", "bf16")
 FP32_BYTES = 4
 _LSTM_GATES = 4
 # Forms in which an operator and the one in its epilogue save the same as apart: a product its operands, gelu
@@ -79,10 +81,12 @@ def saved_by_op(
         pair = FACTORS[op.kind]
         if op.kind in CONVOLUTIONS and mode not in (Precision.INT8, Precision.INT8_ALL):
             return Saved(pair)
+        if op.kind == "linear" and op.copies and mode in PLAIN:  # a copy of its input: `made_for_backward`
+            return Saved((1,) if requires_grad[op.inputs[0]] else ())
         return Saved(tuple(a for a, b in (pair, pair[::-1]) if requires_grad[op.inputs[b]]))
     if op.kind == "div" and len(op.inputs) == 2:  # of the divisor's gradient both are factors
         return Saved((0, 1) if requires_grad[op.inputs[1]] else (1,))
-    if op.kind == "attention" and writes_scores(op, mode, device):
+    if op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
         return Saved()
     if op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
         return Saved((0, 1, 2))
@@ -96,6 +100,8 @@ def saved_by_op(
         return Saved(output=True)
     if op.kind in SAVES_NOTHING or _is_mean(op):
         return Saved(indices=indices)
+    if op.kind == "rms_norm" and (device, mode) == ("cpu", "bf16"):
+        return Saved()
     return Saved(everything)
 
 
@@ -103,13 +109,14 @@ def made_for_backward(
     op: Op,
     mode: str,
     shapes: Mapping[str, tuple[int, ...]],
+    requires_grad: Mapping[str, bool],
     dtypes: Mapping[str, str],
     device: str,
     form: str = "plain",
 ) -> Iterator[int]:
     """Yield the bytes that an operator makes for backward besides its result: masks, indices, statistics.
 
-    `shapes` and `dtypes` are those of every value, as traced.
+    `shapes`, `requires_grad` and `dtypes` are those of every value, as traced.
     """
     if form not in SAVES_AS_TORCH:
         yield from _made_saving_less(op, form)
@@ -122,17 +129,21 @@ def made_for_backward(
         yield type_bytes("fp32", num_elements(shapes[op.inputs[1]]))
     elif op.kind == "einsum":  # its operands, in the order of a product of matrices: at the most, copies
         yield sum(type_bytes(mode, num_elements(shapes[value])) for value in op.inputs)
-    elif op.kind == "max_pool2d":
+    elif op.kind == "linear" and op.copies and mode in PLAIN and requires_grad[op.inputs[1]]:
+        yield type_bytes(mode, num_elements(shapes[op.inputs[0]]))
+    elif op.kind == "reciprocal":  # of which a multiple is the result
+        yield type_bytes(mode, op.num_elements)
+    elif op.kind in ("max_pool1d", "max_pool2d", "max_pool3d"):
         yield type_bytes("int64", op.num_elements)
     elif op.kind == "attention" and saves_weights_of(op, mode, shapes, device):
         yield type_bytes("bf16", num_elements(scores_shape(op, shapes)))
     elif op.kind == "attention" and mode == "int8":  # backward recomputes everything else
         yield num_elements(scores_shape(op, shapes)) if op.dropout else 0
-    elif op.kind == "attention" and writes_scores(op, mode, device):
-        # Probabilities, the dropout mask, and the probabilities after dropout; copies of q, k and v with the
+    elif op.kind == "attention" and writes_scores(op, mode, shapes, requires_grad, device):
+        # Probabilities, with dropout its mask and the probabilities after it; copies of q, k and v with the
         # heads in front. With grouped queries (GQA) each group has copies of its own.
         scores, width = scores_shape(op, shapes), shapes[op.inputs[0]][-1]
-        yield 3 * FP32_BYTES * num_elements(scores)
+        yield (3 if op.dropout else 1) * FP32_BYTES * num_elements(scores)
         rows = num_elements(scores[:-1]) * width, num_elements((*scores[:-2], scores[-1])) * width
         yield FP32_BYTES * (rows[0] + rows[1] + rows[1] * op.shape[-1] // width)
     elif op.kind == "attention":
@@ -144,6 +155,10 @@ def made_for_backward(
         yield from _recurrent(op, mode, [shapes[value] for value in op.inputs], device)
     elif op.kind == "cross_entropy":
         yield FP32_BYTES * num_elements(shapes[op.inputs[0]])  # log-probabilities
+    elif op.kind == "rms_norm":
+        yield FP32_BYTES * _rows(op)  # deviation
+        if device == "cpu":  # where it is written out in FP32: what the weight multiplies, and the input
+            yield FP32_BYTES * op.num_elements * (bool(op.kept) + (mode != "fp32"))
     elif op.kind in NORMS:
         yield 2 * FP32_BYTES * _rows(op)  # mean and deviation
 
@@ -171,12 +186,21 @@ def _recurrent(op: Op, mode: str, shapes: list[tuple[int, ...]], device: str) ->
         last = hidden
 
 
-def writes_scores(op: Op, mode: str, device: str) -> bool:
+def writes_scores(
+    op: Op,
+    mode: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    requires_grad: Mapping[str, bool],
+    device: str,
+) -> bool:
     """Return whether attention is torch's plain kernel, which holds all scores in FP32.
 
-    On a CPU no fused kernel of torch has dropout; qsync's BF16 and INT8 kernels have.
+    On a CPU no fused kernel of torch has dropout, masks of three dimensions, or masks that are trained;
+    qsync's BF16 and INT8 kernels have.
     """
-    return op.dropout > 0 and device == "cpu" and mode not in ("int8", "bf16")
+    masks = (*op.inputs[3:], *op.kept)
+    is_plain = op.dropout > 0 or any(requires_grad[mask] or len(shapes[mask]) == 3 for mask in masks)
+    return is_plain and device == "cpu" and mode not in ("int8", "bf16")
 
 
 def saves_weights_of(op: Op, mode: str, shapes: Mapping[str, tuple[int, ...]], device: str) -> bool:

@@ -97,7 +97,7 @@ def backward_workspace(op: Op, run: Run, context: OpContext) -> int:
         return workspace + _attention_plain(op, backward=True)
     if op.kind == "embedding" and run.mode != Precision.FP32 and run.output != "fp32":
         workspace += type_bytes("fp32", op.num_elements)  # the gradient of the rows, cast to FP32
-    if op.kind == "batch_norm" and context.device == "cpu":  # torch allocates dx twice
+    if op.kind in ("batch_norm", "frozen_batch_norm") and context.device == "cpu":  # torch allocates dx twice
         workspace += type_bytes(context.gradient, op.num_elements)
     return workspace
 
@@ -133,7 +133,7 @@ def _saving_less_backward(op: Op, run: Run) -> int:
         ) * n + blocks  # the bits as numbers, and the slope, which becomes the gradient
     if run.form == "bits":
         return n if op.kind == "dropout" else width * n
-    if op.kind == "batch_norm":  # torch allocates dx twice
+    if op.kind in ("batch_norm", "frozen_batch_norm"):  # torch allocates dx twice
         return (_FP32 + width) * n
     return _FP32 * n if width == _FP32 or op.kind != "layer_norm" else (_FP32 + _BF16) * n
 

@@ -15,6 +15,7 @@ operands of that type. The exceptions:
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from qsync.backend.casts.epilogues import Activation, activation
 from qsync.backend.encoding import Operand
 from qsync.backend.kernels.linear import DTYPES
 from qsync.backend.kernels.norms import NORMS_OF_ONE_TYPE, norm
-from qsync.errors import UnsupportedError
+from qsync.errors import MiscomputedError, UnsupportedError
 from qsync.lowering.cast_rules import runs_as_traced
 from qsync.lowering.lowered_graph import EPILOGUES, FUSED, REPLACED, Cast, LoweredGraph, Run
 from qsync.records.graph import Op, OpGraph
@@ -143,8 +144,9 @@ class KernelCall(torch.nn.Module):
             return self._one_up(error, args, kwargs)
 
     def _one_up(self, error: UnsupportedError, args: Any, kwargs: Any) -> torch.Tensor:
-        say_once(f"{self._run.op} in {self._run.mode}: {error}; such calls run in {self._up}", False)
-        dtype = DTYPES[self._up]
+        up = "fp32" if isinstance(error, MiscomputedError) else self._up
+        say_once(f"{self._run.op} in {self._run.mode}: {error}; such calls run in {up}", False)
+        dtype = DTYPES[up]
 
         def plain(value: Any) -> Any:
             value = value.value if isinstance(value, Operand) else value
@@ -196,7 +198,9 @@ _TIMED = "timed"  # begins the names of reports to an observer that only takes t
 _MASK = 3  # the operand of attention that observers do not take: a mask with a gradient has slow kernels
 _NEVER_SAVED = ("add", "batch_norm")  # calls that do not save their result for backward
 # Kinds that have a kernel for BF16; others run the traced call on BF16 operands.
-_KINDS_WITH_BF16_KERNEL = ("conv2d", "attention", "embedding", "grouped_mm")
+_KINDS_WITH_BF16_KERNEL = (
+    "conv1d", "conv2d", "conv3d", "conv_transpose", "attention", "embedding", "grouped_mm",
+)  # fmt: skip
 
 
 def needs_kernel(op: Op, precision: Precision) -> bool:
@@ -289,17 +293,18 @@ class _Rewriter:
         name: str | None,
         new: dict[torch.fx.Node, torch.fx.Node],
     ) -> Any:
-        """Return the outputs of the graph in the types that they were traced in, contiguous where they were.
+        """Return the outputs of the graph in the types that they were traced in, by rows where they lay so.
 
-        Kernels of convolutions return channels-last order, which callers of the graph do not expect.
+        Kernels of convolutions return channels-last order, which callers of the graph do not expect, of parts
+        and views of images neither.
         """
 
         def handed_out(source: torch.fx.Node) -> torch.fx.Node:
             found = self._operand(segment, name, source, new)
             traced = source.meta.get("example_value")
-            if not isinstance(traced, torch.Tensor) or traced.ndim != 4 or not traced.is_contiguous():
+            if not isinstance(traced, torch.Tensor) or traced.ndim < 3 or not lies_by_rows(traced):
                 return found
-            return found.graph.call_method("contiguous", (found,))
+            return found.graph.call_function(by_rows, (found,))
 
         return torch.fx.map_arg(node.args[0], handed_out)
 
@@ -431,6 +436,17 @@ class _Rewriter:
         node = _call(module, "report", report, (result, *shown), {})
         node.meta = {**result.meta, REPORTS: (ran, num_elements)}
         return node
+
+
+def lies_by_rows(value: torch.Tensor) -> bool:
+    """Return whether no dimension of a tensor has a larger stride than one before it."""
+    strides = [stride for size, stride in zip(value.shape, value.stride(), strict=True) if size != 1]
+    return all(outer >= inner for outer, inner in pairwise(strides))
+
+
+def by_rows(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that lies by rows: itself, or a contiguous copy."""
+    return value if lies_by_rows(value) else value.contiguous()
 
 
 def _write_over(graph: torch.fx.Graph) -> None:

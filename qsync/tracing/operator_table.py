@@ -41,8 +41,8 @@ FOLLOWING: dict[str, str] = {
     **{name: name for name in (
         "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "softmax",
         "dropout", "layer_norm", "rms_norm", "group_norm", "batch_norm", "add", "sub", "mul", "div", "neg",
-        "pow", "mean", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "contiguous", "cat", "stack",
-        "where", "masked_fill", "pad", "clone", "roll", "interpolate",
+        "pow", "mean", "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool2d", "adaptive_avg_pool2d",
+        "contiguous", "cat", "stack", "where", "masked_fill", "pad", "clone", "roll", "interpolate",
     )},
     "truediv": "div", "concat": "cat", "repeat_interleave": "clone", "repeat": "clone",
     **{name: "view" for name in (
@@ -57,7 +57,7 @@ FOLLOWING: dict[str, str] = {
 _FUNCTION = "autograd_function_apply"
 _ELEMENTWISE = (
     "relu", "relu6", "leaky_relu", "gelu", "silu", "tanh", "sigmoid", "hardswish", "hardtanh", "add", "sub",
-    "mul", "div", "neg", "pow", "where", "clone",
+    "mul", "div", "neg", "pow", "where", "clone", "reciprocal",
 )  # fmt: skip
 _GRAD_MODE, _WAYS = "_set_grad_enabled", 2  # forward and backward
 
@@ -74,12 +74,17 @@ FIXED: dict[str, str] = {
     **{name: "float" for name in ("to", "float", "type_as", "type")},
 }
 
-NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm")
+# Calls that save other tensors for backward than others of their name: a batch norm in evaluation, pads that
+# read what they pad, and a number over a tensor.
+FROZEN_NORM, PAD_OF_INPUT, RECIPROCAL = "frozen_batch_norm", "reflection_pad", "reciprocal"
+
+NORMS = ("layer_norm", "rms_norm", "group_norm", "batch_norm", FROZEN_NORM)
 
 # Kinds through which a large constant survives: a mask stays a mask when it is reshaped or added.
 PASSES_MAGNITUDE = (
     "add", "sub", "mul", "div", "neg", "where", "masked_fill", "view", "contiguous", "cat", "stack", "pad",
     "clone", "interpolate", "float", "input", "other", "sum", "cumsum", "exp", "sqrt", "rsqrt", "log_softmax",
+    PAD_OF_INPUT, RECIPROCAL,
 )  # fmt: skip
 
 # The namespaces of registered operators that are known by their names.
@@ -123,8 +128,19 @@ def classify(node: torch.fx.Node) -> tuple[str, Role]:
     if name in PRODUCTS:
         return PRODUCTS[name][0], Role.ADJUSTABLE
     if name in FOLLOWING:
-        return FOLLOWING[name], Role.FOLLOWING
+        return _by_arguments(node, FOLLOWING[name]), Role.FOLLOWING
     return FIXED.get(name, "other"), Role.FIXED
+
+
+def _by_arguments(node: torch.fx.Node, kind: str) -> str:
+    """Return the kind of a following call, as its arguments have it."""
+    if kind == "batch_norm" and not _argument(node, 5, "training", False):
+        return FROZEN_NORM
+    if kind == "pad" and _argument(node, 2, "mode", "constant") in ("reflect", "replicate"):
+        return PAD_OF_INPUT
+    if kind == "div" and node.args and not isinstance(node.args[0], torch.fx.Node):
+        return RECIPROCAL
+    return kind
 
 
 def _bodies(node: torch.fx.Node) -> list[torch.fx.Graph]:

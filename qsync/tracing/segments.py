@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from qsync.records.graph import Input, Op, OpGraph, Role, num_elements
 from qsync.records.precision import LARGEST, ROUNDS_WHAT_IT_READS
 from qsync.tracing.inplace_calls import make_out_of_place, traced_storages
 from qsync.tracing.operator_table import (
+    FROZEN_NORM,
     NORMS,
     PASSES_MAGNITUDE,
     UNWRITTEN_PRODUCTS,
@@ -271,7 +273,8 @@ class _Reader:
             else:
                 because = self._why_fixed(read, value, kind, role, magnitude, node)
             role = Role.FIXED if because else role
-        name = self._name(node, bare_name(node) if bare_name(node) in UNWRITTEN_PRODUCTS else kind)
+        label = "batch_norm" if kind == FROZEN_NORM else kind  # named alike in training and evaluation
+        name = self._name(node, bare_name(node) if bare_name(node) in UNWRITTEN_PRODUCTS else label)
         if kind in ("view", "contiguous", "clone", "float") and set(everything) <= self._given:
             self._given.add(name)
         self._add(segment, node, _Call(name, kind, role, read, value, kept, magnitude, drops, because))
@@ -311,6 +314,8 @@ class _Reader:
             return "it computes on no floats"
         if value.dim() == {"conv2d": 3, "conv1d": 2}.get(kind):
             return "its input has no batch dimension, and scales are per image"
+        if kind == "linear" and len(self._shape[read[1]]) != 2:
+            return "its weight is no matrix"
         # One value in two places would need two encodings.
         if kind in _PRODUCTS_OF_TWO and len(read) != len(set(read)):
             return "it reads one value in two places"
@@ -474,7 +479,9 @@ def _example(node: torch.fx.Node) -> torch.Tensor | None:
 
 
 def _copies(node: torch.fx.Node, kind: str) -> bool | None:
-    """Return whether a view or `contiguous` copied when it was traced; None of any other call.
+    """Return whether a view or `contiguous` copied when it was traced, or a linear layer did its input.
+
+    It copies an input of which rows cannot be one dimension, as of a transposed one. None of any other call.
 
     A dropout that drops nothing returns its input, though the tracer's one is new. On the meta device
     attention has a memory order that it has on no other.
@@ -482,10 +489,24 @@ def _copies(node: torch.fx.Node, kind: str) -> bool | None:
     value = _example(node)
     if value is not None and value.is_meta:
         return None
+    if kind == "linear":
+        return True if _lies_apart(_example(operands(node, kind)[0])) else None
     if kind not in ("view", "contiguous") or call_name(node) == "dropout" or not node.all_input_nodes:
         return None
     source = {storage for value in node.all_input_nodes for storage in traced_storages(value)}
     return source.isdisjoint(traced_storages(node)) if source else None
+
+
+def _lies_apart(value: torch.Tensor | None) -> bool:
+    """Return whether no view of a tensor (..., K) has all but the last dimension as one."""
+    if value is None or is_functorch_wrapped_tensor(value):
+        return False
+    outer = [
+        (size, stride)
+        for size, stride in zip(traced_shape(value)[:-1], value.stride()[:-1], strict=True)
+        if size != 1
+    ]
+    return any(above != below * size for (_, above), (size, below) in pairwise(outer))
 
 
 def _is_channels_last(value: torch.Tensor) -> bool:

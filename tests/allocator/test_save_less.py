@@ -114,13 +114,15 @@ def test_rows_of_memory_never_say_more_than_the_model(data):
     drawn = data.draw(assignments_for(graph, CPU_PRECISIONS))
     drawn = {op: p for op, p in drawn.items() if p in one.part.choices[op]}
     kept, seconds = Sum(), Sum()
-    kept.add(saved_bytes(linear, graph, "cpu"), 1e-3)
+    device = data.draw(st.sampled_from(["cpu", "cuda"]))
+    kept.add(saved_bytes(linear, graph, device), 1e-3)
     seconds.add(total([*linear.forward_s, *linear.backward_s]), 1e6)
     least = sums_at(linear, seconds, drawn)
     assume(least > -float("inf"))  # some cast may have no price
     state.move("infer", drawn)
     assert least == pytest.approx(1e6 * one.costs.total_s, rel=1e-9)
-    curve, when = StepMemory(one.lowering.lowered(), num_ranks=2).curve(), len(graph.ops)
+    memory = StepMemory(one.lowering.lowered(), num_ranks=2, device=device)
+    curve, when = memory.curve(), len(graph.ops)
     in_use = sum(curve[what][when] for what in ("casts", "saved", "transient"))
     assert 1e3 * sums_at(linear, kept, drawn) <= in_use + 1e-3
 

@@ -227,7 +227,7 @@ def test_what_addmm_leaves_to_any_product():
     torch.testing.assert_close(y, torch.addmm(b[0], x, w, beta=2.0, alpha=0.5))
 
 
-def test_fp16_backward_frees_what_it_saved_and_cannot_run_twice():
+def test_fp16_backward_frees_what_it_saved_unless_it_is_to_run_again():
     x, w = sample(8, 16).requires_grad_(), sample(16, 4, seed=1).requires_grad_()
     kernel = select("cpu").kernel("matmul", "fp16")
     encoded = encode(x, "fp16")
@@ -235,8 +235,11 @@ def test_fp16_backward_frees_what_it_saved_and_cannot_run_twice():
     storage = StorageWeakRef(encoded.data.untyped_storage())
     del encoded
     assert not storage.expired()
-    y.sum().backward(retain_graph=True)
-    assert storage.expired()
+    loss = y.sum()
+    loss.backward(retain_graph=True)
+    once = x.grad.clone()
+    loss.backward()
+    assert torch.equal(x.grad, 2 * once) and storage.expired()
     with pytest.raises(RuntimeError, match="second time"):
         y.sum().backward()
 

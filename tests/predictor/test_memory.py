@@ -6,15 +6,16 @@ import pytest
 from graphs import Builder, assignments_for, encoder, graphs, mlp, precisions_for
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from kept_for_backward import bytes_of_copies, saved_by_torch
 
 from qsync.backend.kernels.conv_strategy import windows_bytes
 from qsync.lowering.incremental import Lowering, lower
-from qsync.lowering.lowered_graph import Cast, Run
+from qsync.lowering.lowered_graph import Run
 from qsync.predictor.memory.cuda_allocator import EMPTY_SEGMENT_BYTES
 from qsync.predictor.memory.peak import Memory, StepMemory, peak_memory
 from qsync.predictor.memory.workspaces import OpContext, backward_workspace, forward_workspace
 from qsync.records.graph import Op, Role
-from qsync.records.precision import PRECISIONS_BY_KIND, Precision, is_encoded, type_bytes
+from qsync.records.precision import PRECISIONS_BY_KIND, Precision
 from qsync.records.save_less import ops_that_save_less
 
 BF16, INT8 = Precision.BF16, Precision.INT8
@@ -454,13 +455,6 @@ def test_a_wider_batch_needs_more():
     assert peak_memory(lower(mlp(rows=64), {})).peak_bytes > peak_memory(lower(mlp(rows=32), {})).peak_bytes
 
 
-def saved_by_torch(model, batch) -> int:
-    """Bytes that autograd keeps for backward; parameters, buffers and the batch left out."""
-    from qsync.experiments.harness.measured_memory import saved_bytes
-
-    return saved_bytes(lambda: model(batch), [batch, *model.parameters(), *model.buffers()])
-
-
 def transformer(written_out: bool = False):
     import torch
     from torch.nn import functional
@@ -569,26 +563,10 @@ def test_it_is_what_autograd_keeps_to_the_byte(build, precision, less, kept, mon
     graph = qsync.capture(model, batch)
     chosen = {op.name: precision for op in graph.adjustable if precision in PRECISIONS_BY_KIND[op.kind]}
     lowered = lower(graph, chosen, saving_less=ops_that_save_less(graph, ["*"]) if less else ())
-    copies = sum(
-        type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
-        for cast, rows in casts_of_weights(lowered)
-    )
+    copies = bytes_of_copies(lowered)
     wrapped = qsync.wrap(model, str(precision), save_less=less, strict=True)
     wrapped(batch)  # compiled here, so that only the step is seen below
     assert sum(peak_memory(lowered).saved_by.values()) + copies * kept == saved_by_torch(wrapped, batch)
-
-
-def casts_of_weights(lowered):
-    """Those that are kept for backward, with the number of their scales: not biases, and not what an INT8
-    product needs for the gradient of an input that has none."""
-    shapes = {value.name: value.shape for value in lowered.graph.parameters}
-    grads = {value.name: value.requires_grad for value in (*lowered.graph.inputs, *lowered.graph.ops)}
-    casts = [node for node in lowered.nodes if isinstance(node, Cast) and node.of_parameter]
-    for cast in casts:
-        users = [op for op in lowered.graph.ops if cast.value in op.inputs]
-        needed = not is_encoded(cast.target) or any(grads[op.inputs[0]] for op in users)
-        if len(shapes[cast.value]) > 1 and needed:
-            yield cast, shapes[cast.value][any(op.kind == "addmm" for op in users)]  # an output has a scale
 
 
 # --- The bar: what an INT8 product keeps ---
@@ -685,10 +663,7 @@ def test_a_bert_with_a_mask_keeps_what_is_predicted(precision):
     lowered = lower(graph, {op.name: precision for op in graph.adjustable})
     qsync.wrap(model, str(precision), strict=True)
     model(**batch)
-    copies = sum(
-        type_bytes(cast.target, cast.num_elements) + 4 * rows * (precision is INT8)
-        for cast, rows in casts_of_weights(lowered)
-    )
+    copies = bytes_of_copies(lowered)
     known = [*batch.values(), *model.parameters(), *model.buffers()]
     counted = saved_bytes(lambda: model(**batch)["loss"], known)
     # Four bytes more: the weight of all targets together, which cross_entropy keeps.

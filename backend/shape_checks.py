@@ -1,0 +1,109 @@
+"""Check convolutions in low precision once a shape, where oneDNN miscomputes some: on processors with AMX.
+
+With AMX oneDNN leaves parts of some results and gradients unwritten: of convolutions with a stride whose
+result is one pixel wide, of patches (strides as long as the filter), of filters as wide as the image. torch's
+own BF16 is wrong there, too (torch 2.13; without AMX all are right). As no list of shapes would be complete,
+the first call of each shape is compared with FP32, on numbers drawn for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qsync.backend.encoding import Operand, encode
+from qsync.backend.kernel_timing import apart
+from qsync.errors import MiscomputedError
+from qsync.records.precision import ROUND_INSIDE, Precision
+
+Kernel = Callable[..., Tensor]
+
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "conv_transpose")
+# Of the result's and each gradient's norm. Rounding to 8 bits leaves a tenth at the most, unwritten memory
+# half.
+_MOST_ERROR = 0.25
+
+
+def is_checked(kind: str, precision: Precision, device: torch.device) -> bool:
+    """Return whether kernels of this kind are to be checked here."""
+    rounds = precision is not Precision.FP32 and precision not in ROUND_INSIDE
+    on_amx = device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+    return kind in CONVOLUTIONS and rounds and on_amx
+
+
+def checked(kernel: Kernel) -> Kernel:
+    """Return the kernel, which raises MiscomputedError for calls of forms that it computes wrongly here.
+
+    >>> checked(conv2d_bf16)(torch.conv2d, "fp32", x.bfloat16(), weight.bfloat16(), stride=2)
+    """
+    are_right: dict[Hashable, bool] = {}
+
+    def run(target: Kernel, out_type: str, *args: Any, **kwargs: Any) -> Tensor:
+        form = (torch.get_num_threads(), *map(_form, args), *((n, _form(v)) for n, v in kwargs.items()))
+        if form not in are_right:
+            are_right[form] = apart(partial(_is_right, kernel, target, args, kwargs))
+        if not are_right[form]:
+            raise MiscomputedError("oneDNN miscomputes it at these shapes on this processor")
+        return kernel(target, out_type, *args, **kwargs)
+
+    return run
+
+
+def _form(argument: Any) -> Hashable:
+    """Return what the kernel of an argument depends on."""
+    if isinstance(argument, Operand):
+        return (argument.encoded.layout, argument.value.shape, argument.encoded.data.stride())
+    if isinstance(argument, Tensor):
+        return (argument.shape, argument.stride(), argument.dtype)
+    return repr(argument)
+
+
+def _is_right(kernel: Kernel, target: Kernel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether result and gradients of a call of this form are those of FP32, but for rounding."""
+    generator = torch.Generator().manual_seed(0)
+    leaves = [_drawn(argument, generator) for argument in (*args, *kwargs.values())]
+    if not all(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor)):
+        return True
+    trained = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def called(run: Callable[..., Tensor], given: list[Any]) -> Tensor:
+        return run(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+
+    with torch.enable_grad():
+        expected = called(target, leaves)
+        gradient = torch.randn(expected.shape, generator=generator)
+        wanted = (expected, *torch.autograd.grad(expected, trained, gradient))
+        given = [_as(given, leaf) for given, leaf in zip((*args, *kwargs.values()), leaves, strict=True)]
+        _soil(wanted)
+        result = called(partial(kernel, target, "fp32"), given)
+        found = (result, *torch.autograd.grad(result, trained, gradient))
+    errors = ((a - b).norm() / b.norm() for a, b in zip(found, wanted, strict=True))
+    return all(error.item() <= _MOST_ERROR for error in errors)  # not so for NaN
+
+
+def _drawn(argument: Any, generator: torch.Generator) -> Any:
+    """Return FP32 numbers that lie as an argument does; what is no float as it is."""
+    value = argument.value if isinstance(argument, Operand) else argument
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return torch.empty_like(value, dtype=torch.float32).normal_(generator=generator).requires_grad_()
+
+
+def _as(argument: Any, leaf: Any) -> Any:
+    """Return numbers in the type that the kernel takes them in."""
+    if isinstance(argument, Operand):
+        layout = argument.encoded.layout
+        return Operand(leaf, encode(leaf, "fp16" if layout == "plain" else f"int8_{layout}"))
+    return leaf.to(argument.dtype) if isinstance(argument, Tensor) and leaf.requires_grad else leaf
+
+
+def _soil(like: tuple[Tensor, ...]) -> None:
+    """Leave NaN in memory that the next results are likely to get."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        soiled = [torch.full_like(tensor, math.nan, dtype=dtype) for tensor in like]
+        del soiled

@@ -1,0 +1,82 @@
+"""Convolutions are right at every shape, also where oneDNN miscomputes them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import qsync
+from qsync.backend import Operand, encode
+from qsync.backend.kernel_candidates import direct
+from qsync.backend.shape_checks import checked
+from qsync.errors import MiscomputedError
+
+# Shapes of which oneDNN leaves parts unwritten on processors with AMX (torch 2.13).
+FORMS = {
+    "one pixel wide": (nn.Conv2d(3, 8, 3, stride=2, padding=1), (4, 3, 16, 2)),
+    "patches": (nn.Conv2d(16, 16, 4, stride=4), (2, 16, 32, 32)),
+    "patches of signals": (nn.Conv1d(16, 16, 4, stride=4), (2, 16, 64)),
+    "transposed": (nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1), (2, 8, 16, 1)),
+    "as wide as the image": (nn.Conv2d(1, 8, (5, 16)), (2, 1, 40, 16)),
+    "volumes": (nn.Conv3d(3, 8, 3, stride=2, padding=1), (2, 3, 8, 8, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:qsync")
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_convolution_is_right(form, precision):
+    torch._dynamo.reset()
+    layer, shape = FORMS[form]
+    model, images = nn.Sequential(copy.deepcopy(layer)), torch.randn(shape)
+    lowered = qsync.wrap(copy.deepcopy(model), precision, strict=True)
+
+    def outcome(run):
+        x = images.clone().requires_grad_()
+        y = run(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad, *(parameter.grad for parameter in run.parameters())
+
+    for found, expected in zip(outcome(lowered), outcome(model), strict=True):
+        assert (found - expected).norm() <= 0.05 * expected.norm()
+
+
+def half_unwritten(target, out_type, *args, **kwargs):
+    """What leaves every other result as it finds the memory."""
+    y = direct(target, out_type, *args, **kwargs)
+    return torch.where(torch.arange(len(y)).view(-1, 1, 1, 1) % 2 == 0, y, torch.full_like(y, 7.0))
+
+
+def test_a_form_is_checked_once_and_what_is_wrong_is_not_run():
+    calls = []
+
+    def counted(*args, **kwargs):
+        calls.append(args)
+        return direct(*args, **kwargs)
+
+    x, w = torch.randn(4, 3, 6, 6).bfloat16(), torch.randn(8, 3, 3, 3).bfloat16()
+    kernel = checked(counted)
+    for _ in range(3):
+        kernel(torch.conv2d, "fp32", x, w, None, padding=1)
+    assert len(calls) == 1 + 3
+    kernel(torch.conv2d, "fp32", x, w, None, padding=0)
+    kernel(torch.conv2d, "fp32", x[:0], w, None, padding=0)  # of nothing nothing is wrong
+    assert len(calls) == 4 + 2 + 1
+    with pytest.raises(MiscomputedError, match="miscomputes"):
+        checked(half_unwritten)(torch.conv2d, "fp32", x, w, None, padding=1)
+
+
+def test_the_check_sees_codes_as_the_kernel_does():
+    x, w = torch.randn(4, 8, 6, 6), torch.randn(8, 8, 3, 3)
+    given = Operand(x, encode(x, "int8_image")), Operand(w, encode(w, "int8_channel"))
+    seen = []
+
+    def kernel(target, out_type, x, w):
+        seen.append((x.encoded.layout, w.encoded.layout))
+        return target(x.value, w.value)
+
+    checked(kernel)(torch.conv2d, "fp32", *given)
+    assert seen == [("image", "channel")] * 2

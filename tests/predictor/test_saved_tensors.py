@@ -1,0 +1,89 @@
+"""What calls of many forms keep for backward, predicted to the byte."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from kept_for_backward import bytes_of_copies, saved_by_torch
+from torch import nn
+from torch.nn import functional as F
+
+import qsync
+from qsync.predictor.memory.peak import peak_memory
+from qsync.runtime.planned_forward import program_of
+
+
+class Between(nn.Module):
+    """A call between two layers."""
+
+    def __init__(self, first, call, second):
+        super().__init__()
+        self.first, self.call, self.second = first, call, second
+
+    def forward(self, x):
+        return self.second(self.call(self.first(x)))
+
+
+class Attention(nn.Module):
+    """Attention with a bias of its own, trained, or a fixed one of three dimensions."""
+
+    def __init__(self, is_trained):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 16)
+        self.bias = nn.Parameter(torch.randn(1, 4, 24, 24)) if is_trained else None
+        self.register_buffer("slopes", torch.randn(4, 24, 24))
+
+    def forward(self, x):
+        q, k, v = (t.view(2, 24, 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        mask = self.slopes if self.bias is None else self.bias
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y.transpose(1, 2).reshape(2, 24, 32))
+
+
+def linear(call, inner=24, width=24):
+    return Between(nn.Linear(16, inner), call, nn.Linear(width, 8)), torch.randn(4, 10, 16)
+
+
+def images(call, mode="zeros"):
+    convs = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1, padding_mode=mode)
+    return Between(convs[0], call, convs[1]), torch.randn(4, 3, 12, 12)
+
+
+FORMS = {
+    "rms_norm": lambda: linear(nn.RMSNorm(24)),
+    "rms_norm without a weight": lambda: linear(nn.RMSNorm(24, elementwise_affine=False)),
+    "batch_norm that is frozen": lambda: images(nn.BatchNorm2d(8).eval()),
+    "pad that reflects": lambda: images(nn.ReLU(), "reflect"),
+    "pad that repeats": lambda: images(nn.ReLU(), "replicate"),
+    "pad that goes round": lambda: images(nn.ReLU(), "circular"),
+    "max_pool1d": lambda: (
+        Between(nn.Conv1d(8, 16, 3), nn.MaxPool1d(2), nn.Conv1d(16, 16, 3)),
+        torch.randn(4, 8, 32),
+    ),
+    "max_pool3d": lambda: (
+        Between(nn.Conv3d(3, 8, 3), nn.MaxPool3d(2), nn.Conv3d(8, 8, 2)),
+        torch.randn(2, 3, 8, 8, 8),
+    ),
+    "a number over a value": lambda: linear(lambda y: 1.0 / (y + 30.0)),
+    "a value over a number": lambda: linear(lambda y: (y + 3.0) / 2.0),
+    "a linear layer of a transposed value": lambda: linear(lambda y: F.relu(y).transpose(1, 2), width=10),
+    "a linear layer of an expanded value": lambda: linear(lambda y: y.unsqueeze(1).expand(4, 3, 10, 24)),
+    "a linear layer of a part": lambda: linear(lambda y: y[:, 1:3, :12], width=12),
+    "attention with a trained mask": lambda: (Attention(True), torch.randn(2, 24, 32)),
+    "attention with a mask of three dimensions": lambda: (Attention(False), torch.randn(2, 24, 32)),
+}
+
+
+@pytest.mark.parametrize("less", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_form_keeps(form, precision, less):
+    torch._dynamo.reset()
+    model, batch = FORMS[form]()
+    wrapped = qsync.wrap(copy.deepcopy(model), precision, save_less=less, strict=True)
+    wrapped(batch)
+    (lowered,) = program_of(wrapped).lowered
+    predicted = sum(peak_memory(lowered).saved_by.values()) + bytes_of_copies(lowered)
+    assert predicted == saved_by_torch(wrapped, batch)
