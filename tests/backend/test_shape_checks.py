@@ -71,6 +71,22 @@ def test_a_form_is_checked_once_and_what_is_wrong_is_not_run():
         checked(half_unwritten)(torch.conv2d, "fp32", x, w, None, padding=1)
 
 
+def test_of_a_batch_some_images_are_checked_and_a_form_named_by_keywords_is():
+    sizes = []
+
+    def kernel(target, out_type, *args, **kwargs):
+        sizes.append(len(kwargs.get("input", args[0] if args else None)))
+        return direct(target, out_type, *args, **kwargs)
+
+    x, w = torch.randn(9, 3, 6, 6).bfloat16(), torch.randn(8, 3, 3, 3).bfloat16()
+    run = checked(kernel)
+    run(torch.conv2d, "fp32", x, w)
+    run(torch.conv2d, "fp32", x[:7], w)  # some of as many: checked already
+    assert sizes == [4, 4, 4, 9, 7]
+    run(torch.conv2d, "fp32", input=x, weight=w)
+    assert sizes[5:] == [9] * 4
+
+
 def test_the_check_sees_codes_as_the_kernel_does():
     x, w = torch.randn(4, 8, 6, 6), torch.randn(8, 8, 3, 3)
     given = Operand(x, encode(x, "int8_image")), Operand(w, encode(w, "int8_channel"))
