@@ -20,6 +20,7 @@ from qsync import api
 from qsync.backend.device_detection import default_precisions, detect_class, machine
 from qsync.backend.kernels.dropout import dropout
 from qsync.backend.measure_peaks import measured_peaks
+from qsync.errors import QSyncError, shortened
 from qsync.predictor.cost_model.model import CostModel
 from qsync.predictor.cost_model.op_calls import Argument, Call
 from qsync.predictor.cost_model.samples import Sample, choose, samples_of
@@ -68,6 +69,8 @@ def learn(
 
     >>> qsync.cost_learning.learn([(graph, profile)]).save("costs.json")
     """
+    if not str(device).startswith(("cpu", "cuda")):
+        raise QSyncError(f"costs are learned on cpu or cuda, found {shortened(str(device))}")
     target = torch.device(device)
     progress("peaks of this device")
     sheet = measure_sheet(target)

@@ -351,6 +351,7 @@ def _profile_and_plan(
     })  # fmt: skip
     plan = cached_plan(folder)
     if plan is None:
+        from_rank_zero("a folder for the plan", lambda: _make_folder(folder))
         basis = ddp_profiling.form_basis(step, rank, graph, formed, profiling)
         if not is_asked:
             options = {**options, "base": str(measured_base(Precision(options["base"]), basis.profiles))}
@@ -361,6 +362,17 @@ def _profile_and_plan(
     plan.check_graph(graph)
     check_same({"the plan": digest(plan.to_json())})
     return plan, folder
+
+
+def _make_folder(folder: Path) -> None:
+    """Make the folder of a plan before the profiles that it is to hold are measured."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FormatError(
+            f"the plan cannot be kept in {shortened(str(folder), 200, quote=False)} ({error.strerror}); give "
+            "cache_dir a folder that can be written"
+        ) from error
 
 
 def _plan_and_save(

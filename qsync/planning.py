@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qsync.allocator import allocate, search
+from qsync.allocator import allocate, check_options, search
+from qsync.errors import FormatError
 from qsync.records.cluster import Cluster
 from qsync.records.graph import OpGraph
 from qsync.records.plans import Plan
@@ -55,6 +56,10 @@ def plan(
         >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, levers=["buckets", "recompute"])
         >>> plan = qsync.plan(graph, profiles, sensitivity, cluster, saving_less={"infer": ["*"]})
     """
+    check_options(options)
+    for name in ("other", "trials", "storage"):
+        if name in options and not levers:
+            raise FormatError(f"{name} is an option of a search over levers; name levers, too")
     if levers:
         return search(graph, profiles, sensitivity, cluster, levers=levers, **options)
     return allocate(graph, profiles, sensitivity, cluster, **options)

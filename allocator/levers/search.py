@@ -352,6 +352,12 @@ def _study(optuna: Any, key: str, path: Path | None) -> Any:
     if path is None:
         return optuna.create_study(study_name=key)
     path.parent.resolve(strict=True)  # else optuna waits for a lock that it cannot make
+    lock = optuna.storages.journal.JournalFileSymlinkLock(str(path))
+    if lock.acquire():
+        try:
+            _drop_torn_record(path)
+        finally:
+            lock.release()
     try:
         backend = optuna.storages.journal.JournalFileBackend(str(path))
         journal = optuna.storages.JournalStorage(backend)
@@ -360,13 +366,24 @@ def _study(optuna: Any, key: str, path: Path | None) -> Any:
         raise FormatError(f"{path} holds no trials of levers ({error}); name another file") from error
 
 
+def _drop_torn_record(path: Path) -> None:
+    """Cut the last line of a log of trials if it was not written to its end: optuna would refuse the log."""
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if 0 < whole < len(content):  # of one line it may be no log
+            file.truncate(whole)
+
+
 @contextmanager
 def _quiet() -> Iterator[Any]:
     """Import optuna and silence its messages on trials and experimental features."""
     import optuna
 
     before = optuna.logging.get_verbosity()
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

@@ -7,6 +7,7 @@ Importing a command imports no torch: doctor, demo, learn, expand and validate i
 from __future__ import annotations
 
 import sys
+from errno import ENOSPC
 from typing import Annotated
 
 import typer
@@ -62,8 +63,9 @@ def main() -> None:
         sys.exit(1)
     except OSError as error:
         path = error.filename2 or error.filename  # the second is where a finished file should have gone
-        if path is None:
+        if path is None and error.errno != ENOSPC:
             raise
+        path = path or "what was printed"
         shown = shortened(str(path), 200, quote=False)
         _fail(f"cannot write or read {shown}: {error.strerror}; name another path", 2)
     sys.exit(code if isinstance(code, int) else 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from qsync.errors import QSyncError
+from qsync.errors import FormatError, QSyncError
 from qsync.figures import interactive
 from qsync.records.json_files import write_text
 from qsync.records.plan_folder import Basis
@@ -72,6 +72,8 @@ class Measured:
     def of_demo(cls, content: Mapping[str, Any]) -> Measured:
         """Return what the demo measured: `content` is its report.json; losses are means over seeds."""
         runs = content.get("runs", {})
+        if not isinstance(runs, Mapping) or not all(isinstance(run, Mapping) for run in runs.values()):
+            raise FormatError("report.json is none of qsync demo's: it has no runs by name; remove it")
         curves = {
             run.get("title", name): list(enumerate(map(fmean, zip(*run["training_losses"], strict=True))))
             for name, run in runs.items() if run.get("training_losses")
